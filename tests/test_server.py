@@ -1,0 +1,708 @@
+"""The HTTP server: what it answers, and that no client holds up another one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import http.client
+import json
+import logging
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tools import REPOSITORY, eventually
+
+from torch_grad_exporter.exposition.listener import candidate_ports, open_listener
+from torch_grad_exporter.exposition.loop import Connection, ConnectionLoop
+from torch_grad_exporter.exposition.message import MAX_HEAD, Request, RequestError, complete_head, parse, plain
+from torch_grad_exporter.exposition.server import MetricsServer
+from torch_grad_exporter.exposition.shared import ScrapeBusyError, SharedScrape
+from torch_grad_exporter.exposition.text import Format, Renderer
+from torch_grad_exporter.families import Family, Kind, LabelRows, Spec
+
+NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
+ROWS = LabelRows(tuple((f"layers.{i}",) for i in range(100)))
+BIG_ROWS = LabelRows(tuple((f"layers.{i}" * 20,) for i in range(100_000)))
+THREAD_PREFIX = "torch-grad-exporter-http-"
+GET_METRICS = b"GET /metrics HTTP/1.1\r\nHost: t\r\n\r\n"
+
+
+@dataclass
+class Training:
+    """The other side of the server: counts its scrapes and keeps what went wrong."""
+
+    rows: LabelRows = ROWS
+    failure: BaseException | None = None
+    scrapes: int = 0
+    now: float = 0.0
+    errors: list[tuple[str, BaseException]] = field(default_factory=list)
+    entered: threading.Event = field(default_factory=threading.Event)
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_go_on.set()
+
+    def scrape(self) -> Iterable[Family]:
+        self.scrapes += 1
+        self.entered.set()
+        assert self.may_go_on.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        yield Family(NORM, np.full(len(self.rows), float(self.scrapes)), self.rows)
+
+    def health(self) -> Mapping[str, object]:
+        return {"state": "training", "step": 7}
+
+    def on_error(self, source: str, error: BaseException) -> None:
+        self.errors.append((source, error))
+
+
+def serve(training: Training, *, addr: str = "127.0.0.1", ports: Iterable[int] = (0,), **options: object) -> MetricsServer:
+    return MetricsServer(
+        training.scrape,
+        Renderer({"run": "r"}),
+        addr=addr,
+        ports=ports,
+        on_error=training.on_error,
+        health=training.health,
+        version="1.2.3<",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    made = Training()
+    yield made
+    made.may_go_on.set()
+
+
+@pytest.fixture
+def server(training: Training) -> Iterator[MetricsServer]:
+    with contextlib.closing(serve(training)) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def request(server: MetricsServer, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1", **headers: str) -> Answer:
+    fields = {name.replace("_", "-"): value for name, value in headers.items()}
+    with contextlib.closing(http.client.HTTPConnection(host, server.port, timeout=30)) as client:
+        client.request(method, path, headers=fields)
+        response = client.getresponse()
+        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def connect(server: MetricsServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Everything up to the server's end; a reset counts as the end."""
+    received = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while data := client.recv(65536):
+            received += data
+    return bytes(received)
+
+
+def exchange(server: MetricsServer, sent: bytes) -> bytes:
+    with connect(server) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(sent)
+        return read_all(client)
+
+
+def hangs_up(client: socket.socket) -> bool:
+    """Whether the other end is closed, found out without reading what it has sent."""
+    try:
+        client.sendall(b"x")
+    except ConnectionError:
+        return True
+    return False
+
+
+def server_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+
+
+# What is answered
+
+
+def test_metrics_are_served_as_text(server: MetricsServer) -> None:
+    """A plain GET gets text 0.0.4 that prometheus_client parses, with all headers that the contract names."""
+    answer = request(server)
+    (metric,) = text_string_to_metric_families(answer.body.decode())
+    assert [sample.labels["layer"] for sample in metric.samples] == [row[0] for row in ROWS.rows]
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.headers["content-length"] == str(len(answer.body))
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "server" not in answer.headers
+    assert "content-encoding" not in answer.headers
+
+
+def test_openmetrics_is_served_to_who_asks_for_it(server: MetricsServer) -> None:
+    """The Accept header of Prometheus 2 and 3 gets OpenMetrics with its content type."""
+    answer = request(server, Accept="application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3")
+    assert answer.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert answer.body.endswith(b"\n# EOF\n")
+
+
+def test_gzip_is_used_where_accepted(server: MetricsServer) -> None:
+    """With gzip accepted the body is the same text compressed; at quality 0 it is not compressed."""
+    packed = request(server, Accept_Encoding="gzip")
+    plain_body = request(server, Accept_Encoding="gzip;q=0").body
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.headers["content-length"] == str(len(packed.body))
+    assert gzip.decompress(packed.body) == plain_body
+    assert len(packed.body) < len(plain_body) / 3
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/", "/nothing"])
+def test_head_is_get_without_the_body(server: MetricsServer, path: str) -> None:
+    """HEAD has the status, the length and the type of GET and no body."""
+    get, head = request(server, path), request(server, path, "HEAD")
+    kept = ("content-length", "content-type")
+    assert head.body == b""
+    assert (head.status, [head.headers[name] for name in kept]) == (get.status, [get.headers[name] for name in kept])
+
+
+def test_health_is_json(server: MetricsServer) -> None:
+    """/healthz answers 200 with the given facts as JSON."""
+    answer = request(server, "/healthz")
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+    assert json.loads(answer.body) == {"state": "training", "step": 7}
+
+
+def test_the_landing_page_links_to_the_others(server: MetricsServer) -> None:
+    """/ is an HTML page with both links and the version, escaped."""
+    answer = request(server, "/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert b'<a href="metrics">' in answer.body
+    assert b'<a href="healthz">' in answer.body
+    assert b"Version 1.2.3&lt;" in answer.body
+
+
+@pytest.mark.parametrize("path", ["/metric", "/metrics/", "/../etc/passwd", "/favicon.ico", "//metrics"])
+def test_other_paths_are_not_found(server: MetricsServer, path: str) -> None:
+    """Any path beyond the three is a 404."""
+    assert request(server, path).status == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "get"])
+def test_other_methods_are_refused(server: MetricsServer, training: Training, method: str) -> None:
+    """Any method but GET and HEAD is a 405 that names both, and runs no scrape."""
+    answer = request(server, method=method)
+    assert (answer.status, answer.headers["allow"], training.scrapes) == (405, "GET, HEAD", 0)
+
+
+def test_a_request_with_a_large_body_gets_its_answer(server: MetricsServer) -> None:
+    """A client that is still sending its body reads the 405 to the end: the connection is not reset under it."""
+    with connect(server) as client:
+        client.sendall(b"POST /metrics HTTP/1.1\r\nHost: t\r\nContent-Length: 262144\r\n\r\n")
+        received = client.recv(65536)
+        client.sendall(b"x" * 262144)
+        client.shutdown(socket.SHUT_WR)
+        while data := client.recv(65536):
+            received += data
+    assert received.startswith(b"HTTP/1.1 405 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /metrics?collect[]=x HTTP/1.1\r\nHost: t\r\n\r\n", 200),
+        (b"GET http://host:9100/metrics HTTP/1.1\r\nHost: t\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.0\n\n", 200),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nHost: t\r\n folded\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * MAX_HEAD + b"\r\n\r\n", 431),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: a\r\n" * 4000 + b"\r\n", 431),
+    ],
+    ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else str(value),
+)
+def test_requests_beyond_the_rules_get_the_right_status(
+    server: MetricsServer, training: Training, sent: bytes, status: int
+) -> None:
+    """Odd but valid requests are served; malformed and oversized ones get a 4xx or 505 and are no failure of ours."""
+    assert exchange(server, sent).startswith(b"HTTP/1.1 %d " % status)
+    assert training.errors == []
+
+
+def test_no_bytes_break_the_parser() -> None:
+    """Of 20,000 random and mutated heads each is parsed or refused; nothing else is raised."""
+    source = random.Random(5)
+    for _ in range(20_000):
+        sent = bytearray(GET_METRICS if source.random() < 0.7 else source.randbytes(source.randint(0, 60)))
+        for _ in range(source.randint(0, 4)):
+            sent.insert(source.randint(0, len(sent)), source.choice(b"\r\n :/\x00\xff?%"))
+        with contextlib.suppress(RequestError):
+            head = complete_head(sent)
+            assert head is None or parse(head).path
+
+
+# Failures
+
+
+def test_a_failing_scrape_is_a_500_and_the_next_one_works(server: MetricsServer, training: Training) -> None:
+    """A scrape that raises costs that request: 500 without the reason, one error of source "request", then 200 again."""
+    training.failure = ValueError("secret path")
+    answer = request(server)
+    assert (answer.status, answer.headers["content-type"]) == (500, "text/plain; charset=utf-8")
+    assert b"secret" not in answer.body
+    assert training.errors == [("request", training.failure)]
+    assert request(server, "/healthz").status == 200
+    training.failure = None
+    assert request(server).status == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_scrape_that_exits_passes_and_the_client_is_let_go(server: MetricsServer, training: Training) -> None:
+    """SystemExit is not swallowed as an error; the client's connection ends and the server goes on."""
+    training.failure = SystemExit()
+    assert exchange(server, GET_METRICS) == b""
+    assert training.errors == []
+    training.failure = None
+    assert request(server).status == 200
+
+
+def test_health_answers_while_a_scrape_hangs(training: Training) -> None:
+    """While one scrape hangs, /healthz is a 200 and a second scrape is a 503 after the timeout, not a wait for ever."""
+    training.may_go_on.clear()
+    with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as hanging:
+        hanging.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        assert request(server, "/healthz").status == 200
+        assert request(server).status == 503
+        training.may_go_on.set()
+        assert read_all(hanging).startswith(b"HTTP/1.1 200 ")
+    assert training.errors == []
+
+
+def test_requests_beyond_the_cap_get_a_503(server: MetricsServer, training: Training) -> None:
+    """While a scrape takes its time at most 68 requests wait for it, the rest of 100 is refused at once, and all get an answer."""
+    training.may_go_on.clear()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(100)]
+        for client in clients:
+            client.sendall(GET_METRICS)
+        assert eventually(lambda: len(select.select(clients, [], [], 0)[0]) >= 32)
+        training.may_go_on.set()
+        statuses = [read_all(client).split(b" ", 2)[1] for client in clients]
+    assert set(statuses) == {b"200", b"503"}
+    assert 64 <= statuses.count(b"200") <= 68
+    assert training.scrapes == 1
+
+
+# Clients that do harm
+
+
+def test_300_half_open_connections_hold_nobody_up(server: MetricsServer) -> None:
+    """With 300 silent connections the number of threads is what it was, the oldest are dropped, and a scrape works."""
+    threads = len(server_threads())
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(server)) for _ in range(300)]
+        assert request(server).status == 200
+        assert len(server_threads()) == threads <= 8
+        assert all(client.recv(1) == b"" for client in silent[:150])
+        silent[-1].sendall(GET_METRICS)
+        assert read_all(silent[-1]).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_silent_client_is_dropped_at_the_timeout(training: Training) -> None:
+    """A client that sends nothing finds its connection closed, without an answer."""
+    with contextlib.closing(serve(training, timeout=0.2)) as server:
+        assert exchange(server, b"") == b""
+
+
+def test_a_dripping_client_is_dropped_at_the_timeout(training: Training) -> None:
+    """A byte now and then does not stretch the time for a request: the deadline is for the whole head."""
+    with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as client:
+
+        def dropped() -> bool:
+            client.settimeout(0.05)
+            try:
+                client.sendall(b"G")
+                return client.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        assert eventually(dropped, 10)
+
+
+def test_clients_that_do_not_read_hold_nobody_up(training: Training) -> None:
+    """40 clients that ask for megabytes and read nothing leave the next scrape unhindered, and are dropped at the timeout."""
+    training.rows = BIG_ROWS
+    with contextlib.closing(serve(training, timeout=2.0)) as server, contextlib.ExitStack() as stack:
+        deaf = [stack.enter_context(socket.socket()) for _ in range(40)]
+        for client in deaf:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(60)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(GET_METRICS)
+        whole = request(server)
+        assert (whole.status, str(len(whole.body))) == (200, whole.headers["content-length"])
+        assert len(whole.body) > 10_000_000
+        assert all(eventually(lambda client=client: hangs_up(client)) for client in deaf)
+    assert training.errors == []
+
+
+class NoDescriptorsLeft(socket.socket):
+    """A listening socket that fails for 0.2 s as if the process had no file descriptor left."""
+
+    recovers_at: float | None = None
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.recovers_at is None:
+            self.recovers_at = time.monotonic() + 0.2
+        if time.monotonic() < self.recovers_at:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+@contextlib.contextmanager
+def running(loop: ConnectionLoop) -> Iterator[None]:
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.stop(1.0)
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_running_out_of_file_descriptors_is_survived(training: Training) -> None:
+    """An accept that fails is counted once, not in a busy loop, and the waiting client is served afterwards."""
+    listener = NoDescriptorsLeft(fileno=open_listener("127.0.0.1", (0,)).detach())
+    address = listener.getsockname()
+
+    def dispatch(connection: Connection, _request: Request) -> bool:
+        loop.respond(connection, plain(http.HTTPStatus.OK))
+        return True
+
+    loop = ConnectionLoop(listener, dispatch, on_error=training.on_error)
+    with running(loop), socket.create_connection(address, timeout=30) as client:
+        client.sendall(GET_METRICS)
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
+    assert [(source, type(error)) for source, error in training.errors] == [("request", OSError)]
+
+
+def test_a_client_that_speaks_while_it_is_dropped_harms_nobody(training: Training) -> None:
+    """A connection that makes room for a new one and has bytes waiting at that moment is forgotten, and the loop goes on."""
+    listener = open_listener("127.0.0.1", (0,))
+    address = listener.getsockname()
+
+    def dispatch(connection: Connection, _request: Request) -> bool:
+        training.entered.set()
+        training.may_go_on.wait(30)
+        loop.respond(connection, plain(http.HTTPStatus.OK))
+        return True
+
+    training.may_go_on.clear()
+    loop = ConnectionLoop(listener, dispatch, on_error=training.on_error, max_connections=2)
+    with running(loop), contextlib.ExitStack() as stack:
+        idle, busy = (stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(2))
+        busy.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        # The loop stands still. What it finds when it goes on: a new client first, then bytes of the one it drops for it.
+        new = stack.enter_context(socket.create_connection(address, timeout=30))
+        idle.sendall(GET_METRICS)
+        new.sendall(GET_METRICS)
+        training.may_go_on.set()
+        assert [read_all(client)[:12] for client in (idle, busy, new)] == [b"", b"HTTP/1.1 200", b"HTTP/1.1 200"]
+    assert training.errors == []
+
+
+# One rendering for all
+
+
+def test_a_body_is_shared_for_one_second(training: Training) -> None:
+    """By a fake clock: requests 0.99 s apart share a scrape, in every format and encoding; after 1 s there is a new one."""
+    with contextlib.closing(serve(training, clock=lambda: training.now)) as server:
+        first = request(server).body
+        training.now = 0.99
+        assert request(server).body == first
+        assert gzip.decompress(request(server, Accept_Encoding="gzip").body) == first
+        assert request(server, Accept="application/openmetrics-text").body == first + b"# EOF\n"
+        assert training.scrapes == 1
+        training.now = 1.0
+        assert request(server).body != first
+        assert training.scrapes == 2
+
+
+def test_simultaneous_scrapes_run_once(server: MetricsServer, training: Training) -> None:
+    """Of 16 scrapes at the same moment one runs, and all get its body."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: request(server), range(16)))
+    assert len({answer.body for answer in answers}) == training.scrapes == 1
+
+
+def test_no_scrape_runs_beside_another() -> None:
+    """While one scrape runs, a second one that asks waits for its result and does not start its own."""
+    second_entered = threading.Event()
+    calls = 0
+
+    def scrape() -> Iterable[Family]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            second_entered.set()
+        assert not second_entered.wait(0.3)
+        return []
+
+    shared = SharedScrape(scrape, Renderer({}))
+    with ThreadPoolExecutor(4) as pool:
+        bodies = list(pool.map(lambda _: shared.body(Format.OPENMETRICS, compressed=False), range(4)))
+    assert (calls, bodies) == (1, [b"# EOF\n"] * 4)
+
+
+def test_an_empty_scrape_is_shared_too() -> None:
+    """A scrape without families is a body like any other and not repeated within the second."""
+    calls: list[int] = []
+    shared = SharedScrape(lambda: calls.append(1) or [], Renderer({}), clock=lambda: 0.0)  # type: ignore[func-returns-value]
+    assert [shared.body(Format.TEXT, compressed=False) for _ in range(3)] == [b""] * 3
+    assert calls == [1]
+
+
+def test_waiting_for_a_scrape_has_an_end() -> None:
+    """A scrape that asks itself gets ScrapeBusyError after its patience, not a deadlock."""
+
+    def scrape() -> Iterable[Family]:
+        shared.body(Format.TEXT, compressed=False)
+        return []
+
+    shared = SharedScrape(scrape, Renderer({}), patience=0.05)
+    with pytest.raises(ScrapeBusyError):
+        shared.body(Format.TEXT, compressed=False)
+
+
+# Ports and addresses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((9100, 0, 1), tuple(range(9100, 9164))),
+        ((9100, 3, 8), tuple(range(9103, 9103 + 512, 8))),
+        ((0, 3, 8), (0,)),
+        ((65530, 1, 2), (65531, 65533, 65535)),
+        ((65535, 0, 1), (65535,)),
+        ((65535, 1, 2), ()),
+    ],
+)
+def test_candidate_ports(arguments: tuple[int, int, int], expected: tuple[int, ...]) -> None:
+    """64 candidates in steps of the local world size, none above 65535, and any free port for 0."""
+    assert candidate_ports(*arguments) == expected
+
+
+def test_ranks_of_one_host_share_no_candidate() -> None:
+    """8 ranks try 512 different ports."""
+    assert len({port for rank in range(8) for port in candidate_ports(9100, rank, 8)}) == 512
+
+
+def free_port() -> int:
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_a_taken_port_is_stepped_over_with_a_warning(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    """If the first port is taken the next free one is used, known by `port`, and named in one warning."""
+    other = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+            server = serve(training, ports=(first, other))
+        with contextlib.closing(server):
+            assert server.port == other
+            assert request(server).status == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        f"port {first} is taken, metrics are served on port {other} instead"
+    ]
+
+
+def test_no_free_port_raises_and_leaves_nothing(training: Training) -> None:
+    """With every candidate taken OSError names them, and no thread was started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        with pytest.raises(OSError, match=str(first)) as raised:
+            serve(training, ports=(first,))
+    assert raised.value.errno == errno.EADDRINUSE
+    assert server_threads() == []
+
+
+def test_an_address_of_another_host_raises_at_once(training: Training) -> None:
+    """An address that this host does not have is no taken port: it raises as what it is."""
+    with pytest.raises(OSError, match=r"[Cc]annot assign|not available"):
+        serve(training, addr="192.0.2.1", ports=range(20000, 20064))
+
+
+@pytest.mark.parametrize("addr", ["", "0.0.0.0", "127.0.0.1", "localhost"])  # noqa: S104 the default of the product
+def test_ipv4_addresses(training: Training, addr: str) -> None:
+    """An empty address, all interfaces, one address and a host name serve on IPv4."""
+    with contextlib.closing(serve(training, addr=addr)) as server:
+        host = "localhost" if addr == "localhost" else "127.0.0.1"
+        assert request(server, host=host).status == 200
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this host")
+def test_ipv6_addresses(training: Training) -> None:
+    """`::1` serves on IPv6 alone, `::` on both."""
+    with contextlib.closing(serve(training, addr="::1")) as server:
+        assert request(server, host="::1").status == 200
+    with contextlib.closing(serve(training, addr="::")) as server:
+        assert [request(server, host=host).status for host in ("::1", "127.0.0.1")] == [200, 200]
+
+
+# The end
+
+
+def test_close_frees_the_port_and_ends_the_threads(training: Training) -> None:
+    """After close, also twice and from several threads, no thread of ours lives and the port can be bound at once."""
+    server = serve(training)
+    assert request(server).status == 200
+    with connect(server), ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: server.close(), range(3)))
+        server.close()
+        assert eventually(lambda: server_threads() == [])
+        with contextlib.closing(serve(training, ports=(server.port,))) as second:
+            assert second.port == server.port
+            assert request(second).status == 200
+
+
+def test_all_threads_are_daemons(server: MetricsServer) -> None:
+    """No thread of the server keeps the process from ending."""
+    assert server.port
+    assert server_threads()
+    assert all(thread.daemon for thread in server_threads())
+
+
+def test_close_lets_a_running_answer_out(training: Training) -> None:
+    """A scrape that is running when close is called still reaches its client whole."""
+    training.may_go_on.clear()
+    server = serve(training)
+    with connect(server) as client:
+        client.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        training.may_go_on.set()
+        assert len(read_all(client).split(b"\r\n\r\n", 1)[1].splitlines()) == 2 + len(ROWS)
+        closing.join(30)
+
+
+def test_close_does_not_wait_for_a_hanging_scrape(training: Training) -> None:
+    """With a scrape that hangs, close returns at its timeout and the port is free."""
+    training.may_go_on.clear()
+    server = serve(training)
+    with connect(server) as client:
+        client.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        server.close(timeout=0.2)
+        with contextlib.closing(open_listener("127.0.0.1", (server.port,))):
+            assert read_all(client) == b""
+    training.may_go_on.set()
+    assert eventually(lambda: server_threads() == [])
+
+
+def test_close_from_within_a_scrape(training: Training) -> None:
+    """A scrape may close the server that it runs in, without a deadlock."""
+    closed: list[bool] = []
+
+    def scrape() -> Iterable[Family]:
+        server.close(timeout=0.2)
+        closed.append(True)
+        return []
+
+    training.scrape = scrape  # type: ignore[method-assign]
+    server = serve(training)
+    exchange(server, GET_METRICS)
+    assert eventually(lambda: closed == [True] and server_threads() == [])
+
+
+FORKING_PROGRAM = """
+import http.client, os, sys
+from torch_grad_exporter.exposition.server import MetricsServer
+from torch_grad_exporter.exposition.text import Renderer
+
+server = MetricsServer(list, Renderer({}), addr="127.0.0.1", ports=(0,), version="1",
+                       on_error=lambda source, error: None, health=dict)
+ready, said = os.pipe()
+if os.fork() == 0:
+    if sys.argv[1] == "handled":
+        server.after_fork_in_child()
+        server.after_fork_in_child()
+        server.close()
+    os.write(said, b"x")
+    sys.stdin.read()
+    os._exit(0)
+os.read(ready, 1)
+for _ in range(3):
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    client.request("GET", "/healthz")
+    assert client.getresponse().read() == b"{}"
+print(server.port, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize(("handling", "taken"), [("handled", False), ("ignored", True)])
+def test_a_forked_child_does_not_keep_the_port(handling: str, taken: bool) -> None:
+    """With the parent gone and its child alive the port is free if the child closed what it inherited, and only then.
+
+    The parent serves on after the child has closed its copies.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", FORKING_PROGRAM, handling]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        port = int(parent.stdout.readline())
+        assert parent.wait(60) == 0
+        assert can_bind(port) is not taken
+        parent.communicate()
+
+
+def can_bind(port: int) -> bool:
+    try:
+        open_listener("127.0.0.1", (port,)).close()
+    except OSError:
+        return False
+    return True

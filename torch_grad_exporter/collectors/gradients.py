@@ -1,0 +1,110 @@
+"""Collector `gradients`: what the samples say per layer and over each optimizer's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from torch_grad_exporter import catalogue as c
+from torch_grad_exporter.events import Outcome
+from torch_grad_exporter.families import Family, FloatArray, LabelRows, RowCache, Spec
+from torch_grad_exporter.ledger import GradientSnapshot
+
+DEAD_FROM = 20
+"""Samples before which a dead ratio says nothing, or the whole window if that is shorter."""
+
+_LAST_VALUES = {
+    c.GRAD_NORM: "norm",
+    c.GRAD_NORM_ZSCORE: "zscore",
+    c.GRAD_MAX_MAGNITUDE: "max_magnitude",
+    c.GRAD_ZERO_RATIO: "zero_ratio",
+    c.GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
+    c.GRAD_MISSING_PARAMETERS: "missing",
+}
+_TOTALS = {
+    c.GRAD_NORM_SQUARED_TOTAL: "squared_total",
+    c.GRAD_CAPTURES: "captures",
+    c.GRAD_NORM_SPIKES: "spikes",
+}
+_MOMENTS = {c.GRAD_MEAN: "mean", c.GRAD_STDDEV: "stddev", c.GRAD_MIN: "minimum", c.GRAD_MAX: "maximum"}
+_WEIGHTS = {c.WEIGHT_NORM: "weight_norm", c.WEIGHT_UPDATE_RATIO: "update_ratio"}
+
+
+class GradientCollector:
+    """Families of the gradient ledger. `names`: the optimizers' names by number, read at each scrape."""
+
+    name = "gradients"
+
+    def __init__(
+        self,
+        snapshot: Callable[[], GradientSnapshot],
+        names: Sequence[str],
+        *,
+        dead_window: int,
+        moments: bool = False,
+        weights: bool = False,
+    ) -> None:
+        self._snapshot = snapshot
+        self._names = names
+        self._dead_from = min(DEAD_FROM, dead_window)
+        self._moments = moments
+        self._weights = weights
+        self._layers, self._kinds = RowCache(), RowCache()
+        self._optimizers, self._outcomes = RowCache(), RowCache()
+
+    def collect(self) -> Iterator[Family]:
+        """The families, all of one and the same sample."""
+        snapshot = self._snapshot()
+        yield from self._per_layer(snapshot)
+        yield from self._per_optimizer(snapshot)
+
+    def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
+        layers = self._layers.get(tuple((layer,) for layer in snapshot.plan.layers))
+        table = snapshot.table
+        read = table["captures"] > 0
+        judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
+        for spec, column in _LAST_VALUES.items():
+            # The norm itself may be NaN; where NaN means that there is no value, it is left out.
+            yield Family(spec, table[column], layers, ~np.isnan(table[column]) if spec in judged else read)
+        with np.errstate(over="ignore"):
+            yield Family(c.GRAD_NORM_SQUARED, np.square(table["norm"]), layers, read)
+        for spec, column in _TOTALS.items():
+            yield Family(spec, table[column], layers)
+        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, sums=table["bucket_sum"])
+        yield Family(c.GRAD_NORM_RECENT_MAX, snapshot.recent_max, layers, ~np.isnan(snapshot.recent_max))
+        dead = table["dead_ratio"]
+        yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (table["captures"] >= self._dead_from))
+        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in snapshot.plan.layers))
+        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([table["nans"], table["infs"]]), kinds)
+        if self._moments:
+            yield from (Family(spec, table[column], layers, read) for spec, column in _MOMENTS.items())
+        if self._weights:
+            for spec, column in _WEIGHTS.items():
+                yield Family(spec, table[column], layers, ~np.isnan(table[column]))
+
+    def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
+        totals = snapshot.totals if len(snapshot.totals) else np.zeros(1, dtype=snapshot.totals.dtype)
+        names = self._labels_of(snapshot.optimizers)
+        rows = self._optimizers.get(tuple((name,) for name in names))
+        seen, clip = totals["seen"], totals["clip_known"]
+        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, seen)
+        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, sums=totals["bucket_sum"])
+        yield Family(c.GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
+        yield Family(c.GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
+        yield Family(c.GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
+        yield Family(c.GRAD_CLIPPED_STEPS, totals["clipped"], rows)
+        yield Family(c.GRAD_SAMPLE_STEP, totals["sample_step"], rows, seen)
+        yield self._nonfinite(totals, names)
+
+    def _nonfinite(self, totals: np.ndarray[tuple[int], np.dtype[np.void]], names: list[str]) -> Family:
+        rows: LabelRows = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
+        values: FloatArray = np.concatenate([totals[f"nonfinite_{outcome.value}"] for outcome in Outcome])
+        spec: Spec = c.GRAD_NONFINITE_STEPS
+        return Family(spec, values, rows)
+
+    def _labels_of(self, optimizers: tuple[int, ...]) -> list[str]:
+        """The label of each optimizer: none, which is the empty one, while there is only one."""
+        if len(optimizers) <= 1:
+            return [""]
+        return [self._names[number] if 0 <= number < len(self._names) else "" for number in optimizers]

@@ -1,0 +1,96 @@
+"""Collector `training`: steps, phases, losses, learning rates and the state of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torch_grad_exporter import catalogue as c
+from torch_grad_exporter.families import Family, RowCache, scalar
+from torch_grad_exporter.progress import PHASES, StepClock
+from torch_grad_exporter.totals import TotalsSnapshot
+
+STATES = ("initialising", "training", "evaluating", "finished", "failed")
+
+
+class TrainingCollector:
+    """Families of the step clock and the training totals. `info`: the labels of `torch_train_info`.
+
+    `ended`: "finished" or "failed" once the run is over, else `None`. `phases`: whether the host's clock can
+    time phases; on an accelerator it only times launches, so phases are absent there.
+    """
+
+    name = "training"
+
+    def __init__(
+        self,
+        snapshot: Callable[[], TotalsSnapshot],
+        clock: StepClock,
+        names: Sequence[str],
+        *,
+        info: Callable[[], Mapping[str, str]],
+        world_size: int,
+        ended: Callable[[], str | None],
+        phases: Callable[[], bool],
+    ) -> None:
+        self._snapshot = snapshot
+        self._clock = clock
+        self._names = names
+        self._info = info
+        self._world_size = world_size
+        self._ended = ended
+        self._phases = phases
+        self._rows = {spec: RowCache() for spec in (c.TRAIN_INFO, c.TRAIN_STEPS, c.TRAIN_LEARNING_RATE)}
+        self._states, self._phase_rows = RowCache(), RowCache()
+
+    def collect(self) -> Iterator[Family]:
+        """The families as of now."""
+        totals, clock = self._snapshot(), self._clock
+        info = self._info()
+        yield Family(c.TRAIN_INFO, np.ones(1), self._rows[c.TRAIN_INFO].get((tuple(info[n] for n in c.TRAIN_INFO.labels),)))
+        yield self._state()
+        yield scalar(c.TRAIN_WORLD_SIZE, self._world_size)
+        yield self._steps()
+        yield scalar(c.TRAIN_BACKWARD_PASSES, clock.backward_passes)
+        yield scalar(c.TRAIN_SKIPPED_STEPS, clock.skipped)
+        yield Family(c.TRAIN_STEP_DURATION, totals.duration_buckets[None, :], sums=np.array([totals.duration_sum]))
+        yield from self._phase_seconds()
+        counted = clock.samples if clock.samples_known and clock.samples else None
+        yield scalar(c.TRAIN_SAMPLES, totals.sums.get("samples", counted))
+        yield scalar(c.TRAIN_TOKENS, totals.sums.get("tokens"))
+        yield scalar(c.TRAIN_LOSS, totals.last.get("loss"))
+        yield scalar(c.TRAIN_EPOCH, totals.last.get("epoch"))
+        yield scalar(c.TRAIN_LOSS_NONFINITE, totals.loss_nonfinite)
+        yield scalar(c.TRAIN_LOSS_SPIKES, totals.loss_spikes)
+        yield from self._learning_rates(totals)
+        yield scalar(c.TRAIN_LOSS_SCALE, totals.last.get("loss_scale"))
+        yield scalar(c.TRAIN_LAST_STEP_TIMESTAMP, clock.last_step)
+        yield scalar(c.TRAIN_LAST_ACTIVITY_TIMESTAMP, clock.last_activity)
+        yield scalar(c.TRAIN_START_TIMESTAMP, clock.started)
+        yield scalar(c.TRAIN_SLOWEST_STEP, totals.slowest)
+
+    def _state(self) -> Family:
+        clock = self._clock
+        running = "evaluating" if clock.evaluating else "training" if clock.last_step is not None else "initialising"
+        current = self._ended() or running
+        rows = self._states.get(tuple((state,) for state in STATES))
+        return Family(c.TRAIN_STATE, np.array([float(state == current) for state in STATES]), rows)
+
+    def _steps(self) -> Family:
+        steps = dict(self._clock.steps)
+        rows = self._rows[c.TRAIN_STEPS].get(tuple((self._names[number],) for number in steps))
+        return Family(c.TRAIN_STEPS, np.array(list(steps.values()), dtype=np.float64), rows)
+
+    def _phase_seconds(self) -> Iterator[Family]:
+        seen = self._clock.phases_seen
+        if "forward" not in seen or not self._phases():
+            return
+        phases = [phase for phase in PHASES if phase in seen or phase == "outside"]
+        seconds = self._clock.phase_seconds
+        rows = self._phase_rows.get(tuple((phase,) for phase in phases))
+        yield Family(c.TRAIN_PHASE_SECONDS, np.array([seconds[phase] for phase in phases]), rows)
+
+    def _learning_rates(self, totals: TotalsSnapshot) -> Iterator[Family]:
+        rows = self._rows[c.TRAIN_LEARNING_RATE].get(tuple(totals.learning_rates))
+        yield Family(c.TRAIN_LEARNING_RATE, np.array(list(totals.learning_rates.values())), rows)

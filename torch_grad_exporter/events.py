@@ -1,0 +1,135 @@
+"""What the training thread hands to the host side: small frozen records in one queue, never the other way.
+
+The queue is a bounded deque, whose append costs no lock and never waits. Records are in the order in which
+things happened.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.transfer import Ticket
+
+
+class Outcome(enum.Enum):
+    """What became of the step whose gradients were captured."""
+
+    STEPPED = "stepped"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One device's share of a measurement, on its way to the host; the fields are those of `Measurement`."""
+
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    ticket: Ticket
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """Gradients were read at the end of a backward. A later one of the same round replaces it.
+
+    `missing`: positions of the parameters that require a gradient and got none in this round. `owners`: as in
+    `Closed`, as far as known at the capture. `scale`: the gradient scaler's loss scale at that moment. `at`: Unix time.
+    """
+
+    round: int
+    plan: Plan
+    parts: tuple[Part, ...]
+    missing: IntArray
+    owners: IntArray
+    at: float
+    scale: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AfterClip:
+    """Norms of some parameters as an optimizer saw them: all of them, or only a few probes."""
+
+    round: int
+    parts: tuple[Part, ...]
+    full: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Norms of a few layers' parameters around one optimizer step.
+
+    `vector`: shape (3 * positions,): for each parameter its norm before, its norm after, and the norm of the
+    difference.
+    """
+
+    plan: Plan
+    positions: IntArray
+    vector: Ticket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Closed:
+    """The sampled round is over.
+
+    `owners`: for each parameter of the plan the number of the optimizer that owns it, -1 for none. `groups`: the
+    same for parameter groups, numbered over all optimizers.
+    `stepped`: the optimizers that stepped in the round; `steps`: their step counts, by optimizer.
+    """
+
+    round: int
+    outcome: Outcome
+    owners: IntArray
+    groups: IntArray
+    stepped: frozenset[int]
+    steps: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took."""
+
+    seconds: float | None
+    own_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """A value that the user, the model's own output or an optimizer gave.
+
+    `labels`: optimizer and parameter group of a learning rate, else empty.
+    """
+
+    name: str
+    value: Ticket | float
+    labels: tuple[str, str] | tuple[()] = ()
+
+
+@dataclass(slots=True)
+class Hints:
+    """The one thing the host side tells the training thread: what to measure again before the next step.
+
+    Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `plan`;
+    `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale
+    value costs accuracy of nothing, only the choice of probes.
+    """
+
+    plan: Plan | None = None
+    probes: frozenset[int] = frozenset()
+    full: bool = False
+
+
+Event = Captured | AfterClip | Weights | Closed | Stepped | Observed
+
+Mailbox = deque[Event]
+"""The queue; bounded, so that a dead worker cannot fill the memory."""
+
+
+def mailbox() -> Mailbox:
+    """An empty queue for about a minute of the fastest loops."""
+    return deque(maxlen=1 << 16)

@@ -1,0 +1,101 @@
+"""HTTP/1.1 messages as pure functions of bytes: a request's head in, a response's bytes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+
+MAX_REQUEST_LINE = 4096
+MAX_HEAD = 16384
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_REQUEST_LINE = re.compile(r"([!#-'*+\-.^-z|~0-9A-Z]+) (\S+) HTTP/(\d)\.\d")
+_FIELD_NAME = re.compile(r"[!#-'*+\-.^-z|~0-9A-Z]+")
+_TLS_HANDSHAKE = b"\x16"
+
+
+class RequestError(Exception):
+    """A request that is answered with this status and read no further."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request's method, the path of its target, and its header fields by lower-case name."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer; its length is known before its first byte is sent."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def head(self) -> bytes:
+        """The status line and the header section, with the empty line that ends it."""
+        fields = (
+            ("Date", formatdate(usegmt=True)),
+            ("Content-Type", self.content_type),
+            ("Content-Length", str(len(self.body))),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Cache-Control", "no-store"),
+            ("Connection", "close"),
+            *self.headers,
+        )
+        lines = (f"HTTP/1.1 {self.status.value} {self.status.phrase}", *(f"{name}: {value}" for name, value in fields))
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode("latin-1")
+
+
+def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
+    """A one-line answer for people; without a text the status says it all."""
+    return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
+
+
+def complete_head(received: bytes | bytearray) -> bytes | None:
+    """The request's head once all of it is there, `None` before that. Raises `RequestError` beyond the limits."""
+    if received.startswith(_TLS_HANDSHAKE):
+        # An answer in plain HTTP makes the client say what is wrong: that it spoke TLS to a server without.
+        raise RequestError(HTTPStatus.BAD_REQUEST)
+    if len(received) > MAX_REQUEST_LINE and received.find(b"\n", 0, MAX_REQUEST_LINE) < 0:
+        raise RequestError(HTTPStatus.REQUEST_URI_TOO_LONG)
+    end = _HEAD_END.search(received, 0, MAX_HEAD)
+    if end is None and len(received) >= MAX_HEAD:
+        raise RequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+    return bytes(received[: end.start()]) if end else None
+
+
+def parse(head: bytes) -> Request:
+    """The request of a complete head. Raises `RequestError` where it is not HTTP/1."""
+    first, *rest = head.decode("latin-1").replace("\r\n", "\n").split("\n")
+    line = _REQUEST_LINE.fullmatch(first)
+    if line is None:
+        raise RequestError(HTTPStatus.BAD_REQUEST)
+    method, target, major = line.groups()
+    if major != "1":
+        raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+    headers: dict[str, str] = {}
+    for field in rest:
+        name, colon, value = field.partition(":")
+        if not colon or not _FIELD_NAME.fullmatch(name):
+            raise RequestError(HTTPStatus.BAD_REQUEST)
+        name, value = name.lower(), value.strip()
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return Request(method, _path(target), headers)
+
+
+def _path(target: str) -> str:
+    """The path alone, also where a proxy sends the whole address."""
+    without_origin = re.sub(r"^https?://[^/?#]*", "", target, flags=re.IGNORECASE)
+    return re.split(r"[?#]", without_origin, maxsplit=1)[0] or "/"

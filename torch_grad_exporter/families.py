@@ -1,0 +1,122 @@
+"""The neutral metric family: what every collector yields and every output takes.
+
+A family is one metric (`Spec`) with its label rows and its values as arrays. It knows neither
+Prometheus' text format nor OTLP; those are outputs and live in `exposition`. The constant labels of a
+process (`run`, `rank` and the user's own) are added by the outputs and appear in no family.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+
+
+class Kind(enum.Enum):
+    """The three metric kinds in use, by their Prometheus names."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric's declaration: full name (with `_total` on a counter), kind, help and label names.
+
+    `buckets` are the finite upper bounds of a histogram, ascending; the `+Inf` bucket is implied.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+    buckets: tuple[float, ...] = ()
+    opt_in: str = ""
+    """The option that switches the metric on; empty for the metrics that are always there."""
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.COUNTER) != self.name.endswith("_total"):
+            raise ValueError(f"{self.name}: a counter's name ends in _total, and no other name does")
+        if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):
+            raise ValueError(f"{self.name}: a histogram has buckets, and nothing else has")
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LabelRows:
+    """The label values of a family's rows, one tuple per row in the order of `Spec.labels`.
+
+    Compared by identity: a collector keeps its `LabelRows` from scrape to scrape while they do not
+    change, so that an output can prepare the text of each row once.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+NO_LABELS = LabelRows(((),))
+"""The one row of a metric without labels."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """A metric with its values at one moment; row `i` of every array belongs to `labels.rows[i]`.
+
+    `values`: shape (rows,) for gauges and counters, (rows, len(buckets) + 1) for histograms, there the
+    observations per bucket, not cumulated, the last one `+Inf`.
+    `sums`: shape (rows,), the sum of the observations; histograms only.
+    `present`: shape (rows,); a row that is False yields no sample. `None` means that all are present.
+    """
+
+    spec: Spec
+    values: FloatArray
+    labels: LabelRows = NO_LABELS
+    present: BoolArray | None = None
+    sums: FloatArray | None = None
+
+    @property
+    def series(self) -> int:
+        """How many time series the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""
+        rows = len(self.labels) if self.present is None else int(self.present.sum())
+        return rows * (len(self.spec.buckets) + 3 if self.spec.kind is Kind.HISTOGRAM else 1)
+
+
+class Collector(Protocol):
+    """What yields families at a scrape. It touches no tensor and makes no CUDA call."""
+
+    @property
+    def name(self) -> str:
+        """The collector's name in `torch_grad_exporter_collector_success{collector}`."""
+
+    def collect(self) -> Iterable[Family]:
+        """The families as of now. May raise: that costs this collector alone."""
+
+
+def scalar(spec: Spec, value: float | None) -> Family:
+    """A family of one row without labels; `None` means that there is no value, so no sample."""
+    present = None if value is not None else np.zeros(1, dtype=np.bool_)
+    return Family(spec, np.array([value if value is not None else 0.0], dtype=np.float64), present=present)
+
+
+@dataclass(slots=True)
+class RowCache:
+    """Keeps the `LabelRows` of a family while its rows stay the same."""
+
+    _kept: LabelRows = field(default_factory=lambda: LabelRows(()))
+
+    def get(self, rows: tuple[tuple[str, ...], ...]) -> LabelRows:
+        """The kept object if it has these rows, else a new one, kept from now on."""
+        if self._kept.rows != rows:
+            self._kept = LabelRows(rows)
+        return self._kept

@@ -1,0 +1,144 @@
+"""Where PyTorch calls us: the module, tensor and optimizer hooks, each guarded, each with an end.
+
+Three rules hold for every hook here. It returns at once while `torch.compile` or `torch.export` traces
+it, so it adds no graph break and is traced away. It never raises into the user's code. It holds the
+exporter only until `close()` disconnects it, so a hook that somebody kept does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torch_grad_exporter.errors import ErrorLog
+
+
+class Handle(Protocol):
+    """What a registration returns; `remove` is idempotent."""
+
+    def remove(self) -> None: ...
+
+
+class GuardedHook:
+    """A callable for PyTorch that runs `action` behind the guard and returns `None` to PyTorch.
+
+    A deep copy or a pickle of the model must neither copy the exporter nor need this package when it is
+    loaded again, so both turn the hook into a callable of the standard library that does nothing.
+    """
+
+    __slots__ = ("_action", "_errors", "_source")
+
+    def __init__(self, source: str, action: Callable[..., None], errors: ErrorLog) -> None:
+        self._source = source
+        self._action: Callable[..., None] | None = action
+        self._errors = errors
+
+    def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
+        # First, and outside the `try`: under compiled autograd an exception here could not be caught.
+        if torch.compiler.is_compiling():
+            return
+        action = self._action
+        if action is None:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._errors.record(self._source, error)
+        if self._errors.switched_off(self._source):
+            self._action = None
+
+    def disconnect(self) -> None:
+        """Makes the hook do nothing and drop what it held; idempotent."""
+        self._action = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Hooks:
+    """Registers guarded hooks and removes them all at `close()`."""
+
+    def __init__(self, errors: ErrorLog) -> None:
+        self._errors = errors
+        self._handles: list[Handle] = []
+        self._hooks: list[GuardedHook] = []
+
+    def guarded(self, source: str, action: Callable[..., None]) -> GuardedHook:
+        """A hook around `action` that `close()` disconnects."""
+        hook = GuardedHook(source, action, self._errors)
+        self._hooks.append(hook)
+        return hook
+
+    def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
+        self._handles.append(module.register_forward_pre_hook(self.guarded("forward_hook", before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self.guarded("forward_hook", after), with_kwargs=True))
+
+    def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
+        self._handles.append(register_optimizer_step_pre_hook(self.guarded("optimizer_hook", before)))
+        self._handles.append(register_optimizer_step_post_hook(self.guarded("optimizer_hook", after)))
+
+    def disconnect(self) -> None:
+        """Makes every hook do nothing, without unregistering any; idempotent."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.disconnect()
+
+    def close(self) -> None:
+        """Removes every hook; idempotent, from any thread."""
+        self.disconnect()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+
+def graph_task() -> int:
+    """The id of the backward that the calling thread is in, -1 outside of one (private API of torch)."""
+    return torch._C._current_graph_task_id()  # type: ignore[no-any-return]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` once when the running backward and all that it queued is done.
+
+    A callback that is queued from within the backward may run before DistributedDataParallel's own last
+    callback; one that is queued by a callback runs after all of those and sees the reduced gradients. This
+    is private API of torch that DDP and FSDP2 rely on themselves; it is used nowhere else in the package.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(lambda: queue(callback))
+
+
+class NodeHooks:
+    """Hooks on the AccumulateGrad nodes of parameters: told which parameter just received its gradient.
+
+    Unlike post-accumulate-grad hooks they leave next to nothing behind when they are removed. A node lives
+    as long as somebody holds it and holds its parameter, so an armed `NodeHooks` keeps the parameters
+    alive: `close()` it at the end of the round.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], hook_of: Callable[[int], Callable[..., None]]) -> None:
+        self._nodes = []
+        self._handles: list[Handle] = []
+        for position, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)
+                self._handles.append(node.register_hook(hook_of(position)))
+
+    def close(self) -> None:
+        """Removes the hooks and lets go of the nodes; idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._nodes = []

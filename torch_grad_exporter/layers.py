@@ -1,0 +1,265 @@
+"""LayerIndex: from the parameters of the model to layer labels, output units and groups.
+
+A layer is the module that owns a parameter directly; its label is the module's name as
+`named_modules()` gives it, without the prefixes that wrappers add. A parameter of the root itself has its
+own name as layer, since an empty label value would vanish in Prometheus. Parameters that are tied count
+once, under their first name. Only parameters that require a gradient are tracked; the index is refreshed
+at each sample and follows freezing, unfreezing, replaced and added parameters.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.parameter import UninitializedTensorMixin
+
+from torch_grad_exporter.families import IntArray
+
+WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """How a weight's gradient splits into output units.
+
+    `shape` is the view of the gradient with the unit dimensions `dims` marked; a linear layer's weight is
+    `(rows, -1)` with dims `(0,)`, a transposed convolution's `(groups, inputs, outputs, -1)` with `(0, 2)`.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of output units."""
+        count = 1
+        for dim in self.dims:
+            count *= self.shape[dim]
+        return count
+
+    def rows(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient as (units, elements of a unit); a view wherever the layout allows it."""
+        viewed = gradient.reshape(self.shape)
+        if self.dims != (0,):
+            viewed = viewed.movedim(self.dims, tuple(range(len(self.dims))))
+        return viewed.reshape(self.count, -1)
+
+
+def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout | None:
+    """The output units of a parameter: rows of a weight, output channels of a convolution.
+
+    `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
+    absent token is not a dead neuron) and empty tensors.
+    """
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return None
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return None
+    if isinstance(module, _ConvTransposeNd):
+        inputs, outputs = parameter.shape[:2]
+        groups = module.groups
+        return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
+    return UnitLayout((parameter.shape[0], -1), (0,))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class TrackedParameter:
+    """One parameter that the exporter follows; the object stays the same as long as the parameter does."""
+
+    reference: weakref.ref[torch.nn.Parameter]
+    module: weakref.ref[torch.nn.Module]
+    attribute: str
+    model: int
+    layer: str
+    elements: int
+    units: UnitLayout | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is tracked at present: parameters by position, layers by index, and which belongs where.
+
+    `layer_of`, `elements`, `units`: shape (parameters,). The plan is replaced, never changed.
+    """
+
+    tracked: tuple[TrackedParameter, ...]
+    layers: tuple[str, ...]
+    layer_of: IntArray
+    elements: IntArray
+    units: IntArray
+    folded: int
+
+    def parameters(self) -> list[torch.nn.Parameter] | None:
+        """The parameters by position, or `None` if one of them is gone."""
+        parameters = [tracked.reference() for tracked in self.tracked]
+        return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
+
+
+def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
+    """A plan over `tracked`, with layers folded by depth where there are more than `max_layers`."""
+    labels = fold([t.layer for t in tracked], max_layers)
+    layers = tuple(dict.fromkeys(labels))
+    index = {label: position for position, label in enumerate(layers)}
+    members: dict[str, set[str]] = {}
+    for label, one in zip(labels, tracked, strict=True):
+        members.setdefault(label, set()).add(one.layer)
+    return Plan(
+        tracked=tuple(tracked),
+        layers=layers,
+        layer_of=np.array([index[label] for label in labels], dtype=np.int64),
+        elements=np.array([t.elements for t in tracked], dtype=np.int64),
+        units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
+        folded=sum(len(names) for names in members.values() if len(names) > 1),
+    )
+
+
+def fold(names: Sequence[str], most: int) -> list[str]:
+    """The label of each layer name: the name itself, or its first parts where there are too many names.
+
+    Takes the largest depth at which at most `most` different labels remain; if even the first parts are too
+    many, everything becomes one group.
+    """
+    if len(set(names)) <= most:
+        return list(names)
+    parts = [name.split(".") for name in names]
+    for depth in range(max(map(len, parts)) - 1, 0, -1):
+        labels = [".".join(part[:depth]) for part in parts]
+        if len(set(labels)) <= most:
+            return labels
+    return ["model"] * len(names)
+
+
+def clean(name: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+@dataclass(slots=True)
+class LayerFilter:
+    """Which layers are tracked: those that an `include` pattern finds and no `exclude` pattern does."""
+
+    include: tuple[re.Pattern[str], ...] = ()
+    exclude: tuple[re.Pattern[str], ...] = ()
+
+    def accepts(self, layer: str) -> bool:
+        """Whether the layer of this name is tracked; patterns are searched, not matched in full."""
+        wanted = not self.include or any(pattern.search(layer) for pattern in self.include)
+        return wanted and not any(pattern.search(layer) for pattern in self.exclude)
+
+
+@dataclass(slots=True)
+class _Owner:
+    """A place where a parameter stands: `module._parameters[attribute]`."""
+
+    module: torch.nn.Module
+    attribute: str
+    model: int
+    layer: str
+
+
+class LayerIndex:
+    """Finds the parameters of the models and keeps the plan up to date. Holds the models weakly.
+
+    `models`: name to module; with a single model the name is empty, else it is the first part of every label.
+    """
+
+    def __init__(
+        self, models: Mapping[str, torch.nn.Module], layer_filter: LayerFilter | None = None, max_layers: int = 300
+    ) -> None:
+        self._models = [(name, weakref.ref(module)) for name, module in models.items()]
+        self._filter = layer_filter or LayerFilter()
+        self._max_layers = max_layers
+        self._unsettled: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self._plan = make_plan((), max_layers)
+        self.rescan()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last refresh."""
+        return self._plan
+
+    def refresh(self) -> Plan:
+        """The plan as of now: the same object while no tracked parameter was replaced, frozen or unfrozen.
+
+        Looks at the places it knows; modules that were added are found by `rescan`.
+        """
+        for tracked in self._plan.tracked:
+            module, parameter = tracked.module(), tracked.reference()
+            if (
+                module is None
+                or parameter is None
+                or module._parameters.get(tracked.attribute) is not parameter
+                or not parameter.requires_grad
+            ):
+                return self.rescan()
+        for reference, attribute in self._unsettled:
+            module = reference()
+            parameter = None if module is None else module._parameters.get(attribute)
+            if parameter is not None and parameter.requires_grad and not isinstance(parameter, UninitializedTensorMixin):
+                return self.rescan()
+        return self._plan
+
+    def rescan(self) -> Plan:
+        """Walks all modules; returns a new plan if anything changed."""
+        known = {id(t.reference()): t for t in self._plan.tracked if t.reference() is not None}
+        found: list[TrackedParameter] = []
+        self._unsettled = []
+        for owner in self._owners():
+            parameter = owner.module._parameters[owner.attribute]
+            if not parameter.requires_grad or isinstance(parameter, UninitializedTensorMixin):  # type: ignore[union-attr]
+                self._unsettled.append((weakref.ref(owner.module), owner.attribute))
+                continue
+            found.append(known.get(id(parameter)) or _track(owner, parameter))  # type: ignore[arg-type]
+        if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
+            self._plan = make_plan(found, self._max_layers)
+        return self._plan
+
+    def all_layers(self) -> list[str]:
+        """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
+        return list(dict.fromkeys(owner.layer for owner in self._owners(filtered=False)))
+
+    def _owners(self, *, filtered: bool = True) -> Iterator[_Owner]:
+        seen: set[int] = set()
+        for model, (name, reference) in enumerate(self._models):
+            root = reference()
+            if root is None:
+                continue
+            labels = _labels(root)
+            for raw, module in root.named_modules():
+                for attribute, parameter in module._parameters.items():
+                    if parameter is None or id(parameter) in seen:
+                        continue
+                    seen.add(id(parameter))
+                    layer = ".".join(part for part in (name, labels[raw] or attribute) if part)
+                    if not filtered or self._filter.accepts(layer):
+                        yield _Owner(module, attribute, model, layer)
+
+
+def _labels(root: torch.nn.Module) -> dict[str, str]:
+    """The cleaned name of each module, or its full name where two modules would share the cleaned one."""
+    raw_names = [raw for raw, module in root.named_modules() if module._parameters]
+    cleaned = [clean(raw) for raw in raw_names]
+    taken: dict[str, int] = {}
+    for name in cleaned:
+        taken[name] = taken.get(name, 0) + 1
+    return {raw: name if taken[name] == 1 else raw for raw, name in zip(raw_names, cleaned, strict=True)}
+
+
+def _track(owner: _Owner, parameter: torch.nn.Parameter) -> TrackedParameter:
+    elements = parameter.numel() * (2 if parameter.is_complex() else 1)
+    return TrackedParameter(
+        weakref.ref(parameter),
+        weakref.ref(owner.module),
+        owner.attribute,
+        owner.model,
+        owner.layer,
+        elements,
+        unit_layout(owner.module, parameter),
+    )

@@ -1,0 +1,337 @@
+"""GradientLedger: what the samples add up to, on the host, per layer and per optimizer.
+
+It is fed by `host.HostSide` with events whose vectors have arrived, in their order, and touches no tensor.
+Nothing that is not finite enters a histogram, a sum or a baseline.
+
+A sample is *pending* until its round is closed: a later backward of the round may replace it, and only
+what the stepping optimizers own is published. One that stays pending for `PATIENCE` seconds is counted with
+the outcome "unknown", so that a NaN is seen even if the loop hangs right after it; it is not counted again
+when its round goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_grad_exporter import clipping
+from torch_grad_exporter.baseline import ENOUGH, Baselines
+from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Weights
+from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.samples import Groups, Sample, arrived, values
+from torch_grad_exporter.statistics import Column
+
+PATIENCE = 1.0
+"""Seconds after which a pending sample is counted although nobody knows what became of its step."""
+
+UNOWNED = -1
+"""The owner of a parameter that no known optimizer has."""
+
+_SECONDS = 60
+_ALWAYS_NUMBERS = ("squared_total", "captures", "spikes", "nans", "infs", "bucket_sum")
+
+LAYER = np.dtype(
+    [(name, np.float64) for name in (
+        "norm", "max_magnitude", "zero_ratio", "zero_units_ratio", "dead_ratio", "missing", "zscore",
+        "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio", *_ALWAYS_NUMBERS,
+    )]
+    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (_SECONDS,))]
+)  # fmt: skip
+"""One layer's values; NaN where a value was never had, but for the totals."""
+
+OPTIMIZER = np.dtype(
+    [(name, np.float64) for name in (
+        "norm", "after_clip", "coefficient", "sample_step", "spikes", "clipped", "bucket_sum",
+        *(f"nonfinite_{outcome.value}" for outcome in Outcome),
+    )]
+    + [("buckets", np.float64, (len(HALF_DECADES) + 1,)), ("seen", np.bool_), ("clip_known", np.bool_)]
+)  # fmt: skip
+"""The values over all parameters of one optimizer."""
+
+_DECADES = np.array(DECADES)
+_HALF_DECADES = np.array(HALF_DECADES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSnapshot:
+    """All gradient values at one moment, of one and the same sample; `layers` and `table` go together.
+
+    `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers.
+    """
+
+    plan: Plan
+    table: np.ndarray[tuple[int], np.dtype[np.void]]
+    recent_max: FloatArray
+    optimizers: tuple[int, ...]
+    totals: np.ndarray[tuple[int], np.dtype[np.void]]
+    samples: int
+    undelivered: int
+
+
+@dataclass(slots=True)
+class GradientLedger:
+    """Adds up samples. `hints` is where it says which parameters are worth probing for clipping."""
+
+    dead_window: int
+    hints: Hints
+    samples: int = 0
+    undelivered: int = 0
+    _plan: Plan | None = None
+    _rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _row_of: dict[str, int] = field(default_factory=dict)
+    _layers: np.ndarray[tuple[int], np.dtype[np.void]] = field(default_factory=lambda: np.zeros(0, dtype=LAYER))
+    _recent_second: IntArray = field(default_factory=lambda: np.full(_SECONDS, -1, dtype=np.int64))
+    _optimizers: dict[int, int] = field(default_factory=dict)
+    _totals: np.ndarray[tuple[int], np.dtype[np.void]] = field(default_factory=lambda: np.zeros(0, dtype=OPTIMIZER))
+    _layer_baseline: Baselines = field(default_factory=Baselines)
+    _global_baseline: Baselines = field(default_factory=Baselines)
+    _pending: Sample | None = None
+    _after: list[AfterClip] = field(default_factory=list)
+    _counted_round: int = -1
+    _found_scale: float | None = None
+    _norm_observed: bool = False
+    _probes: dict[int, set[int]] = field(default_factory=dict)
+
+    def use(self, plan: Plan) -> None:
+        """Shows the layers of `plan` from now on; a layer that was there before keeps its totals."""
+        if plan is self._plan:
+            return
+        for label in plan.layers:
+            self._row_of.setdefault(label, len(self._row_of))
+        more = np.zeros(len(self._row_of) - len(self._layers), dtype=LAYER)
+        for name in LAYER.names or ():
+            if name not in (*_ALWAYS_NUMBERS, "buckets"):
+                more[name] = np.nan
+        self._layers = np.concatenate([self._layers, more])
+        self._layer_baseline.grow(len(self._layers))
+        self._rows = np.array([self._row_of[label] for label in plan.layers], dtype=np.int64)
+        self._plan = plan
+
+    def apply(self, event: Captured | AfterClip | Closed | Weights) -> None:
+        """Takes one event; its vectors have arrived."""
+        match event:
+            case Captured():
+                if self._pending is not None and self._pending.captured.round != event.round:
+                    self._publish_unknown()
+                self._pending, self._after = Sample.of(event), []
+            case AfterClip():
+                if self._pending is not None and self._pending.captured.round == event.round:
+                    self._after.append(event)
+            case Closed():
+                if self._pending is not None and self._pending.captured.round == event.round:
+                    self._publish(self._pending, event)
+                    self._pending = None
+            case Weights():
+                self._weigh(event)
+
+    def observe_norm(self, norm: float) -> None:
+        """Takes a global norm that the user computed before clipping; from then on it is the source of that norm.
+
+        With several optimizers it is not known whose norm it is, and the captured ones stay.
+        """
+        if len(self._optimizers) > 1:
+            return
+        self._norm_observed = True
+        row = self._optimizer_row(next(iter(self._optimizers), UNOWNED))
+        self._count_norm(row, np.array([norm]))
+
+    def _count_norm(self, row: int, norm: FloatArray) -> None:
+        one = self._totals[row : row + 1]
+        one["norm"], one["seen"] = norm, True
+        finite = np.flatnonzero(np.isfinite(norm))
+        _observe(one, finite, norm[finite], _HALF_DECADES)
+        one["spikes"] += self._global_baseline.judge(np.array([row]), norm).spike
+
+    def expire(self, now: float) -> None:
+        """Counts a sample that has been pending for too long; `now` is Unix time."""
+        pending = self._pending
+        if pending is not None and now - pending.captured.at > PATIENCE and self._counted_round != pending.captured.round:
+            self._publish_unknown(keep=True)
+
+    def snapshot(self, now: float) -> GradientSnapshot:
+        """A copy of all values as of `now`, Unix time."""
+        self.expire(now)
+        plan = self._plan
+        if plan is None:
+            raise RuntimeError("the ledger has no plan yet")
+        table = self._layers[self._rows]
+        fresh = self._recent_second > int(now) - _SECONDS
+        recent = np.fmax.reduce(table["recent"][:, fresh], axis=1, initial=np.nan)
+        return GradientSnapshot(plan, table, recent, tuple(self._optimizers), self._totals.copy(), self.samples, self.undelivered)
+
+    def _publish_unknown(self, *, keep: bool = False) -> None:
+        sample = self._pending
+        if sample is None:
+            return
+        owners = sample.captured.owners
+        stepped = frozenset(int(o) for o in np.unique(owners[sample.present]))
+        self._publish(sample, Closed(sample.captured.round, Outcome.UNKNOWN, owners, owners, stepped, {}))
+        if not keep:
+            self._pending = None
+
+    def _publish(self, sample: Sample, closed: Closed) -> None:
+        """Makes a sample the last one of what the stepping optimizers own, and counts it if it is new."""
+        owners = _attributed(closed)
+        mine = np.isin(owners, list(closed.stepped))
+        new = self._counted_round != sample.captured.round
+        self._counted_round = sample.captured.round
+        self.samples += new
+        verdicts = self._clipping(sample, closed, owners)
+        self.use(sample.captured.plan)
+        self._publish_layers(sample, mine, new=new)
+        for optimizer in sorted(closed.stepped):
+            self._publish_optimizer(sample, closed, optimizer, owners == optimizer, verdicts.get(optimizer), new=new)
+        self._hint(sample, closed)
+
+    def _clipping(self, sample: Sample, closed: Closed, owners: IntArray) -> dict[int, clipping.Clipping]:
+        """Compares the norms before and after, and unscales the sample by a scale that this reveals."""
+        after = np.full(len(owners), np.nan)
+        full = bool(self._after)
+        for event in self._after:
+            full &= event.full
+            for part in event.parts:
+                after[part.positions] = arrived(part)[:, 0]
+        before, measured = sample.columns[:, Column.NORM], sample.present & ~np.isnan(after)
+        found = {
+            optimizer: clipping.compare(
+                before, after, measured & (owners == optimizer), full=full, scale=None if sample.unscaled else self._found_scale
+            )
+            for optimizer in closed.stepped
+        }
+        self.hints.full = any(verdict.disagree for verdict in found.values())
+        if not sample.unscaled:
+            scales = [verdict.scale for verdict in found.values() if verdict.scale]
+            self._found_scale = scales[0] if scales else self._found_scale
+            if self._found_scale:
+                sample.unscale(self._found_scale)
+        return found
+
+    def _publish_layers(self, sample: Sample, mine: BoolArray, *, new: bool) -> None:
+        plan, table = sample.captured.plan, self._layers
+        missing = np.zeros(len(plan.tracked), dtype=np.bool_)
+        missing[sample.captured.missing] = True
+        touched = np.unique(plan.layer_of[mine & (sample.present | missing)])
+        table["missing"][self._rows[touched]] = np.bincount(plan.layer_of[mine & missing], minlength=len(plan.layers))[touched]
+        groups = Groups.of(sample, mine & sample.present)
+        rows = self._rows[groups.layers]
+        norms, elements, units = groups.norms(), groups.total(sample.elements), groups.total(sample.units)
+        table["norm"][rows] = norms
+        table["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
+        table["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
+        share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
+        table["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
+        table["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
+        self._moments(groups, rows, norms, elements)
+        if new:
+            self._count_layers(groups, rows, norms, sample.captured.at)
+
+    def _moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
+        table = self._layers
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = groups.sum(Column.SUM) / np.maximum(elements, 1)
+            variance = np.square(norms) / np.maximum(elements, 1) - np.square(mean)
+            table["mean"][rows] = mean
+            table["stddev"][rows] = np.sqrt(np.where(variance < 0, 0.0, variance))
+        table["minimum"][rows] = groups.smallest(Column.MIN)
+        table["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
+
+    def _count_layers(self, groups: Groups, rows: IntArray, norms: FloatArray, at: float) -> None:
+        table = self._layers
+        finite = np.isfinite(norms) & (norms < 1e154)
+        table["captures"][rows] += 1
+        table["nans"][rows] += groups.sum(Column.NANS)
+        table["infs"][rows] += groups.sum(Column.INFS)
+        table["squared_total"][rows[finite]] += np.square(norms[finite])
+        _observe(table, rows[finite], norms[finite], _DECADES)
+        verdict = self._layer_baseline.judge(rows, norms)
+        table["zscore"][rows] = verdict.zscore
+        table["spikes"][rows] += verdict.spike
+        self._remember(rows[finite], norms[finite], int(at))
+
+    def _remember(self, rows: IntArray, norms: FloatArray, second: int) -> None:
+        """Enters norms into the sliding minute, which has one place per second."""
+        place = second % _SECONDS
+        recent = self._layers["recent"]
+        if self._recent_second[place] != second:
+            recent[:, place] = np.nan
+            self._recent_second[place] = second
+        recent[rows, place] = np.fmax(recent[rows, place], norms)
+
+    def _publish_optimizer(
+        self, sample: Sample, closed: Closed, optimizer: int, mine: BoolArray, clip: clipping.Clipping | None, *, new: bool
+    ) -> None:
+        mine = mine & sample.present
+        if not mine.any():
+            return
+        row = self._optimizer_row(optimizer)
+        one = self._totals[row : row + 1]
+        norm = Groups.of(sample, mine, together=True).norms()
+        if optimizer in closed.steps:
+            one["sample_step"] = closed.steps[optimizer]
+        one["clip_known"] = clip is not None and clip.coefficient is not None
+        if clip is not None and clip.coefficient is not None:
+            one["coefficient"] = clip.coefficient
+            one["after_clip"] = clip.coefficient * norm
+        if not self._norm_observed:
+            if new:
+                self._count_norm(row, norm)
+            else:
+                one["norm"] = norm
+        if not new:
+            return
+        one["clipped"] += clip is not None and clip.clipped
+        one[f"nonfinite_{closed.outcome.value}"] += bool(sample.columns[mine][:, [Column.NANS, Column.INFS]].any())
+
+    def _optimizer_row(self, optimizer: int) -> int:
+        """The row of an optimizer; the first one takes over the row of samples before any was known."""
+        if optimizer not in self._optimizers:
+            if UNOWNED in self._optimizers:
+                self._optimizers = {optimizer if o == UNOWNED else o: row for o, row in self._optimizers.items()}
+            else:
+                self._optimizers[optimizer] = len(self._totals)
+                self._totals = np.concatenate([self._totals, np.zeros(1, dtype=OPTIMIZER)])
+                self._global_baseline.grow(len(self._totals))
+        return self._optimizers[optimizer]
+
+    def _hint(self, sample: Sample, closed: Closed) -> None:
+        """Names the probes for the next comparison: per parameter group the largest norm and magnitude."""
+        if self.hints.plan is not sample.captured.plan:
+            self._probes = {}
+        magnitude = np.fmax(np.abs(sample.columns[:, Column.MIN]), np.abs(sample.columns[:, Column.MAX]))
+        for group in np.unique(closed.groups[sample.present]):
+            members = np.flatnonzero((closed.groups == group) & sample.present)
+            best = set()
+            for column in (sample.columns[:, Column.NORM], magnitude):
+                candidates = np.where(np.isfinite(column[members]), column[members], 0.0)
+                if candidates.max() > 0:
+                    best.add(int(members[candidates.argmax()]))
+            self._probes[int(group)] = best
+        self.hints.probes = frozenset().union(*self._probes.values())
+        self.hints.plan = sample.captured.plan
+
+    def _weigh(self, event: Weights) -> None:
+        plan = event.plan
+        self.use(plan)
+        squares = np.square(values(event.vector.ready()).reshape(-1, 3))
+        layers, group = np.unique(plan.layer_of[event.positions], return_inverse=True)
+        before, after, update = (np.sqrt(np.bincount(group, squares[:, i], len(layers))) for i in range(3))
+        rows = self._rows[layers]
+        self._layers["weight_norm"][rows] = after
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._layers["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
+
+
+def _attributed(closed: Closed) -> IntArray:
+    """The owners, where a parameter that nobody owns goes with the first optimizer that stepped."""
+    if not closed.stepped:
+        return closed.owners
+    return np.where(closed.owners == UNOWNED, min(closed.stepped), closed.owners)
+
+
+def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray) -> None:
+    """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it."""
+    table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
+    table["bucket_sum"][rows] += norms

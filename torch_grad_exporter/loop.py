@@ -1,0 +1,208 @@
+"""TrainingLoop: what PyTorch's hooks and the user's calls mean for the clock and the capture.
+
+Unsampled steps pass here too, so every line counts: a forward costs two calls, a step two more, and nothing
+here depends on the number of parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from torch_grad_exporter.capture import GradientCapture, Scaler
+from torch_grad_exporter.events import Mailbox, Observed
+from torch_grad_exporter.optimizers import Optimizers
+from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
+from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.transfer import Arrived, HostTransfer, Ticket
+from torch_grad_exporter.weights import WeightProbe
+
+READ_SECONDS = 0.5
+"""Learning rates, and losses that models return, are read at sampled steps and otherwise this often at most."""
+
+Number = float | int | torch.Tensor
+_Batch = TypeVar("_Batch")
+
+
+class TrainingLoop:
+    """Receives forwards, steps and observations, all on the training thread."""
+
+    def __init__(
+        self,
+        *,
+        clock: StepClock,
+        capture: GradientCapture,
+        optimizers: Optimizers,
+        schedule: SamplingSchedule,
+        mailbox: Mailbox,
+        scaler: Scaler | None = None,
+        weights: WeightProbe | None = None,
+    ) -> None:
+        self._clock = clock
+        self._capture = capture
+        self._optimizers = optimizers
+        self._schedule = schedule
+        self._mailbox = mailbox
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self._weights = weights
+        self._transfer = HostTransfer()
+        self._observes_samples = False
+        self._rates_read = self._loss_read = float("-inf")
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
+        return self._capture.devices
+
+    # Hooks
+
+    def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A root's forward begins; outside of training it only shows that the loop is alive."""
+        clock = self._clock
+        start = clock.clock()
+        clock.active()
+        clock.evaluating = not module.training
+        if module.training and torch.is_grad_enabled():
+            clock.switch(FORWARD)
+            if clock.samples_known and not self._observes_samples:
+                size = batch_size(args, kwargs)
+                if size is None:
+                    clock.samples_known = False
+                else:
+                    clock.samples += size
+        clock.own_seconds += clock.clock() - start
+
+    def forward_ended(self, model: int, module: torch.nn.Module, output: object) -> None:
+        """A root's forward is over: the capture hooks its output, a loss in it is observed."""
+        clock = self._clock
+        start = clock.clock()
+        before = clock.own_seconds
+        clock.switch(OUTSIDE)
+        if torch.is_grad_enabled():
+            self._capture.forward_ended(model, output)
+            if module.training:
+                self._observe_output(output)
+        clock.own_seconds = before + clock.clock() - start
+
+    def step_began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before any optimizer's step; strangers are ignored."""
+        number = self._optimizers.number(optimizer)
+        if number is None:
+            return
+        self._capture.step_began(number, closure=any(map(callable, (*args[:1], kwargs.get("closure")))))
+        if self._weights is not None and self._capture.sampling:
+            self._weights.before(self._capture.plan)
+        self._clock.step_began()
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """After any optimizer's step."""
+        number = self._optimizers.number(optimizer)
+        if number is None:
+            return
+        self._step_ended(number)
+        if self._capture.sampling or self._clock.clock() - self._rates_read > READ_SECONDS:
+            self._read_settings()
+
+    def _step_ended(self, number: int) -> None:
+        sampled = self._capture.sampling
+        own = self._clock.own_seconds
+        first = self._capture.step_ended(number)
+        if first is None:
+            return
+        seconds = self._clock.step_ended(number, first_of_round=first)
+        if seconds is not None:
+            self._schedule.stepped(seconds - own)
+        if self._weights is not None and sampled:
+            self._weights.after()
+
+    # The user's calls
+
+    def observe(self, name: str, value: Number) -> None:
+        """Takes an observed value; a tensor's first element is copied without waiting for it."""
+        if name == "samples":
+            self._observes_samples = True
+        ticket = self._sent(value)
+        if ticket is not None:
+            self._mailbox.append(Observed(name, ticket))
+
+    def manual_step(self, number: int | None) -> None:
+        """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
+        if not self._capture.stepped_in_round:
+            optimizer = self._optimizers.manual()
+            self._capture.step_began(optimizer, closure=False)
+            self._clock.step_began()
+            self._step_ended(optimizer)
+        if number is not None:
+            self._capture.set_step(number)
+
+    def watch(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
+        """A loader whose waiting time is counted as the phase `data`."""
+        return WatchedLoader(loader, self._clock)
+
+    # Values
+
+    def _observe_output(self, output: object) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return
+        moment = self._clock.clock()
+        if self._capture.sampling or moment - self._loss_read > READ_SECONDS:
+            self._loss_read = moment
+            self.observe("loss", loss)
+
+    def _read_settings(self) -> None:
+        self._rates_read = self._clock.clock()
+        for number, optimizer in self._optimizers.numbered():
+            for group, settings in enumerate(optimizer.param_groups):
+                rate = self._sent(settings.get("lr"))
+                if rate is not None:
+                    self._mailbox.append(Observed("learning_rate", rate, (self._optimizers.names[number], str(group))))
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is not None and scaler._scale is not None:
+            self.observe("loss_scale", scaler._scale)
+
+    def _sent(self, value: object) -> Ticket | float | None:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu":
+                return Arrived(value.detach().reshape(-1)[:1].double().clone().numpy())
+            return self._transfer.send(value.detach().reshape(-1)[:1])
+        return float(value) if isinstance(value, int | float) else None
+
+
+class WatchedLoader(Generic[_Batch]):
+    """Iterates over a loader and counts the time that the loop waits for it; else it is the loader."""
+
+    def __init__(self, loader: Iterable[_Batch], clock: StepClock) -> None:
+        self._loader = loader
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[_Batch]:
+        batches = self._waited(lambda: iter(self._loader))
+        while True:
+            try:
+                batch = self._waited(lambda: next(batches))
+            except StopIteration:
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the loader has
+        return getattr(self._loader, name)
+
+    def _waited(self, fetch: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the loader gives
+        self._clock.switch(DATA)
+        try:
+            return fetch()
+        finally:
+            self._clock.switch(OUTSIDE)
+
+
+def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
+    """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
+    sizes = {value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,85 @@
+"""Optimizers: which of the process' optimizers concern us, their names, and who owns which parameter.
+
+PyTorch's step hooks are global, so every optimizer of the process comes by; only those that own a tracked
+parameter get a number. Held weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.layers import LayerIndex, Plan
+
+MANUAL = "manual"
+"""The name under which `exporter.step()` counts where no optimizer's hook fires."""
+
+
+class Optimizers:
+    """Numbers optimizers in the order in which they first step, or are named by the user."""
+
+    def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
+        self._index = index
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
+        self.names: list[str] = []
+        self._plan: Plan | None = None
+        self._groups_seen = -1
+        self._owners = self._groups = np.zeros(0, dtype=np.int64)
+        for name, optimizer in (named or {}).items():
+            self._numbers[optimizer] = self._add(name)
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer."""
+        try:
+            found = self._numbers[optimizer]
+        except KeyError:
+            found = self._add(type(optimizer).__name__) if self.concerns(optimizer) else None
+            self._numbers[optimizer] = found
+        return found
+
+    def manual(self) -> int:
+        """The number under which steps are counted that no optimizer's hook reports."""
+        return self.names.index(MANUAL) if MANUAL in self.names else self._add(MANUAL)
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer owns a tracked parameter."""
+        tracked = {id(t.reference()) for t in self._index.plan.tracked}
+        return any(id(p) in tracked for group in optimizer.param_groups for p in group["params"])
+
+    def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers that have a number and are alive."""
+        return [(number, optimizer) for optimizer, number in self._numbers.items() if number is not None]
+
+    def owners(self, plan: Plan) -> tuple[IntArray, IntArray]:
+        """For each parameter of the plan its optimizer's number and its group's number, -1 for none.
+
+        Groups are numbered over all optimizers. Both have shape (parameters,).
+        """
+        groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
+        seen = hash(tuple((number, len(parameters)) for number, parameters in groups))
+        if plan is self._plan and seen == self._groups_seen:
+            return self._owners, self._groups
+        position = {id(t.reference()): i for i, t in enumerate(plan.tracked)}
+        owners, numbers = np.full((2, len(plan.tracked)), -1, dtype=np.int64)
+        for group, (number, parameters) in enumerate(groups):
+            for parameter in parameters:
+                where = position.get(id(parameter))
+                if where is not None:
+                    owners[where], numbers[where] = number, group
+        self._plan, self._groups_seen, self._owners, self._groups = plan, seen, owners, numbers
+        return owners, numbers
+
+    def forget_strangers(self) -> None:
+        """Looks at optimizers again that owned nothing of ours: the plan may have grown."""
+        for optimizer, number in list(self._numbers.items()):
+            if number is None:
+                del self._numbers[optimizer]
+
+    def _add(self, name: str) -> int:
+        taken = sum(1 for other in self.names if other == name or other.startswith(f"{name}-"))
+        self.names.append(f"{name}-{taken + 1}" if taken else name)
+        return len(self.names) - 1

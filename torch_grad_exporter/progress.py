@@ -1,0 +1,88 @@
+"""StepClock: what time it is in the training loop. Rounds, steps, phases, samples, activity.
+
+All of it belongs to the training thread and costs a few additions per call. The numbers only grow, and a
+scrape reads them as they are; what needs a histogram goes through the mailbox.
+
+A *round* is everything between the first backward after a step and the last optimizer step before the
+next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
+share a round, and a GAN's two alternating ones do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch_grad_exporter.events import Mailbox, Stepped
+
+PHASES = ("outside", "data", "forward", "backward", "optimizer")
+OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time."""
+
+    mailbox: Mailbox
+    clock: Callable[[], float] = time.perf_counter
+    now: Callable[[], float] = time.time
+    backward_passes: int = 0
+    skipped: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
+    samples: int = 0
+    samples_known: bool = True
+    evaluating: bool = False
+    last_step: float | None = None
+    last_activity: float | None = None
+    started: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phases_seen: set[str] = field(default_factory=set)
+    own_seconds: float = 0.0
+    """What the exporter took on this thread since the last round."""
+    _phase: str = OUTSIDE
+    _phase_since: float = 0.0
+    _round_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.started = self.now()
+        self._phase_since = self.clock()
+
+    def switch(self, phase: str) -> None:
+        """Enters a phase, unless an optimizer is stepping: with a closure everything is `optimizer`."""
+        if self._phase != OPTIMIZER:
+            self._enter(phase)
+
+    def _enter(self, phase: str) -> None:
+        moment = self.clock()
+        self.phase_seconds[self._phase] += moment - self._phase_since
+        self._phase, self._phase_since = phase, moment
+        self.phases_seen.add(phase)
+
+    def active(self) -> None:
+        """Notes that the loop is alive."""
+        self.last_activity = self.now()
+
+    def backward_done(self, *, skipped: bool) -> None:
+        """Counts a backward; `skipped`: the one before it was followed by no step."""
+        self.backward_passes += 1
+        self.skipped += skipped
+
+    def step_began(self) -> None:
+        """An optimizer's step begins."""
+        self._enter(OPTIMIZER)
+
+    def step_ended(self, optimizer: int, *, first_of_round: bool) -> float | None:
+        """Counts a step; returns the seconds since the round before, for a round's first step only."""
+        self._enter(OUTSIDE)
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        self.last_step = self.last_activity = self.now()
+        self.evaluating = False
+        if not first_of_round:
+            return None
+        moment = self.clock()
+        seconds = None if self._round_at is None else moment - self._round_at
+        self._round_at = moment
+        self.mailbox.append(Stepped(seconds, self.own_seconds))
+        self.own_seconds = 0.0
+        return seconds

@@ -1,0 +1,108 @@
+"""A sample on the host: the arrived parts of a capture put together, and summed up by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_grad_exporter.events import Captured, Part
+from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.statistics import Column
+
+_PROPORTIONAL = [Column.NORM, Column.MIN, Column.MAX, Column.SUM]
+
+
+@dataclass(slots=True)
+class Sample:
+    """A capture on the host; per-parameter arrays of shape (parameters,), `columns` (parameters, columns)."""
+
+    captured: Captured
+    columns: FloatArray
+    present: BoolArray
+    elements: IntArray
+    units: IntArray
+    unscaled: bool = False
+    """Whether the loss scale was known and has been divided out."""
+
+    @classmethod
+    def of(cls, captured: Captured) -> Sample:
+        """Puts the arrived parts of a capture together, in the order of the plan."""
+        size = len(captured.plan.tracked)
+        columns, present = np.zeros((size, len(Column))), np.zeros(size, dtype=np.bool_)
+        elements, units = np.zeros((2, size), dtype=np.int64)
+        for part in captured.parts:
+            columns[part.positions] = arrived(part)
+            present[part.positions] = True
+            elements[part.positions] = part.elements
+            units[part.positions] = part.units
+        sample = cls(captured, columns, present, elements, units)
+        if captured.scale is not None:
+            sample.unscale(float(values(captured.scale.ready())[0]))
+        return sample
+
+    def unscale(self, scale: float) -> None:
+        """Divides what is proportional to the gradient by the loss scale."""
+        self.unscaled = True
+        if scale > 0:
+            self.columns[:, _PROPORTIONAL] /= scale
+
+
+def arrived(part: Part) -> FloatArray:
+    """The values of a part whose ticket is ready, shape (positions, width)."""
+    size = len(part.positions) * part.width  # a loss scale may follow
+    return values(part.ticket.ready())[:size].reshape(-1, part.width)
+
+
+def values(vector: FloatArray | None) -> FloatArray:
+    """The vector of a ticket that is ready."""
+    if vector is None:
+        raise RuntimeError("an event was applied before its vector had arrived")
+    return vector
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Some parameters of a sample by layer: `layers`, shape (groups,), and to which of them each row belongs."""
+
+    layers: IntArray
+    chosen: IntArray
+    group: IntArray
+    columns: FloatArray
+
+    @classmethod
+    def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
+        """The wanted parameters by layer, or all in one group."""
+        chosen = np.flatnonzero(wanted)
+        layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.plan.layer_of[chosen]
+        layers, group = np.unique(layer_of, return_inverse=True)
+        return cls(layers, chosen, group, sample.columns[chosen])
+
+    def sum(self, column: Column) -> FloatArray:
+        """The column's sum in each group."""
+        return np.bincount(self.group, self.columns[:, column], len(self.layers))
+
+    def total(self, per_parameter: IntArray) -> FloatArray:
+        """The sum of a per-parameter number in each group."""
+        return np.bincount(self.group, per_parameter[self.chosen], len(self.layers))
+
+    def norms(self) -> FloatArray:
+        """The L2 norm of each group from those of its parameters, without overflow."""
+        norms = self.columns[:, Column.NORM]
+        largest = np.zeros(len(self.layers))
+        np.maximum.at(largest, self.group, norms)
+        scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+        return np.sqrt(np.bincount(self.group, np.square(norms / scale[self.group]), len(self.layers))) * scale
+
+    def smallest(self, column: Column, *, negated: bool = False) -> FloatArray:
+        """The column's smallest value in each group, or the smallest of its negation; NaN if there is one."""
+        found = np.full(len(self.layers), np.inf)
+        np.minimum.at(found, self.group, -self.columns[:, column] if negated else self.columns[:, column])
+        return found
+
+    def largest(self, *columns: Column) -> FloatArray:
+        """The largest magnitude in the columns in each group; NaN if there is one."""
+        found = np.zeros(len(self.layers))
+        for column in columns:
+            np.maximum.at(found, self.group, np.abs(self.columns[:, column]))
+        return found

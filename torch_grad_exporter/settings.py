@@ -1,0 +1,243 @@
+"""Settings: what the user may choose, checked completely before anything is registered.
+
+An argument wins over its environment variable `TORCH_GRAD_EXPORTER_<NAME>`, and that over the default. What
+is wrong raises `ValueError` or `TypeError` and names the argument or variable, its value and the fix.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torch_grad_exporter.schedule import LONGEST
+
+PREFIX = "TORCH_GRAD_EXPORTER_"
+
+DEFAULT_PORT = 9100
+
+
+class Unset(enum.Enum):
+    """The default of every argument of `start_exporter`: take the environment variable, else the default."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where nobody chose."""
+
+    port: int | None = DEFAULT_PORT
+    addr: str = ""
+    every: int | None = None
+    overhead_budget: float = 0.01
+    include: tuple[re.Pattern[str], ...] = ()
+    exclude: tuple[re.Pattern[str], ...] = ()
+    max_layers: int = 300
+    dead_window: int = 100
+    moments: bool = False
+    weights: bool = False
+    run: str = ""
+    rank: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
+    """Settings from the arguments that are not `UNSET`, the environment and the defaults."""
+    chosen: dict[str, Any] = {}
+    for name in (f.name for f in fields(Settings)):
+        check = _CHECKS[name]
+        given = arguments.get(name, UNSET)
+        text = environment.get(PREFIX + name.upper())
+        if given is not UNSET:
+            chosen[name] = check(name, given)
+        elif text is not None and text.strip():
+            variable = PREFIX + name.upper()
+            chosen[name] = check(f"environment variable {variable}", _parsed(name, variable, text.strip()))
+    return Settings(**chosen)
+
+
+def _parsed(name: str, variable: str, text: str) -> object:
+    """The value that the text of an environment variable stands for."""
+    if name == "port" and text.lower() in ("none", "off"):
+        return None
+    try:
+        return _PARSERS.get(name, str)(text)
+    except ValueError:
+        raise ValueError(f"environment variable {variable}={text!r}: {_EXPECTED[name]}") from None
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if any(not middle for _, middle, _ in pairs):
+        raise ValueError
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _switch(text: str) -> bool:
+    try:
+        return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[
+            text.lower()
+        ]
+    except KeyError:
+        raise ValueError from None
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "port": int,
+    "every": lambda text: text if text.lower() == "auto" else int(text),
+    "overhead_budget": float,
+    "max_layers": int,
+    "dead_window": int,
+    "moments": _switch,
+    "weights": _switch,
+    "rank": int,
+    "labels": _pairs,
+}
+
+_EXPECTED = {
+    "port": "expected a port from 1 to 65535, 0 for any free one, or 'none' to serve nothing",
+    "addr": "expected an address such as '127.0.0.1', or '' for all interfaces",
+    "every": f"expected 'auto' or a whole number of rounds from 1 to {LONGEST}",
+    "overhead_budget": "expected a share of training time above 0 and below 1, such as 0.01",
+    "include": "expected a regular expression on layer names, or several",
+    "exclude": "expected a regular expression on layer names, or several",
+    "max_layers": "expected a whole number from 1 to 100000",
+    "dead_window": "expected a whole number of samples from 1 to 1000000",
+    "moments": "expected True or False",
+    "weights": "expected True or False",
+    "run": "expected a name of 1 to 200 characters",
+    "rank": "expected a whole number from 0",
+    "labels": "expected a mapping of label names such as {'team': 'vision'}",
+}
+
+
+def _wrong(kind: type[Exception], source: str, name: str, value: object) -> Exception:
+    return kind(f"{source}={value!r}: {_EXPECTED[name]}")
+
+
+def _name_of(source: str) -> str:
+    return source.removeprefix("environment variable ").removeprefix(PREFIX).lower()
+
+
+def _integer(low: int, high: int) -> Callable[[str, object], int]:
+    def check(source: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _wrong(TypeError, source, _name_of(source), value)
+        if not low <= value <= high:
+            raise _wrong(ValueError, source, _name_of(source), value)
+        return value
+
+    return check
+
+
+def _or_none(check: Callable[[str, object], int]) -> Callable[[str, object], int | None]:
+    return lambda source, value: None if value is None else check(source, value)
+
+
+def _every(source: str, value: object) -> int | None:
+    if isinstance(value, str):
+        if value.lower() != "auto":
+            raise _wrong(ValueError, source, "every", value)
+        return None
+    return _integer(1, LONGEST)(source, value)
+
+
+def _budget(source: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(TypeError, source, "overhead_budget", value)
+    if not 0 < value < 1:
+        raise _wrong(ValueError, source, "overhead_budget", value)
+    return float(value)
+
+
+def _boolean(source: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    return value
+
+
+def _text(source: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    return value
+
+
+def _run(source: str, value: object) -> str:
+    text = _text(source, value)
+    if not 1 <= len(text) <= 200:
+        raise _wrong(ValueError, source, "run", value)
+    return text
+
+
+def _patterns(source: str, value: object) -> tuple[re.Pattern[str], ...]:
+    items = (value,) if isinstance(value, str | re.Pattern) else value
+    if not isinstance(items, list | tuple):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    return tuple(_pattern(source, item) for item in items)
+
+
+def _pattern(source: str, value: object) -> re.Pattern[str]:
+    if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{source}={value!r}: not a regular expression ({error}); {_EXPECTED[_name_of(source)]}") from None
+
+
+def _labels(source: str, value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise _wrong(TypeError, source, "labels", value)
+    for key in value:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
+            raise ValueError(f"{source}={dict(value)!r}: {key!r} is no label name; use letters, digits and underscores")
+        if key in RESERVED_LABELS:
+            raise ValueError(f"{source}={dict(value)!r}: {key!r} is a label of the exporter's own; choose another name")
+    return dict(value)
+
+
+RESERVED_LABELS = frozenset(
+    {
+        "run",
+        "rank",
+        "layer",
+        "optimizer",
+        "kind",
+        "outcome",
+        "state",
+        "phase",
+        "group",
+        "mode",
+        "source",
+        "collector",
+        "le",
+        "job",
+        "instance",
+    }
+)
+"""Label names that the metrics themselves or Prometheus use."""
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    "port": _or_none(_integer(0, 65535)),
+    "addr": _text,
+    "every": _every,
+    "overhead_budget": _budget,
+    "include": _patterns,
+    "exclude": _patterns,
+    "max_layers": _integer(1, 100_000),
+    "dead_window": _integer(1, 1_000_000),
+    "moments": _boolean,
+    "weights": _boolean,
+    "run": _run,
+    "rank": _or_none(_integer(0, 10_000_000)),
+    "labels": _labels,
+}

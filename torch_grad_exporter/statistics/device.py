@@ -1,0 +1,52 @@
+"""Measuring on any device but the CPU, without ever looking at the data.
+
+Nothing here branches on a value, copies to the host or waits; it runs on `device="meta"`, where any of
+those would raise. Norms accumulate in float64, in which the square of no float32 over- or underflows, so
+that no row has to be measured a second time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_grad_exporter.statistics import COLUMNS, Column
+from torch_grad_exporter.statistics.batches import Batch
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The type to accumulate in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def measure(batch: Batch, *, moments: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics of each tensor, shape (tensors, columns), and the largest magnitude of each row, (rows,).
+
+    A row's magnitude is NaN where it has a NaN.
+    """
+    values = batch.values
+    accumulate = wide(values.device)
+    low, high = values.aminmax(dim=2)
+    magnitude = torch.maximum(-low, high)
+    out = torch.zeros((values.shape[0], COLUMNS), dtype=accumulate, device=values.device)
+    out[:, Column.NORM] = norms(batch)
+    out[:, Column.ZEROS] = (values == 0).sum(dim=(1, 2)) + batch.implied_zeros
+    out[:, Column.NANS] = values.isnan().sum(dim=(1, 2))
+    out[:, Column.INFS] = values.isinf().sum(dim=(1, 2))
+    out[:, Column.MIN] = low.amin(dim=1)
+    out[:, Column.MAX] = high.amax(dim=1)
+    if batch.implied_zeros:
+        out[:, Column.MIN].clamp_(max=0)
+        out[:, Column.MAX].clamp_(min=0)
+    if moments:
+        out[:, Column.SUM] = values.sum(dim=(1, 2), dtype=accumulate)
+    return out, magnitude.reshape(-1)
+
+
+def norms(batch: Batch) -> torch.Tensor:
+    """Only the norm of each tensor, shape (tensors,), bit-equal to that of `measure` on equal gradients."""
+    values = batch.values
+    if values.dtype is not torch.float64:
+        return torch.linalg.vector_norm(values, dim=(1, 2), dtype=wide(values.device))
+    largest = values.abs().amax(dim=(1, 2), keepdim=True)
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+    return torch.linalg.vector_norm(values / scale, dim=(1, 2)) * scale.reshape(-1)

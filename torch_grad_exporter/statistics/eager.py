@@ -1,0 +1,108 @@
+"""The door of the statistics: measures gradients where they are, one packed vector per device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.statistics import COLUMNS, Column, device, host
+from torch_grad_exporter.statistics.batches import Batch, batches
+from torch_grad_exporter.statistics.units import UnitState
+
+Gradients = Sequence[tuple[int, torch.Tensor]]
+"""Gradients with their positions in the plan."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """What was measured on one device, still on that device.
+
+    `positions`, `elements`, `units`: shape (n,), known on the host: the parameters' positions in the plan, and
+    how many elements and output units their (local) gradients have. `vector`: shape (n * width,), float64,
+    row by row, where `width` is the number of columns.
+    """
+
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    vector: torch.Tensor
+    width: int
+
+
+class EagerStatistics:
+    """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
+
+    `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `moments`: whether to
+    sum the elements too, for means and standard deviations.
+    """
+
+    def __init__(self, dead_window: int, *, moments: bool = False) -> None:
+        self._window = dead_window
+        self._moments = moments
+        self._units: dict[torch.device, UnitState] = {}
+
+    @torch.no_grad()
+    def measure(self, plan: Plan, gradients: Gradients, sample: int) -> list[Measurement]:
+        """Full statistics, one measurement per device. The same `sample` again replaces its first capture."""
+        return [self._measure(plan, where, part, sample) for where, part in _by_device(gradients)]
+
+    @torch.no_grad()
+    def norms(self, plan: Plan, gradients: Gradients) -> list[Measurement]:
+        """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
+        found = []
+        for where, part in _by_device(gradients):
+            parts = list(batches(plan, part))
+            if where.type == "cpu":
+                vector = torch.from_numpy(np.concatenate([host.norms(batch) for batch in parts]))
+            else:
+                vector = torch.cat([device.norms(batch) for batch in parts]).to(device.wide(where))
+            found.append(_measurement(parts, vector, 1))
+        return found
+
+    def _measure(self, plan: Plan, where: torch.device, gradients: Gradients, sample: int) -> Measurement:
+        # Parameters with units come first, so that their unit counts are the first rows of the columns.
+        parts = sorted(batches(plan, gradients), key=lambda batch: not batch.units)
+        on_host = where.type == "cpu"
+        columns, zero, alive = (self._on_host if on_host else self._on_device)(parts)
+        members = [(plan.tracked[p], batch.values.shape[1]) for batch in parts if batch.units for p in batch.positions]
+        if members:
+            state = self._units.get(where)
+            if state is None:
+                state = self._units[where] = UnitState(self._window, where)
+            counts = state.update(members, zero, alive, sample)
+            columns[: len(members), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.t().to(columns.dtype)
+        return _measurement(parts, columns.reshape(-1), COLUMNS)
+
+    def _on_host(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        measured = [(batch.units, *host.measure(batch, moments=self._moments)) for batch in parts]
+        zero = [flags.zero for units, _, flags in measured if units] or [np.zeros(0, dtype=np.bool_)]
+        alive = [flags.alive for units, _, flags in measured if units] or [np.zeros(0, dtype=np.bool_)]
+        columns = np.concatenate([columns for _, columns, _ in measured])
+        return torch.from_numpy(columns), torch.from_numpy(np.concatenate(zero)), torch.from_numpy(np.concatenate(alive))
+
+    def _on_device(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        measured = [(batch.units, *device.measure(batch, moments=self._moments)) for batch in parts]
+        columns = torch.cat([columns for _, columns, _ in measured])
+        magnitudes = [magnitude.float() for units, _, magnitude in measured if units]
+        magnitude = torch.cat(magnitudes) if magnitudes else columns.new_zeros(0)
+        return columns, magnitude == 0, magnitude > 0
+
+
+def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
+    groups: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for position, gradient in gradients:
+        groups.setdefault(gradient.device, []).append((position, gradient))
+    return list(groups.items())
+
+
+def _measurement(parts: Sequence[Batch], vector: torch.Tensor, width: int) -> Measurement:
+    positions = [p for batch in parts for p in batch.positions]
+    shapes = [(b.values.shape[1] * b.values.shape[2] + b.implied_zeros, b.values.shape[1] if b.units else 0) for b in parts]
+    sizes = [len(batch.positions) for batch in parts]
+    elements, units = np.repeat(np.array(shapes, dtype=np.int64).reshape(-1, 2), sizes, axis=0).T
+    return Measurement(np.array(positions, dtype=np.int64), elements, units, vector, width)
