@@ -1,4 +1,4 @@
-"""Robust baselines: is this value unusual against the same quantity's own recent past?
+"""Robust baselines: whether a value is unusual against the same quantity's own recent past.
 
 For positive quantities that vary by factors, gradient norms above all, the logarithm is judged: on raw
 norms a healthy run gives hundreds of false alarms. The scale is the median absolute deviation, times 1.4826

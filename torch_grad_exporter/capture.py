@@ -204,7 +204,7 @@ class GradientCapture:
         self._backwards.clear()  # outside of every backward, so what is left here raised
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if self._nodes is None and self.samples % CHECK_EVERY == 0 and self._may_be_sampled():
             self._timed(self._arm)
 
@@ -234,12 +234,13 @@ class GradientCapture:
             self._late.discard(optimizer)
             self._timed(self._capture_at_step, optimizer)
         if optimizer in self._round.stepped or (not self._round.backwards and self.mode is not Mode.OPTIMIZER):
-            self._timed(self._step_without_backward, optimizer)
+            self._timed(self._step_without_backward)
         current = self._round
         if current.captured and current.open and optimizer not in current.read and self.mode is not Mode.OPTIMIZER:
             self._timed(self._read_after, optimizer)
         first = not current.stepped
         current.stepped.add(optimizer)
+        self._clock.step_done(optimizer)
         if current.open and current.captured and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
         if self.mode is Mode.PARAMETER and self._nodes is None and self._may_be_sampled():
@@ -342,11 +343,8 @@ class GradientCapture:
         start = self._clock.clock()
         self._clock.switch(OUTSIDE)
         fired = self._fired(backward)
-        if fired is None:
-            real = any(mark is None or mark.moved() for mark in backward.probes.values())
-        else:
-            real = bool(fired)
-        if real:
+        moved = any(mark is None or mark.moved() for mark in backward.probes.values())
+        if fired or (fired is None and moved):
             self._clock.backward_done(skipped=backward.cleared)
             self._count_backward(backward, fired)
         self._spent(start, sampled=self._round.sampled)
@@ -436,7 +434,7 @@ class GradientCapture:
         owners, _ = self._optimizers.owners(current.plan)
         return set(owners[sorted(current.fired)].tolist()) <= current.stepped | {-1}
 
-    def _step_without_backward(self, optimizer: int) -> None:
+    def _step_without_backward(self) -> None:
         """A step that no backward preceded: another rung may see what this one does not."""
         had_gradients = any(p is not None and p.grad is not None for p in (t.reference() for t in self._round.plan.tracked))
         armed = self.mode is Mode.OUTPUT or self._nodes is not None
@@ -551,7 +549,8 @@ class GradientCapture:
         """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
         for i in sorted(current.fired):
             if owners[i] not in self._detectors:
-                self._detectors[owners[i]] = parameters[i].register_post_accumulate_grad_hook(self._detector_hook)
+                handle = parameters[i].register_post_accumulate_grad_hook(self._detector_hook)  # type: ignore[no-untyped-call]
+                self._detectors[owners[i]] = handle
 
     # What it costs
 
@@ -593,4 +592,6 @@ def _marks(plan: Plan) -> list[_Mark]:
 
 
 def _capturing_graph() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
+    initialised = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialised and torch.cuda.is_current_stream_capturing())

@@ -55,8 +55,9 @@ GRAD_NORM_SQUARED = _gauge(
     "Square of the L2 norm of the layer's gradient at the last sampled step; this rank's part of it where the gradient is sharded.",
     "layer",
 )
+# Not `torch_grad_norm_squared_total`: in OpenMetrics that counter's family is called like the gauge above.
 GRAD_NORM_SQUARED_TOTAL = _counter(
-    "torch_grad_norm_squared_total",
+    "torch_grad_norm_squared_accumulated_total",
     "Sum of torch_grad_norm_squared over sampled steps; non-finite values are left out.",
     "layer",
 )

@@ -27,20 +27,29 @@ class ErrorLog:
         self._lock = threading.Lock()
 
     def record(self, source: str, error: BaseException) -> None:
-        """Counts one failure of `source`; logs the first one and the switching off."""
+        """Counts one failure of a source that `switched_off` guards; logs the first one and the switching off."""
+        self.count(source, error)
+        with self._lock:
+            in_a_row = self._in_a_row[source] = self._in_a_row.get(source, 0) + 1
+        if in_a_row == LIMIT:
+            self.gave_up(source)
+
+    def count(self, source: str, error: BaseException) -> None:
+        """Counts one failure of a source that goes on whatever happens; logs the first one."""
         with self._lock:
             count = self._counts[source] = self._counts.get(source, 0) + 1
-            in_a_row = self._in_a_row[source] = self._in_a_row.get(source, 0) + 1
         if count == 1:
             self._log.warning("%s failed; training goes on, further failures are only counted: %r", source, error, exc_info=error)
-        if in_a_row == LIMIT:
-            self._log.error("%s failed %d times in a row and is switched off", source, LIMIT)
+
+    def gave_up(self, source: str) -> None:
+        """Logs that a source is switched off."""
+        self._log.error("%s failed %d times in a row and is switched off", source, LIMIT)
 
     def succeeded(self, source: str) -> None:
         """Ends a row of failures."""
         if self._in_a_row.get(source):
             with self._lock:
-                self._in_a_row[source] = min(self._in_a_row[source], 0)
+                self._in_a_row[source] = 0
 
     def switched_off(self, source: str) -> bool:
         """Whether the source has failed too often in a row to be called again."""

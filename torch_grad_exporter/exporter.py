@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import prometheus_client
 import torch
@@ -64,7 +64,7 @@ _Batch = TypeVar("_Batch")
 
 def start_exporter(
     model: Models,
-    port: int | None | Unset = UNSET,
+    port: int | Unset | None = UNSET,
     *,
     addr: str | Unset = UNSET,
     every: Literal["auto"] | int | Unset = UNSET,
@@ -163,7 +163,7 @@ class Exporter:
         self._ending = _Ending()
         self._build(optimizers, grad_scaler)
         self._labels = {"run": self.run, "rank": str(self.rank), **settings.labels}
-        self._registry = RegistryCollector(self._scrape, self._labels, CATALOGUE.values(), on_error=self._errors.record)
+        self._registry = RegistryCollector(self._scrape, self._labels, CATALOGUE.values(), on_error=self._errors.count)
         if registry is not None:
             self._registry.register(registry)
         self._server = self._serve()
@@ -245,7 +245,7 @@ class Exporter:
                 Renderer(self._labels),
                 addr=self.settings.addr,
                 ports=candidate_ports(port, identity.local_rank, identity.local_world_size),
-                on_error=self._errors.record,
+                on_error=self._errors.count,
                 health=self._health,
                 version=__version__,
             )
@@ -340,7 +340,7 @@ class Exporter:
             self._errors.guard("close", action)
         _live.discard(self)
 
-    def __enter__(self) -> Exporter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -443,7 +443,7 @@ def _checked_index(models: Mapping[str, torch.nn.Module], settings: Settings) ->
         for pattern in patterns:
             if not any(pattern.search(layer) for layer in everything):
                 raise ValueError(
-                    f"{name}={pattern.pattern!r}: matches none of the {len(everything)} layers; they are named like {everything[0]!r}"
+                    f"{name}={pattern.pattern!r}: matches none of the {len(everything)} layers; the first is {everything[0]!r}"
                 )
     layer_filter = LayerFilter(settings.include, settings.exclude)
     if not any(layer_filter.accepts(layer) for layer in everything):

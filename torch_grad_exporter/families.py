@@ -85,6 +85,17 @@ class Family:
     present: BoolArray | None = None
     sums: FloatArray | None = None
 
+    def __post_init__(self) -> None:
+        # A wrong shape must cost the collector that made it, not the scrape that renders it.
+        rows, histogram = len(self.labels), self.spec.kind is Kind.HISTOGRAM
+        expected = (rows, len(self.spec.buckets) + 1) if histogram else (rows,)
+        if self.values.shape != expected or histogram != (self.sums is not None):
+            raise ValueError(
+                f"{self.spec.name}: values of shape {self.values.shape}, expected {expected}; sums with a histogram only"
+            )
+        if any(array is not None and array.shape != (rows,) for array in (self.present, self.sums)):
+            raise ValueError(f"{self.spec.name}: one entry per row is expected in `present` and `sums`, {rows} in all")
+
     @property
     def series(self) -> int:
         """How many time series the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.errors import LIMIT, ErrorLog
 
 
 class Handle(Protocol):
     """What a registration returns; `remove` is idempotent."""
 
-    def remove(self) -> None: ...
+    def remove(self) -> None:
+        """Takes the registration back."""
 
 
 class GuardedHook:
@@ -30,14 +31,16 @@ class GuardedHook:
     loaded again, so both turn the hook into a callable of the standard library that does nothing.
     """
 
-    __slots__ = ("_action", "_errors", "_source")
+    __slots__ = ("_action", "_errors", "_in_a_row", "_source")
 
     def __init__(self, source: str, action: Callable[..., None], errors: ErrorLog) -> None:
         self._source = source
         self._action: Callable[..., None] | None = action
         self._errors = errors
+        self._in_a_row = 0
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
+        """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
         # First, and outside the `try`: under compiled autograd an exception here could not be caught.
         if torch.compiler.is_compiling():
             return
@@ -48,10 +51,14 @@ class GuardedHook:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
             self._failed(error)
+        else:
+            self._in_a_row = 0
 
     def _failed(self, error: Exception) -> None:
-        self._errors.record(self._source, error)
-        if self._errors.switched_off(self._source):
+        self._errors.count(self._source, error)
+        self._in_a_row += 1
+        if self._in_a_row == LIMIT:
+            self._errors.gave_up(self._source)
             self._action = None
 
     def disconnect(self) -> None:
@@ -105,7 +112,7 @@ class Hooks:
 
 def graph_task() -> int:
     """The id of the backward that the calling thread is in, -1 outside of one (private API of torch)."""
-    return torch._C._current_graph_task_id()  # type: ignore[no-any-return]
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -115,7 +122,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     callback; one that is queued by a callback runs after all of those and sees the reduced gradients. This
     is private API of torch that DDP and FSDP2 rely on themselves; it is used nowhere else in the package.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
 
 

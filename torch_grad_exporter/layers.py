@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.nn.modules.conv import _ConvTransposeNd
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.families import IntArray
 
@@ -156,8 +156,9 @@ class LayerFilter:
 
 @dataclass(slots=True)
 class _Owner:
-    """A place where a parameter stands: `module._parameters[attribute]`."""
+    """A parameter and the place where it stands: `module._parameters[attribute]`."""
 
+    parameter: torch.nn.Parameter
     module: torch.nn.Module
     attribute: str
     model: int
@@ -202,7 +203,7 @@ class LayerIndex:
         for reference, attribute in self._unsettled:
             module = reference()
             parameter = None if module is None else module._parameters.get(attribute)
-            if parameter is not None and parameter.requires_grad and not isinstance(parameter, UninitializedTensorMixin):
+            if parameter is not None and parameter.requires_grad and not is_lazy(parameter):
                 return self.rescan()
         return self._plan
 
@@ -212,11 +213,11 @@ class LayerIndex:
         found: list[TrackedParameter] = []
         self._unsettled = []
         for owner in self._owners():
-            parameter = owner.module._parameters[owner.attribute]
-            if not parameter.requires_grad or isinstance(parameter, UninitializedTensorMixin):  # type: ignore[union-attr]
+            parameter = owner.parameter
+            if not parameter.requires_grad or is_lazy(parameter):
                 self._unsettled.append((weakref.ref(owner.module), owner.attribute))
                 continue
-            found.append(known.get(id(parameter)) or _track(owner, parameter))  # type: ignore[arg-type]
+            found.append(known.get(id(parameter)) or _track(owner))
         if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
             self._plan = make_plan(found, self._max_layers)
         return self._plan
@@ -239,7 +240,7 @@ class LayerIndex:
                     seen.add(id(parameter))
                     layer = ".".join(part for part in (name, labels[raw] or attribute) if part)
                     if not filtered or self._filter.accepts(layer):
-                        yield _Owner(module, attribute, model, layer)
+                        yield _Owner(parameter, module, attribute, model, layer)
 
 
 def _labels(root: torch.nn.Module) -> dict[str, str]:
@@ -252,7 +253,8 @@ def _labels(root: torch.nn.Module) -> dict[str, str]:
     return {raw: name if taken[name] == 1 else raw for raw, name in zip(raw_names, cleaned, strict=True)}
 
 
-def _track(owner: _Owner, parameter: torch.nn.Parameter) -> TrackedParameter:
+def _track(owner: _Owner) -> TrackedParameter:
+    parameter = owner.parameter
     elements = parameter.numel() * (2 if parameter.is_complex() else 1)
     return TrackedParameter(
         weakref.ref(parameter),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter import clipping
-from torch_grad_exporter.baseline import ENOUGH, Baselines
+from torch_grad_exporter.baseline import Baselines
 from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
 from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Weights
 from torch_grad_exporter.families import BoolArray, FloatArray, IntArray

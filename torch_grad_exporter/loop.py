@@ -112,7 +112,7 @@ class TrainingLoop:
         first = self._capture.step_ended(number)
         if first is None:
             return
-        seconds = self._clock.step_ended(number, first_of_round=first)
+        seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
             self._schedule.stepped(seconds - own)
         if self._weights is not None and sampled:

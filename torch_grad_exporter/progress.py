@@ -72,10 +72,14 @@ class StepClock:
         """An optimizer's step begins."""
         self._enter(OPTIMIZER)
 
-    def step_ended(self, optimizer: int, *, first_of_round: bool) -> float | None:
-        """Counts a step; returns the seconds since the round before, for a round's first step only."""
+    def step_done(self, optimizer: int) -> None:
+        """Counts an optimizer's step."""
+        # A new dict instead of a new key: a scrape may be reading the old one.
+        self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + 1}
+
+    def step_ended(self, *, first_of_round: bool) -> float | None:
+        """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only."""
         self._enter(OUTSIDE)
-        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         self.last_step = self.last_activity = self.now()
         self.evaluating = False
         if not first_of_round:

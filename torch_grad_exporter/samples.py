@@ -80,11 +80,11 @@ class Groups:
 
     def sum(self, column: Column) -> FloatArray:
         """The column's sum in each group."""
-        return np.bincount(self.group, self.columns[:, column], len(self.layers))
+        return np.bincount(self.group, self.columns[:, column], len(self.layers)).astype(np.float64)
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """The sum of a per-parameter number in each group."""
-        return np.bincount(self.group, per_parameter[self.chosen], len(self.layers))
+        return np.bincount(self.group, per_parameter[self.chosen], len(self.layers)).astype(np.float64)
 
     def norms(self) -> FloatArray:
         """The L2 norm of each group from those of its parameters, without overflow."""

@@ -43,11 +43,15 @@ class Scrape:
         for position, collector in enumerate(self._collectors):
             start = self._clock()
             families: list[Family] = []
+            source = f"{SOURCE}_{collector.name}"
+            if self._errors.switched_off(source):
+                continue
             try:
                 families = list(collector.collect())
             except Exception as error:  # noqa: BLE001 - the boundary: one collector must not cost the others
-                self._errors.record(f"{SOURCE}_{collector.name}", error)
+                self._errors.record(source, error)
             else:
+                self._errors.succeeded(source)
                 success[position] = 1.0
             seconds[position] = self._clock() - start
             series += sum(family.series for family in families)

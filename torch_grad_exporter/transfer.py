@@ -38,6 +38,7 @@ class Arrived:
     values: FloatArray
 
     def ready(self) -> FloatArray:
+        """The vector."""
         return self.values
 
 
@@ -48,6 +49,7 @@ class Tail:
     ticket: Ticket
 
     def ready(self) -> FloatArray | None:
+        """That value alone, shape (1,)."""
         values = self.ticket.ready()
         return None if values is None else values[-1:]
 
@@ -64,13 +66,14 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A vector whose copy was launched into `buffer`."""
+    """A vector whose copy was launched into `buffer`. See `Ticket`."""
 
     buffer: _Buffer
     size: int
     _values: FloatArray | None = None
 
     def ready(self) -> FloatArray | None:
+        """The vector once the copy is done; the buffer is free from then on."""
         if self._values is None:
             bits = self.buffer.bits[: self.size]
             if (bits == SENTINEL).any():
@@ -100,7 +103,7 @@ class HostTransfer:
             return None
         buffer.memory[: vector.numel()].copy_(vector.double(), non_blocking=True)
         if on_cuda:
-            buffer.done = torch.cuda.Event()
+            buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.done.record(torch.cuda.current_stream(vector.device))
         buffer.taken = True
         return _UnderWay(buffer, vector.numel())
@@ -108,11 +111,12 @@ class HostTransfer:
     def _free(self, device: torch.device, size: int) -> _Buffer | None:
         ring = self._rings.setdefault(device, [])
         for position, buffer in enumerate(ring):
-            if buffer.taken or not (buffer.done is None or buffer.done.query()):
+            done = buffer.done is None or buffer.done.query()  # type: ignore[no-untyped-call]
+            if buffer.taken or not done:
                 continue
             if buffer.bits.size < size:
-                buffer = ring[position] = _allocate(device, size)
-            return buffer
+                ring[position] = _allocate(device, size)
+            return ring[position]
         if len(ring) == RING:
             return None
         ring.append(_allocate(device, size))

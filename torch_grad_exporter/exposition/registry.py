@@ -67,7 +67,8 @@ class RegistryCollector:
 
     def _labels(self, family: Family) -> Iterator[dict[str, str]]:
         for row in samples.present_rows(family):
-            yield {**self._constant_labels, **dict(zip(family.spec.labels, row, strict=True))}
+            own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
+            yield {**self._constant_labels, **own}
 
 
 def _metric(spec: Spec) -> Metric:

@@ -70,12 +70,13 @@ class Renderer:
 
     def _prepare(self, spec: Spec, labels: LabelRows) -> list[str]:
         constant = [_pair(name, value) for name, value in self._constant_labels.items() if name not in spec.labels]
-        frames = _frames(spec, labelled=bool(constant or spec.labels))
+        frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
         prefixes: list[str] = []
         for row in labels.rows:
-            own = [_pair(name, value) for name, value in zip(spec.labels, row, strict=True)]
+            # An empty value is the same as no label, to Prometheus and to a reader.
+            own = [_pair(name, value) for name, value in zip(spec.labels, row, strict=True) if value]
             pairs = ",".join((*constant, *own))
-            prefixes += [before + pairs + after for before, after in frames]
+            prefixes += [before + pairs + after for before, after in frames[bool(pairs)]]
         return prefixes
 
 

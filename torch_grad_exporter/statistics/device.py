@@ -45,8 +45,11 @@ def measure(batch: Batch, *, moments: bool) -> tuple[torch.Tensor, torch.Tensor]
 def norms(batch: Batch) -> torch.Tensor:
     """Only the norm of each tensor, shape (tensors,), bit-equal to that of `measure` on equal gradients."""
     values = batch.values
+    found: torch.Tensor
     if values.dtype is not torch.float64:
-        return torch.linalg.vector_norm(values, dim=(1, 2), dtype=wide(values.device))
+        found = torch.linalg.vector_norm(values, dim=(1, 2), dtype=wide(values.device))
+        return found
     largest = values.abs().amax(dim=(1, 2), keepdim=True)
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    return torch.linalg.vector_norm(values / scale, dim=(1, 2)) * scale.reshape(-1)
+    found = torch.linalg.vector_norm(values / scale, dim=(1, 2))
+    return found * scale.reshape(-1)

@@ -46,7 +46,7 @@ class UnitState:
 
     def _arrange(self, members: tuple[tuple[TrackedParameter, int], ...]) -> None:
         """Brings the counts into the order of `members`; those of other parameters are kept for later."""
-        for (tracked, _), counts in zip(self._members, self._before.split([n for _, n in self._members]), strict=True):
+        for (tracked, _), counts in zip(self._members, torch.split(self._before, [n for _, n in self._members]), strict=True):
             self._kept[tracked] = counts.clone()
         parts = []
         for tracked, units in members:

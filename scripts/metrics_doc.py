@@ -1,0 +1,64 @@
+"""Writes docs/metrics.md from the catalogue; `make golden` runs it, and a test compares."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+from torch_grad_exporter.catalogue import CATALOGUE
+from torch_grad_exporter.families import Kind, Spec
+
+TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+SECTIONS = {
+    "Gradients": "torch_grad_",
+    "Weights": "torch_weight_",
+    "Training": "torch_train_",
+    "The exporter itself": "torch_grad_exporter_",
+}
+"""Title and name prefix of each section; the longest prefix that fits decides."""
+
+HEAD = """# Metrics
+
+Written from `torch_grad_exporter/catalogue.py` by `make golden`; edit the catalogue, not this page.
+
+Every series also carries `run` and `rank`, and the labels that the user added. A metric without a value yields no
+sample: no made-up zero stands for "unknown". Counters that can count are there from the start. What is *sampled* is
+about the steps that the exporter read the gradients of; `torch_grad_captures_total` says how many those were, per layer.
+
+Metrics of the gradients that have no `layer` carry `optimizer` where several optimizers own different parameters, and
+no such label where there is one.
+"""
+
+
+def section_of(spec: Spec) -> str:
+    """The section of the page that a metric belongs to."""
+    fitting = [(len(prefix), title) for title, prefix in SECTIONS.items() if spec.name.startswith(prefix)]
+    return max(fitting)[1]
+
+
+def rows(specs: list[Spec]) -> Iterator[str]:
+    """The table of one section."""
+    yield "| metric | kind | labels | meaning |"
+    yield "|---|---|---|---|"
+    for spec in specs:
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        meaning = spec.help
+        if spec.opt_in:
+            meaning += f" Only with `{spec.opt_in}=True`."
+        if spec.kind is Kind.HISTOGRAM:
+            meaning += f" Buckets: {', '.join(f'{bound:g}' for bound in spec.buckets)}."
+        yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {meaning} |"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for title in SECTIONS:
+        members = [spec for spec in CATALOGUE.values() if section_of(spec) == title]
+        parts.append(f"## {title}\n\n" + "\n".join(rows(members)) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(), encoding="utf-8")

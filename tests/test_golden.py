@@ -1,0 +1,98 @@
+"""The catalogue, the page about it and what a scrape really has stay in step."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+
+import pytest
+import torch
+from tools import find
+
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.catalogue import CATALOGUE
+from torch_grad_exporter.exposition.text import Format, Renderer
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "scrape.txt"
+REWRITE = os.environ.get("REWRITE_GOLDEN") == "1"
+
+EXACT = re.compile(
+    r"torch_grad_(captures|norm_distribution_count|nonfinite|missing|zero|dead|norm_spikes|clipped|sample_step|exporter_(layers|captures|errors|"
+    r"capture_mode|sampling|collector_success|overhead_budget))|torch_train_(steps|backward|skipped|samples|tokens|state|world_size|epoch|learning_rate|"
+    r"loss_nonfinite|step_duration_seconds_count)"
+)
+"""Samples whose values do not depend on the machine; of the others only the name and the labels are compared."""
+
+NEVER_HERE = {
+    "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
+    "torch_train_loss_scale": "needs a gradient scaler",
+}
+
+
+def scrape() -> str:
+    """A seeded run of 24 steps with every option on, as Prometheus would get it."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].bias[:2] = -100.0  # two dead neurons
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start_exporter(model, port=None, every=1, moments=True, weights=True, run="golden", labels={"team": "tests"}) as exporter:
+        for step in range(24):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 6)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            exporter.observe(loss=loss, tokens=4, epoch=step // 12)
+        for _ in exporter.watch_loader([]):
+            pass
+        list(exporter.collect())
+        return Renderer({"run": "golden", "rank": "0", "team": "tests"}).render(exporter.collect(), Format.TEXT).decode()
+
+
+def comparable(text: str) -> str:
+    """The scrape without what differs from run to run and machine to machine."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+            continue
+        name, value = line.rsplit(" ", 1)
+        masked = re.sub(r'(torch_version|exporter_version|python_version|host)="[^"]*"', r'\1="~"', name)
+        exact = EXACT.match(name) and "_bucket" not in name
+        lines.append(f"{masked} {value if exact else '~'}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return scrape()
+
+
+def test_scrape_is_the_golden_one(text: str) -> None:
+    """Names, labels, order, help texts and all countable values of a known run are those that were agreed on."""
+    if REWRITE:
+        GOLDEN.write_text(comparable(text), encoding="utf-8")
+    assert comparable(text) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_declared_metric_is_in_the_scrape(text: str) -> None:
+    """Whatever the catalogue declares is shown by a run with every option on, but for what is listed with a reason."""
+    shown = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert shown == set(CATALOGUE) - set(NEVER_HERE)
+
+
+def test_promtool_finds_nothing_to_complain_about(text: str) -> None:
+    """`promtool check metrics`, Prometheus' own linter, accepts the scrape without a remark."""
+    result = subprocess.run([find("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_metrics_page_follows_the_catalogue() -> None:
+    """docs/metrics.md is what the generator makes of the catalogue."""
+    script = runpy.run_path(str(ROOT / "scripts" / "metrics_doc.py"))
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == script["page"]()
