@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tools import find
+from real_prometheus import prometheus
+from tools import eventually, find
 
 from torch_grad_exporter import demo
 
@@ -182,6 +184,21 @@ def test_a_running_demo_is_scraped_and_ctrl_c_ends_it_cleanly(start: Start) -> N
     assert demo_.interrupt() == 0
     assert int(demo_.summary("optimizer steps").replace(",", "")) >= steps
     assert "Traceback" not in demo_.errors
+
+
+@pytest.mark.server
+def test_a_real_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> None:
+    """The demo is a target that is up; Prometheus has its steps, a norm for each of its layers, and no error."""
+    running = start("--steps", "0")
+    port = urllib.parse.urlsplit(running.url).port
+    assert port is not None
+    with prometheus(tmp_path, port, run="demo") as real:
+        assert eventually(real.is_scraping, DEADLINE_SECONDS)
+        assert eventually(lambda: real.value("sum(torch_train_steps_total)") > 20, DEADLINE_SECONDS)
+        assert real.value("count(torch_grad_norm > 0)") == real.value("torch_grad_exporter_layers")
+        assert real.value("sum(torch_grad_exporter_errors_total)") == 0
+        assert real.value("min(torch_grad_exporter_collector_success)") == 1
+    assert running.interrupt() == 0
 
 
 def test_ctrl_c_before_the_last_step_exits_with_130(start: Start) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tools import eventually, find
+from real_prometheus import prometheus
+from tools import eventually
 
-from torch_grad_exporter.exposition.listener import open_listener
 from torch_grad_exporter.exposition.server import MetricsServer
 from torch_grad_exporter.exposition.text import Renderer
 from torch_grad_exporter.families import Family, Kind, LabelRows, Spec
@@ -33,50 +28,6 @@ FAMILIES = (
         sums=np.array([7.5, 4.0]),
     ),
 )
-
-CONFIGURATION = """
-global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
-scrape_configs:
-  - job_name: training
-    honor_labels: true
-    scrape_protocols: [{protocol}]
-    static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{run: r1, rank: "0"}}}}]
-"""
-
-
-class Prometheus:
-    """A running Prometheus and its query interface."""
-
-    def __init__(self, port: int) -> None:
-        self._base = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str, **parameters: str) -> object:
-        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as response:
-            return json.load(response)["data"]
-
-    def query(self, expression: str) -> list[tuple[dict[str, str], str]]:
-        data = self.get("/api/v1/query", query=expression)
-        assert isinstance(data, dict)
-        return [(found["metric"], found["value"][1]) for found in data["result"]]
-
-    def is_scraping(self) -> bool:
-        with contextlib.suppress(OSError):
-            return [value for _, value in self.query("up")] == ["1"]
-        return False
-
-
-@contextlib.contextmanager
-def prometheus(directory: Path, target: int, protocol: str) -> Iterator[Prometheus]:
-    configuration = directory / "prometheus.yml"
-    configuration.write_text(CONFIGURATION.format(port=target, protocol=protocol))
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
-        port = listener.getsockname()[1]
-    options = [f"--config.file={configuration}", f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]
-    with subprocess.Popen([find("prometheus"), *options, "--log.level=error"]) as process:
-        try:
-            yield Prometheus(port)
-        finally:
-            process.terminate()
 
 
 def expected() -> dict[tuple[str, str, str], str]:
