@@ -17,23 +17,26 @@ and optimizers are held weakly, but for the nodes of an armed round.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Mailbox, Outcome, Part
-from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, at_end_of_backward, graph_task
+from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
+from torch_grad_exporter.rounds import PROBES, Habits, Mark, Round
 from torch_grad_exporter.schedule import SamplingSchedule
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.transfer import HostTransfer, Tail, Ticket
@@ -50,7 +53,11 @@ MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
 
 OUTPUTS = 16
-"""Tensors of an output that are hooked at most; a cache of hundreds of tensors must not cost hundreds of hooks."""
+VISITED = 64
+"""Tensors of an output that are hooked, and items that are looked at, at most: it may be a cache of thousands."""
+
+DETECTORS = 8
+"""Parameters at most that tell of backwards on the rung `parameter` while nothing is sampled."""
 
 
 class Mode(enum.Enum):
@@ -65,82 +72,6 @@ class Scaler(Protocol):
     """What is needed of a `torch.amp.GradScaler`: its scale as a tensor, `None` before its first use."""
 
     _scale: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class _Mark:
-    """What a parameter's gradient was at one moment: which tensor, and how often it had been written to."""
-
-    parameter: weakref.ref[torch.nn.Parameter]
-    gradient: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter) -> _Mark:
-        gradient = parameter.grad
-        return cls(weakref.ref(parameter), gradient, -1 if gradient is None else gradient._version)
-
-    def moved(self) -> bool:
-        """Whether the gradient is now another tensor, or the same and written to, or gone."""
-        parameter = self.parameter()
-        if parameter is None:
-            return True
-        now = parameter.grad
-        return now is not self.gradient or (now is not None and now._version != self.version)
-
-
-@dataclass(slots=True)
-class _WeakMark:
-    """A `_Mark` that outlives its backward, and so must not keep the gradient alive."""
-
-    parameter: weakref.ref[torch.nn.Parameter]
-    gradient: weakref.ref[torch.Tensor] | None
-    version: int
-
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter) -> _WeakMark:
-        gradient = parameter.grad
-        if gradient is None:
-            return cls(weakref.ref(parameter), None, -1)
-        return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
-
-    def cleared(self) -> bool:
-        """Whether `zero_grad` was called since: the gradient is gone, another tensor, or was written to."""
-        parameter = self.parameter()
-        if parameter is None or self.gradient is None:
-            return False
-        now = parameter.grad
-        return now is None or now is not self.gradient() or now._version != self.version
-
-
-@dataclass(slots=True)
-class _Backward:
-    """A running backward. `before`: the gradients at its begin, on sampled rounds; `probes`: of one per model."""
-
-    new_round: bool
-    cleared: bool
-    sampled: bool
-    plan: Plan
-    before: list[_Mark] | None = None
-    probes: dict[int, _Mark | None] = field(default_factory=dict)
-    nodes: set[int] = field(default_factory=set)
-    unannounced: bool = False
-
-
-@dataclass(slots=True)
-class _Round:
-    """The current round. `read`: optimizers whose view of the gradients was taken."""
-
-    number: int
-    plan: Plan
-    sampled: bool = False
-    backwards: int = 0
-    fired: set[int] = field(default_factory=set)
-    captured: bool = False
-    models: set[int] = field(default_factory=set)
-    stepped: set[int] = field(default_factory=set)
-    read: set[int] = field(default_factory=set)
-    open: bool = True
 
 
 class GradientCapture:
@@ -158,6 +89,7 @@ class GradientCapture:
         mailbox: Mailbox,
         hints: Hints,
         hooks: Hooks,
+        errors: ErrorLog,
         transfer: HostTransfer | None = None,
         scaler: Scaler | None = None,
     ) -> None:
@@ -168,27 +100,26 @@ class GradientCapture:
         self._clock = clock
         self._mailbox = mailbox
         self._hints = hints
+        self._errors = errors
         self._transfer = transfer or HostTransfer()
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._on_output, m)) for m in range(models)]
+        self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in range(models)]
+        self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
         self._node_hook = hooks.guarded("backward_hook", self._on_node)
-        self._detector_hook = hooks.guarded("backward_hook", self._on_detector)
         self._end_hook = hooks.guarded("backward_hook", self._on_end)
         self.mode = Mode.OUTPUT
         self.samples = 0
         self.skipped = 0
         self.devices: frozenset[str] = frozenset()
-        self._round = _Round(0, index.plan)
-        self._rounds_of: dict[int, int] = {}
-        self._followers: dict[frozenset[int], set[frozenset[int]]] = {}
-        self._last_kind: frozenset[int] = frozenset()
-        self._usual: dict[frozenset[int], frozenset[int]] = {}
-        self._backwards: dict[int, _Backward] = {}
-        self._backward_counts: deque[int] = deque(maxlen=8)
-        self._marks: dict[int, _WeakMark] = {}
-        self._probe_of: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        self._round = Round(0, index.plan, sampled=schedule.due(0))
+        self._habits = Habits()
+        self._task = -1
+        self._certain = True
+        self._unannounced = False
+        self._before: list[Mark] | None = None
         self._nodes: NodeHooks | None = None
         self._nodes_plan = index.plan
+        self._nodes_fired: set[int] = set()
         self._detectors: dict[int, Handle] = {}
         self._stepping: set[int] = set()
         self._late: set[int] = set()
@@ -198,20 +129,19 @@ class GradientCapture:
     # What the training loop does
 
     def forward_ended(self, model: int, output: object) -> None:
-        """A training forward of a root is over: hooks its output, so that its backward is seen."""
+        """A forward of a root is over: hooks its output, so that its backward is seen."""
         if self.mode is not Mode.OUTPUT or graph_task() != -1:
             return
-        self._backwards.clear()  # outside of every backward, so what is left here raised
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if self._nodes is None and self.samples % CHECK_EVERY == 0 and self._may_be_sampled():
-            self._timed(self._arm)
+        self._arm_if_wanted()
 
-    def step_began(self, optimizer: int, *, closure: bool) -> None:
+    def step_began(self, optimizer: int, *, closure: bool, grad_scale: torch.Tensor | None = None) -> None:
         """An optimizer is about to step: its view of the gradients, if a backward came before.
 
-        `closure`: the backward is yet to come, within the step.
+        `closure`: the backward is yet to come, within the step. `grad_scale`: the loss scale that the optimizer itself
+        is to divide by, where it is a fused one.
         """
         self._stepping.add(optimizer)
         if self.mode is Mode.OPTIMIZER:
@@ -220,7 +150,7 @@ class GradientCapture:
             else:
                 self._timed(self._capture_at_step, optimizer)
         elif self._round.captured and self._round.open:
-            self._timed(self._read_after, optimizer)
+            self._timed(self._read_after, optimizer, grad_scale)
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -233,40 +163,43 @@ class GradientCapture:
         if optimizer in self._late:
             self._late.discard(optimizer)
             self._timed(self._capture_at_step, optimizer)
-        if optimizer in self._round.stepped or (not self._round.backwards and self.mode is not Mode.OPTIMIZER):
-            self._timed(self._step_without_backward)
+        if optimizer in self._round.stepped or not self._round.backwards:
+            self._step_without_backward(optimizer)
         current = self._round
         if current.captured and current.open and optimizer not in current.read and self.mode is not Mode.OPTIMIZER:
             self._timed(self._read_after, optimizer)
         first = not current.stepped
         current.stepped.add(optimizer)
         self._clock.step_done(optimizer)
-        if current.open and current.captured and self._all_stepped(current):
+        if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
-        if self.mode is Mode.PARAMETER and self._nodes is None and self._may_be_sampled():
-            self._timed(self._arm)
+        if self._nodes is not None and (self.mode is Mode.OUTPUT or not self._next_is_sampled()):
+            self._disarm()
+        self._arm_if_wanted()
         return first
 
+    def step_was_abandoned(self) -> None:
+        """A step that had begun raised and will not end."""
+        self._stepping.clear()
+        self._late.clear()
+
     def set_step(self, number: int) -> None:
-        """Numbers the rounds from here: the current one is `number`, for every optimizer."""
-        for optimizer in range(len(self._optimizers.names)):
-            # The current round of those that stepped in it is counted when the next one begins.
-            self._rounds_of[optimizer] = number - (optimizer in self._round.stepped)
+        """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
+        self._round.number = number
+
+    def use_scaler(self, scaler: Scaler) -> None:
+        """Divides by this gradient scaler's scale from now on."""
+        self._scaler = weakref.ref(scaler)
 
     @property
-    def sampling(self) -> bool:
-        """Whether the current round is sampled."""
-        return self._round.sampled
+    def knows_scaler(self) -> bool:
+        """Whether a gradient scaler was given or found."""
+        return self._scaler is not None
 
     @property
-    def stepped_in_round(self) -> bool:
-        """Whether an optimizer has stepped since the last backward."""
-        return bool(self._round.stepped)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the current round."""
-        return self._round.plan
+    def current(self) -> Round:
+        """The current round."""
+        return self._round
 
     def close(self) -> None:
         """Hands over what is still open and removes the hooks of this round; idempotent."""
@@ -275,172 +208,150 @@ class GradientCapture:
         self.release()
 
     def release(self) -> None:
-        """Lets go of everything that keeps a parameter or a gradient alive; idempotent, from any thread."""
+        """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
         self._disarm()
         detectors, self._detectors = self._detectors, {}
         for handle in detectors.values():
             handle.remove()
-        self._backwards.clear()
 
     # Backwards
 
-    def _on_output(self, model: int, _gradient: object) -> None:
-        self._reached(model)
-
-    def _on_detector(self, parameter: torch.Tensor) -> None:
-        self._reached(next((t.model for t in self._round.plan.tracked if t.reference() is parameter), 0))
-
-    def _on_node(self, position: int, *_gradients: object) -> None:
-        task = graph_task()
-        backward = self._backwards.get(task)
-        if backward is None and self.mode is Mode.OUTPUT and self._backwards:
-            backward = next(iter(self._backwards.values()))  # a checkpoint's backward within the model's
-        if backward is None:
-            backward = self._begin(task)
-            backward.unannounced = True
-        backward.nodes.add(position)
-
-    def _reached(self, model: int) -> None:
+    def _reached(self, model: int, _gradient: object = None) -> None:
         """The backward of a model has reached its output."""
         task = graph_task()
-        if task == -1:
-            return
-        backward = self._backwards.get(task) or self._begin(task)
-        if model not in backward.probes:
-            reference = self._probe_of.get(model)
-            probe = None if reference is None else reference()
-            backward.probes[model] = None if probe is None or not probe.requires_grad else _Mark.of(probe)
+        if task != self._task:
+            if task == -1:
+                return
+            self._begin(task)
+        self._round.models.add(model)
 
-    def _begin(self, task: int) -> _Backward:
-        """Notes that a backward has begun and asks to be called at its end. Not yet known: whether it is one.
+    def _detected(self, model: int, _parameter: object) -> None:
+        """A parameter has received its gradient on a round that is not sampled."""
+        self._reached(model)
+        self._certain = True
 
-        `torch.autograd.grad` passes the same hooks and writes no gradient; `_on_end` tells them apart.
+    def _on_node(self, position: int, *_gradients: object) -> None:
+        """A parameter has received its gradient on a round whose nodes are hooked."""
+        task = graph_task()
+        # A checkpoint runs a backward of its own within the model's; that one needs no announcement.
+        if task != self._task and (self.mode is Mode.PARAMETER or self._task == -1):
+            self._begin(task)
+            self._unannounced = self.mode is Mode.OUTPUT
+        self._nodes_fired.add(position)
+        self._round.models.add(self._nodes_plan.tracked[position].model)
+
+    def _begin(self, task: int) -> None:
+        """A backward has begun, or a `torch.autograd.grad`, which passes the same hooks and writes no gradient.
+
+        Asks to be called at its end, where the two are told apart.
         """
         start = self._clock.clock()
+        self._task = task
         self._clock.switch(BACKWARD)
         current = self._round
-        cleared = bool(current.backwards and not current.stepped and any(m.cleared() for m in self._marks.values()))
-        new_round = cleared or bool(current.stepped) or not current.backwards
-        sampled = self._may_be_sampled() if new_round else current.sampled
-        sampled &= not _capturing_graph()
-        plan = current.plan
-        if sampled and new_round:
-            plan = self._nodes_plan if self._nodes is not None else self._index.refresh()
-        backward = _Backward(new_round, cleared, sampled, plan)
-        if sampled and self.mode is Mode.OUTPUT:
-            backward.before = _marks(plan)
-        while len(self._backwards) >= 8:  # left by backwards that raised
-            del self._backwards[next(iter(self._backwards))]
-        self._backwards[task] = backward
-        at_end_of_backward(functools.partial(self._end_hook, task))
+        if current.stepped:
+            self._start_round()
+        elif current.backwards and not self._stepping and self._habits.cleared(current):
+            self._clock.skipped += 1
+            self._start_round(skipped=True)
+        if self._round.sampled and (_capturing_graph() or (self.mode is Mode.PARAMETER and self._nodes is None)):
+            self._round.sampled = False
+        sampled = self._round.sampled
+        if sampled:
+            if not self._round.backwards:
+                self._round.plan = self._index.refresh() if self._nodes is None else self._nodes_plan
+            self._before = _marks(self._round.plan) if self.mode is Mode.OUTPUT else None
+            self._nodes_fired.clear()
+            self._unannounced = False
+            at_end_of_backward(self._end_hook)
+        else:
+            # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
+            self._certain = not graph_is_kept()
+            self._before = None if self._certain else self._probe_marks()
+            after_backward(self._end_hook)
         self._spent(start, sampled=sampled)
-        return backward
 
-    def _on_end(self, task: int) -> None:
-        backward = self._backwards.pop(task, None)
-        if backward is None:
+    def _on_end(self) -> None:
+        if self._task == -1:
             return
         start = self._clock.clock()
+        self._task = -1
         self._clock.switch(OUTSIDE)
-        fired = self._fired(backward)
-        moved = any(mark is None or mark.moved() for mark in backward.probes.values())
-        if fired or (fired is None and moved):
-            self._clock.backward_done(skipped=backward.cleared)
-            self._count_backward(backward, fired)
-        self._spent(start, sampled=self._round.sampled)
-
-    def _fired(self, backward: _Backward) -> set[int] | None:
-        """The parameters whose gradient the backward wrote; `None` if nobody looked."""
-        if self._nodes is not None and (backward.nodes or self.mode is Mode.PARAMETER):
-            seen = set(backward.nodes)
-            if self.mode is Mode.OUTPUT and backward.before is not None:
-                inferred = {i for i, mark in enumerate(backward.before) if mark.moved()}
-                if backward.unannounced or inferred != seen:
-                    self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
-            return seen
-        if backward.before is None:
-            return None
-        return {i for i, mark in enumerate(backward.before) if mark.moved()}
-
-    def _count_backward(self, backward: _Backward, fired: set[int] | None) -> None:
-        if backward.new_round:
-            self._start_round(backward)
         current = self._round
-        self._misses = 0
-        current.backwards += 1
-        current.models |= backward.probes.keys()
-        if current.sampled and fired is not None:
+        before, self._before = self._before, None
+        if current.sampled:
+            fired = self._fired(before)
+            written = bool(fired)
+        else:
+            fired = set()
+            written = self._certain or any(mark.moved() for mark in before or ())
+        if written:
+            self._misses = 0
+            current.backwards += 1
             current.fired |= fired
-            if current.backwards >= min(self._backward_counts, default=1):
+            self._clock.backward_passes += 1
+            if fired and current.backwards >= (self._habits.backwards or 1):
                 self._capture(current)
-        self._marks = {m: _WeakMark.of(p) for m in self._probe_of if (p := self._probe_of[m]()) is not None}
+            self._habits.remember(current.models)
+        self._spent(start, sampled=current.sampled)
+
+    def _fired(self, before: list[Mark] | None) -> set[int]:
+        """The parameters whose gradient the backward wrote, on a sampled round."""
+        moved = {i for i, mark in enumerate(before or ()) if mark.moved()}
+        if self._nodes is None:
+            return moved
+        seen = set(self._nodes_fired)
+        if self.mode is Mode.OUTPUT and seen and (self._unannounced or moved != seen):
+            self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
+        return seen if seen or self.mode is Mode.PARAMETER else moved
+
+    def _probe_marks(self) -> list[Mark]:
+        probes = (reference() for references in self._habits.probes.values() for reference in references)
+        return [Mark.of(parameter) for parameter in probes if parameter is not None]
 
     # Rounds
 
-    def _start_round(self, backward: _Backward | None, *, sampled: bool = False) -> None:
+    def _start_round(self, *, skipped: bool = False) -> None:
         """Ends the current round and begins the next one."""
         last = self._round
         if last.open and last.captured:
-            skipped = backward is not None and backward.cleared
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
-        kind = frozenset(last.stepped) or self._usual.get(frozenset(last.models), frozenset())
-        if last.backwards or last.stepped:
-            self._learn(last, kind)
-        plan = self._index.plan if backward is None else backward.plan
-        self._round = _Round(last.number + 1, plan, sampled if backward is None else backward.sampled)
+        self._habits.learn(last)
+        number = last.number + 1
+        if len(self._optimizers.names) == 1 and last.stepped:
+            self._optimizers.adopter = 0
+        self._round = Round(number, self._index.plan, sampled=self._schedule.due(number))
+        if self._nodes is not None and not self._round.sampled:
+            self._disarm()
 
-    def _learn(self, last: _Round, kind: frozenset[int]) -> None:
-        """Remembers what such a round is like, to foresee the next: its backwards, its optimizers, its successor."""
-        if last.backwards and last.stepped:
-            self._backward_counts.append(last.backwards)
-        if last.stepped:
-            self._usual[frozenset(last.models)] = kind
-        if len(self._followers) < 64:
-            self._followers.setdefault(self._last_kind, set()).add(kind)
-        self._last_kind = kind
-        for optimizer in kind:
-            self._rounds_of[optimizer] = self._rounds_of.get(optimizer, 0) + 1
-
-    def _may_be_sampled(self) -> bool:
-        """Whether the next round is due for any optimizer that may be the one to step in it.
-
-        Two optimizers that alternate would alias with a global count: one of them would never be sampled.
-        """
-        last = self._round
-        counts = dict(self._rounds_of)
-        kind = self._last_kind
-        if last.stepped:
-            kind = frozenset(last.stepped)
-            for optimizer in kind:
-                counts[optimizer] = counts.get(optimizer, 0) + 1
-        successors = self._followers.get(kind) or {frozenset(counts)}
-        nexts = frozenset().union(*successors) or frozenset(counts)
-        return any(self._schedule.due(counts.get(optimizer, 0) + 1) for optimizer in nexts) if nexts else True
+    def _next_is_sampled(self) -> bool:
+        """Whether the backward that comes next belongs to a sampled round."""
+        current = self._round
+        return self._schedule.due(current.number + 1) if current.stepped else current.sampled
 
     def _close_round(self, outcome: Outcome) -> None:
         current = self._round
         current.open = False
-        self._disarm()
         owners, groups = self._optimizers.owners(current.plan)
-        stepped = frozenset(current.stepped)
+        stepped = frozenset(current.stepped) or self._habits.steppers(current.models)
         if not stepped:
-            stepped = self._usual.get(frozenset(current.models)) or frozenset(np.unique(owners[sorted(current.fired)]).tolist())
+            stepped = frozenset(np.unique(owners[sorted(current.fired)]).tolist())
         self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
         self._schedule.sampled(self._sample_cost)
         self._sample_cost = 0.0
 
-    def _all_stepped(self, current: _Round) -> bool:
+    def _all_stepped(self, current: Round) -> bool:
         """Whether nobody else will step in this round on gradients that it captured."""
         owners, _ = self._optimizers.owners(current.plan)
-        return set(owners[sorted(current.fired)].tolist()) <= current.stepped | {-1}
+        usual = self._habits.steppers(current.models)
+        return set(owners[sorted(current.fired)].tolist()) <= current.stepped or (bool(usual) and usual <= current.stepped)
 
-    def _step_without_backward(self) -> None:
-        """A step that no backward preceded: another rung may see what this one does not."""
-        had_gradients = any(p is not None and p.grad is not None for p in (t.reference() for t in self._round.plan.tracked))
-        armed = self.mode is Mode.OUTPUT or self._nodes is not None
-        if self._round.stepped or self.mode is not Mode.OUTPUT:
-            self._start_round(None)
-        if not (had_gradients and armed) or self.mode is Mode.OPTIMIZER:
+    def _step_without_backward(self, optimizer: int) -> None:
+        """A step that no backward was seen before: another rung may see what this one does not."""
+        armed = self._nodes is not None
+        if optimizer in self._round.stepped:
+            self._start_round()
+        if self.mode is Mode.OPTIMIZER or (self.mode is Mode.PARAMETER and not armed) or not self._has_gradients():
             return
         self._misses += 1
         if self._misses >= MISSES:
@@ -448,6 +359,10 @@ class GradientCapture:
                 self._fall_to(Mode.PARAMETER, "steps were seen, but no backward through the model's output")
             else:
                 self._fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
+
+    def _has_gradients(self) -> bool:
+        parameters = (tracked.reference() for tracked in self._round.plan.tracked)
+        return any(parameter is not None and parameter.grad is not None for parameter in parameters)
 
     def _fall_to(self, mode: Mode, why: str) -> None:
         logger.info("gradients are captured by rung %r from now on: %s", mode.value, why)
@@ -457,46 +372,67 @@ class GradientCapture:
 
     # Captures
 
-    def _capture(self, current: _Round) -> None:
-        """Measures the round's gradients so far and hands them over; replaces an earlier capture of the round."""
+    def _capture(self, current: Round) -> None:
+        """Measures the round's gradients so far and hands them over; replaces an earlier capture of the round.
+
+        A failure costs this sample and nothing else, least of all the counting of steps.
+        """
         parameters = current.plan.parameters()
-        if parameters is None:
-            self.skipped += 1
-            return
-        gradients = [(i, g) for i in sorted(current.fired) if (g := parameters[i].grad) is not None]
-        missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
-        parts, scale = self._sent(self._statistics.measure(current.plan, gradients, current.number))
-        if not parts:
+        done = False
+
+        def measure() -> None:
+            nonlocal done
+            done = parameters is not None and self._measured(current, parameters)
+
+        self._errors.guard("capture", measure)
+        if not done:
             self.skipped += 1
             return
         self.samples += not current.captured
         current.captured = True
-        owners, _ = self._optimizers.owners(current.plan)
-        self._mailbox.append(
-            Captured(current.number, current.plan, parts, np.array(missing, dtype=np.int64), owners, self._clock.now(), scale)
-        )
-        for i in sorted(current.fired, reverse=True):
-            self._probe_of[current.plan.tracked[i].model] = current.plan.tracked[i].reference
-        if self.mode is Mode.PARAMETER:
-            self._place_detectors(current, parameters, owners.tolist())
+        self._place_probes(current)
+
+    def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
+        gradients = [(i, g) for i in sorted(current.fired) if (g := parameters[i].grad) is not None]
+        parts, scale = self._sent(self._statistics.measure(current.plan, gradients, current.number))
+        if parts:
+            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
+            owners, _ = self._optimizers.owners(current.plan)
+            self._mailbox.append(
+                Captured(
+                    round=current.number,
+                    plan=current.plan,
+                    parts=parts,
+                    missing=np.array(missing, dtype=np.int64),
+                    owners=owners,
+                    at=self._clock.now(),
+                    likely_last=self._habits.backwards is not None,
+                    usual=self._habits.steppers(current.models),
+                    scale=scale,
+                )
+            )
+        return bool(parts)
 
     def _capture_at_step(self, optimizer: int) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
+        self._optimizers.adopter = optimizer if len(self._optimizers.names) == 1 else None
         if optimizer in self._round.stepped or not self._round.open:
-            self._start_round(None, sampled=self._may_be_sampled())
-            self._round.plan = self._index.refresh()
+            self._start_round()
         current = self._round
         if not current.sampled or _capturing_graph():
             return
+        if not current.captured:
+            current.plan = self._index.refresh()
         owners, _ = self._optimizers.owners(current.plan)
         current.fired |= {
             i
-            for i, t in enumerate(current.plan.tracked)
-            if owners[i] in (optimizer, -1) and (p := t.reference()) is not None and p.grad is not None
+            for i, tracked in enumerate(current.plan.tracked)
+            if owners[i] == optimizer and (p := tracked.reference()) is not None and p.grad is not None
         }
-        self._capture(current)
+        if current.fired:
+            self._capture(current)
 
-    def _read_after(self, optimizer: int) -> None:
+    def _read_after(self, optimizer: int, grad_scale: torch.Tensor | None = None) -> None:
         """Measures norms again where the optimizer sees them: the probes, or everything."""
         current = self._round
         current.read.add(optimizer)
@@ -506,15 +442,20 @@ class GradientCapture:
         full = self._hints.full or self._hints.plan is not current.plan or self.samples % FULL_EVERY == 1
         owners, _ = self._optimizers.owners(current.plan)
         wanted = current.fired if full else current.fired & self._hints.probes
-        mine = [i for i in sorted(wanted) if owners[i] in (optimizer, -1)]
+        mine = [i for i in sorted(wanted) if owners[i] == optimizer]
         gradients = [(i, g) for i in mine if (g := parameters[i].grad) is not None]
-        parts, _ = self._sent(self._statistics.norms(current.plan, gradients), with_scale=False)
-        if parts:
-            self._mailbox.append(AfterClip(current.number, parts, full))
 
-    def _sent(self, measured: Iterable[Measurement], *, with_scale: bool = True) -> tuple[tuple[Part, ...], Ticket | None]:
+        def measure() -> None:
+            parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
+            own_scale = None if grad_scale is None else self._transfer.send(grad_scale.detach().reshape(1))
+            if parts:
+                self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale))
+
+        self._errors.guard("capture", measure)
+
+    def _sent(self, measured: Iterable[Measurement]) -> tuple[tuple[Part, ...], Ticket | None]:
         """Starts the copies to the host, one per device; the loss scale rides along with the first of its device."""
-        scaler = self._scaler() if self._scaler is not None and with_scale else None
+        scaler = None if self._scaler is None else self._scaler()
         value = None if scaler is None else scaler._scale
         parts, scale = [], None
         for one in measured:
@@ -530,7 +471,15 @@ class GradientCapture:
             parts.append(Part(one.positions, one.elements, one.units, ticket, one.width))
         return tuple(parts), scale
 
-    # Nodes and detectors
+    # Nodes, probes and detectors
+
+    def _arm_if_wanted(self) -> None:
+        """Hooks the nodes for the next round if it is sampled and its rung, or a check of it, needs them."""
+        if self._nodes is not None or self.mode is Mode.OPTIMIZER:
+            return
+        check = self.samples < 2 or self.samples % CHECK_EVERY == 0
+        if (check or self.mode is Mode.PARAMETER) and self._next_is_sampled():
+            self._timed(self._arm)
 
     def _arm(self) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
@@ -538,6 +487,7 @@ class GradientCapture:
         parameters = plan.parameters()
         if parameters is not None:
             self._nodes_plan = plan
+            self._nodes_fired.clear()
             self._nodes = NodeHooks(parameters, lambda position: functools.partial(self._node_hook, position))
 
     def _disarm(self) -> None:
@@ -545,53 +495,79 @@ class GradientCapture:
         if nodes is not None:
             nodes.close()
 
-    def _place_detectors(self, current: _Round, parameters: list[torch.nn.Parameter], owners: list[int]) -> None:
-        """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
+    def _place_probes(self, current: Round) -> None:
+        """Chooses the parameters that tell of clearing, and on the rung `parameter` of backwards, until the next sample."""
+        tracked = current.plan.tracked
+        by_model: dict[int, list[int]] = {}
         for i in sorted(current.fired):
-            if owners[i] not in self._detectors:
-                handle = parameters[i].register_post_accumulate_grad_hook(self._detector_hook)  # type: ignore[no-untyped-call]
-                self._detectors[owners[i]] = handle
+            by_model.setdefault(tracked[i].model, []).append(i)
+        for model, positions in by_model.items():
+            step = max(1, len(positions) // PROBES)
+            self._habits.probes[model] = [tracked[i].reference for i in positions[::step][:PROBES]]
+        if self.mode is Mode.PARAMETER:
+            for positions in by_model.values():
+                self._place_detectors(current, positions)
+
+    def _place_detectors(self, current: Round, positions: list[int]) -> None:
+        """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
+        owners, _ = self._optimizers.owners(current.plan)
+        for i in positions:
+            tracked = current.plan.tracked[i]
+            parameter, owner = tracked.reference(), int(owners[i])
+            if owner not in self._detectors and parameter is not None and len(self._detectors) < DETECTORS:
+                hook = self._detector_hooks[tracked.model]
+                self._detectors[owner] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # What it costs
 
     def _timed(self, action: Callable[..., None], *arguments: object) -> None:
+        """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
         start = self._clock.clock()
         action(*arguments)
-        self._spent(start, sampled=True)
+        self._sample_cost += self._clock.clock() - start
 
     def _spent(self, start: float, *, sampled: bool) -> None:
+        """Counts the time since `start`, in a hook of our own."""
         seconds = self._clock.clock() - start
         self._clock.own_seconds += seconds
         if sampled:
             self._sample_cost += seconds
 
+    def spent_on_sample(self, seconds: float) -> None:
+        """Adds time that somebody else spent on the current sample."""
+        self._sample_cost += seconds
+
 
 def differentiable(output: object) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output that a backward can start from, at most `OUTPUTS`; any nested structure."""
+    """The tensors of a module's output that a backward can start from; containers are searched level by level.
+
+    Yields `OUTPUTS` at most and looks at `VISITED` items at most, so that an output may hold anything.
+    """
     found = 0
-    stack = [output]
-    while stack and found < OUTPUTS:
-        item = stack.pop()
+    level = deque([output])
+    for _ in range(VISITED):
+        if not level or found == OUTPUTS:
+            return
+        item = level.popleft()
         if isinstance(item, torch.Tensor):
             # A leaf would keep the hook for ever: it belongs to no graph.
             if item.requires_grad and item.grad_fn is not None:
                 found += 1
                 yield item
-        elif isinstance(item, Mapping):
-            stack.extend(item.values())
+        elif isinstance(item, dict):
+            level.extend(itertools.islice(item.values(), VISITED))
         elif isinstance(item, list | tuple):
-            stack.extend(item)
-        elif hasattr(item, "__dataclass_fields__"):
-            stack.extend(vars(item).values() if hasattr(item, "__dict__") else [])
+            level.extend(itertools.islice(item, VISITED))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
 
 
-def _marks(plan: Plan) -> list[_Mark]:
+def _marks(plan: Plan) -> list[Mark]:
     """The gradients of all parameters of the plan as they are now."""
     parameters = plan.parameters()
-    return [] if parameters is None else [_Mark.of(parameter) for parameter in parameters]
+    return [] if parameters is None else [Mark.of(parameter) for parameter in parameters]
 
 
 def _capturing_graph() -> bool:
     """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
-    initialised = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(initialised and torch.cuda.is_current_stream_capturing())
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ class Clipping:
     @property
     def clipped(self) -> bool:
         """Whether the optimizer saw smaller gradients than the backward gave."""
-        return self.coefficient is not None and self.coefficient < 1 - UNTOUCHED
+        return self.disagree or (self.coefficient is not None and self.coefficient < 1 - UNTOUCHED)
 
 
 def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full: bool, scale: float | None) -> Clipping:

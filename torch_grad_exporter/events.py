@@ -39,7 +39,9 @@ class Captured:
     """Gradients were read at the end of a backward. A later one of the same round replaces it.
 
     `missing`: positions of the parameters that require a gradient and got none in this round. `owners`: as in
-    `Closed`, as far as known at the capture. `scale`: the gradient scaler's loss scale at that moment. `at`: Unix time.
+    `Closed`, as far as known at the capture. `at`: Unix time. `likely_last`: rounds usually have no more backwards
+    than this. `usual`: the optimizers that usually step after such a backward, as far as known. `scale`: the gradient
+    scaler's loss scale at that moment.
     """
 
     round: int
@@ -48,16 +50,25 @@ class Captured:
     missing: IntArray
     owners: IntArray
     at: float
+    likely_last: bool
+    usual: frozenset[int]
     scale: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AfterClip:
-    """Norms of some parameters as an optimizer saw them: all of them, or only a few probes."""
+    """Norms of some parameters as an optimizer saw them: all of them, or only a few probes.
+
+    `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
+    norms still contain, because the optimizer divides by it itself.
+    """
 
     round: int
+    optimizer: int
     parts: tuple[Part, ...]
     full: bool
+    loss_scale: Ticket | None = None
+    own_scale: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,5 +142,5 @@ Mailbox = deque[Event]
 
 
 def mailbox() -> Mailbox:
-    """An empty queue for about a minute of the fastest loops."""
-    return deque(maxlen=1 << 16)
+    """An empty queue; the host side drains it several times a second."""
+    return deque(maxlen=1 << 13)

@@ -1,7 +1,7 @@
 """The composition root: `start_exporter` checks everything, builds the stages and wires them together.
 
-`Exporter` owns every handle; `close()` gives all of them back. Nothing is global but two weak sets of live
-exporters for the process' fork and exit handlers, which are registered at the first start.
+`Exporter` owns every handle; `close()` gives all of them back. Nothing is global but the set of exporters
+that are not closed, for the process' fork and exit handlers, which are registered at the first start.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from torch_grad_exporter.weights import WeightProbe
 logger = logging.getLogger("torch_grad_exporter")
 
 SOURCES = (
-    "forward_hook", "backward_hook", "optimizer_hook", "observe", "worker", "request", "close",
+    "forward_hook", "backward_hook", "optimizer_hook", "capture", "weights", "observe", "worker", "request", "close",
     "collector_gradients", "collector_training", "collector_exporter",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted."""
@@ -161,11 +161,13 @@ class Exporter:
         self._closed = False
         self._closing = threading.Lock()
         self._ending = _Ending()
+        self._finalizers: list[weakref.finalize[[], torch.nn.Module]] = []
         self._build(optimizers, grad_scaler)
         self._labels = {"run": self.run, "rank": str(self.rank), **settings.labels}
         self._registry = RegistryCollector(self._scrape, self._labels, CATALOGUE.values(), on_error=self._errors.count)
         if registry is not None:
             self._registry.register(registry)
+        self._host.start()
         self._server = self._serve()
         self._install(models)
 
@@ -190,6 +192,7 @@ class Exporter:
             mailbox=post,
             hints=hints,
             hooks=self._hooks,
+            errors=self._errors,
             scaler=grad_scaler,
         )
         self._loop = TrainingLoop(
@@ -198,13 +201,14 @@ class Exporter:
             optimizers=self._optimizers,
             schedule=self._schedule,
             mailbox=post,
+            errors=self._errors,
+            models=len(self._models),
             scaler=grad_scaler,
             weights=WeightProbe(post) if settings.weights else None,
         )
         ledger = GradientLedger(settings.dead_window, hints)
         ledger.use(index.plan)
         self._host = HostSide(post, ledger, TrainingTotals(), self._errors)
-        self._host.start()
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
@@ -259,7 +263,8 @@ class Exporter:
         for number, module in enumerate(models.values()):
             self._hooks.on_module(module, self._loop.forward_began, functools.partial(_forward_ended, self._loop, number))
             # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
-            weakref.finalize(module, self._capture.release).atexit = False
+            self._finalizers.append(weakref.finalize(module, self._capture.release))
+            self._finalizers[-1].atexit = False
         self._hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
         if self.url is not None:
             logger.info("serving metrics at %s", self.url)
@@ -338,6 +343,8 @@ class Exporter:
             *((self._server.close,) if self._server is not None else ()),
         ):
             self._errors.guard("close", action)
+        for finalizer in self._finalizers:
+            finalizer.detach()
         _live.discard(self)
 
     def __enter__(self) -> Self:
@@ -471,12 +478,14 @@ def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimize
 
 # The process' fork and exit
 
-_live: weakref.WeakSet[Exporter] = weakref.WeakSet()
+_live: set[Exporter] = set()
+"""Exporters that nobody has closed: they live on, like their hooks, though nobody holds them."""
+
 _registered = False
 
 
 def _register(exporter: Exporter) -> None:
-    """Remembers a live exporter, weakly, for the handlers, which the first start registers."""
+    """Remembers a live exporter for the handlers, which the first start registers."""
     global _registered  # noqa: PLW0603 - the process has one set of handlers, and no way to take them back
     _live.add(exporter)
     if not _registered:

@@ -128,6 +128,8 @@ class RowCache:
 
     def get(self, rows: tuple[tuple[str, ...], ...]) -> LabelRows:
         """The kept object if it has these rows, else a new one, kept from now on."""
-        if self._kept.rows != rows:
-            self._kept = LabelRows(rows)
-        return self._kept
+        kept = self._kept
+        if kept.rows != rows:
+            # Another scrape may do the same just now: each returns its own.
+            kept = self._kept = LabelRows(rows)
+        return kept

@@ -122,8 +122,18 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     callback; one that is queued by a callback runs after all of those and sees the reduced gradients. This
     is private API of torch that DDP and FSDP2 rely on themselves; it is used nowhere else in the package.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+    after_backward(lambda: after_backward(callback))
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the running backward is done, though perhaps before others who asked for the same."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward keeps its graph (private API of torch); true where torch cannot say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
 
 
 class NodeHooks:

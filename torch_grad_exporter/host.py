@@ -7,14 +7,16 @@ arrived; everything else is counted at once. The training thread never takes the
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch_grad_exporter import samples
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Mailbox, Observed, Part, Stepped, Weights
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Mailbox, Observed, Stepped, Weights
 from torch_grad_exporter.ledger import GradientLedger, GradientSnapshot
 from torch_grad_exporter.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.transfer import Ticket
@@ -28,7 +30,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After which a vector that never arrived, as on a device that has failed, is given up."""
 
-GradientEvent = Captured | AfterClip | Closed | Weights
+_Ticketed = Captured | AfterClip | Closed | Weights | Observed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +57,8 @@ class HostSide:
         self._totals = totals
         self._errors = errors
         self._now = now
-        self._waiting: deque[tuple[float, GradientEvent]] = deque()
-        self._observed: deque[tuple[float, Observed]] = deque()
+        self._waiting: deque[tuple[float, _Ticketed]] = deque()
+        self._observed: deque[tuple[float, _Ticketed]] = deque()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="torch-grad-exporter-worker", daemon=True)
@@ -81,7 +83,7 @@ class HostSide:
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        self._errors.guard("worker", self.drain)
+        self.drain()
 
     def after_fork_in_child(self) -> None:
         """The child has no worker thread and its lock may be held for ever: start afresh, empty."""
@@ -91,56 +93,60 @@ class HostSide:
 
     def _work(self) -> None:
         while not self._stop.wait(POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS):
-            self._errors.guard("worker", self.drain)
-            if self._errors.switched_off("worker"):
-                return
+            self.drain()
 
     def _drain(self) -> None:
         now = self._now()
         while self._mailbox:
             event = self._mailbox.popleft()
-            match event:
-                case Stepped():
-                    self._totals.stepped(event)
-                case Observed():
-                    self._observed.append((now, event))
-                case _:
-                    self._waiting.append((now, event))
-        while self._waiting and self._apply(*self._waiting[0], now):
-            self._waiting.popleft()
-        while self._observed and self._observe(*self._observed[0], now):
-            self._observed.popleft()
-        self._ledger.expire(now)
+            if isinstance(event, Stepped):
+                self._totals.stepped(event)
+            elif isinstance(event, Observed) and event.name != "grad_norm":
+                self._observed.append((now, event))
+            else:
+                self._waiting.append((now, event))
+        for line in (self._waiting, self._observed):
+            while line and self._arrived(*line[0], now):
+                # Taken out first: an event that cannot be applied must not be met again.
+                _, event = line.popleft()
+                self._guarded(functools.partial(self._apply, event))
+        self._guarded(lambda: self._ledger.expire(now))
 
-    def _apply(self, since: float, event: GradientEvent, now: float) -> bool:
-        """Applies an event if its vectors have arrived; true when it is done with."""
-        if all(ticket.ready() is not None for ticket in _tickets(event)):
-            self._errors.guard("worker", lambda: self._ledger.apply(event))
-            return True
-        if now - since > LOST_SECONDS:
+    def _arrived(self, since: float, event: _Ticketed, now: float) -> bool:
+        """Whether all vectors of an event are here, or have to be given up."""
+        return now - since > LOST_SECONDS or all(ticket.ready() is not None for ticket in _tickets(event))
+
+    def _apply(self, event: _Ticketed) -> None:
+        if any(ticket.ready() is None for ticket in _tickets(event)):
             self._ledger.undelivered += isinstance(event, Captured)
-            return True
-        return False
-
-    def _observe(self, since: float, event: Observed, now: float) -> bool:
-        vector = None
-        value = event.value if isinstance(event.value, float) else None
-        if value is None and (vector := event.value.ready()) is not None:  # type: ignore[union-attr]
-            value = float(vector[0])
-        if value is None:
-            return now - since > LOST_SECONDS
-        if event.name == "grad_norm":
-            self._ledger.observe_norm(value)
+        elif not isinstance(event, Observed):
+            self._ledger.apply(event)
         else:
-            self._totals.observed(event, value)
-        return True
+            value = event.value if isinstance(event.value, float) else float(samples.values(event.value.ready())[0])
+            if event.name == "grad_norm":
+                self._ledger.observe_norm(value)
+            else:
+                self._totals.observed(event, value)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Runs one piece of the worker's work; a failure costs that piece, and the worker never stops for it."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the boundary: one bad event must not cost the others
+            self._errors.count("worker", error)
 
 
-def _tickets(event: GradientEvent) -> list[Ticket]:
-    parts: tuple[Part, ...] = getattr(event, "parts", ())
-    tickets = [part.ticket for part in parts]
-    if isinstance(event, Captured) and event.scale is not None:
-        tickets.append(event.scale)
-    if isinstance(event, Weights):
-        tickets.append(event.vector)
-    return tickets
+def _tickets(event: _Ticketed) -> list[Ticket]:
+    """Everything that an event waits for."""
+    match event:
+        case Captured(parts=parts, scale=scale):
+            found = [*(part.ticket for part in parts), scale]
+        case AfterClip(parts=parts, loss_scale=loss_scale, own_scale=own_scale):
+            found = [*(part.ticket for part in parts), loss_scale, own_scale]
+        case Weights(vector=vector):
+            found = [vector]
+        case Observed(value=value):
+            found = [] if isinstance(value, float) else [value]
+        case Closed():
+            found = []
+    return [ticket for ticket in found if ticket is not None]

@@ -25,7 +25,9 @@ from torch_grad_exporter.samples import Groups, Sample, arrived, values
 from torch_grad_exporter.statistics import Column
 
 PATIENCE = 1.0
-"""Seconds after which a pending sample is counted although nobody knows what became of its step."""
+PATIENCE_AMID = 10.0
+"""Seconds after which a pending sample is counted although nobody knows what became of its step; the longer one
+while more backwards of its round may follow, as at the start of a run that accumulates."""
 
 UNOWNED = -1
 """The owner of a parameter that no known optimizer has."""
@@ -112,6 +114,10 @@ class GradientLedger:
 
     def apply(self, event: Captured | AfterClip | Closed | Weights) -> None:
         """Takes one event; its vectors have arrived."""
+        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+            self._apply(event)
+
+    def _apply(self, event: Captured | AfterClip | Closed | Weights) -> None:
         match event:
             case Captured():
                 if self._pending is not None and self._pending.captured.round != event.round:
@@ -134,9 +140,15 @@ class GradientLedger:
         """
         if len(self._optimizers) > 1:
             return
-        self._norm_observed = True
         row = self._optimizer_row(next(iter(self._optimizers), UNOWNED))
-        self._count_norm(row, np.array([norm]))
+        if not self._norm_observed:
+            # What was counted of captured norms so far would be there twice.
+            self._norm_observed = True
+            for name in ("buckets", "bucket_sum", "spikes"):
+                self._totals[name][row] = 0
+            self._global_baseline.forget(row)
+        with np.errstate(all="ignore"):
+            self._count_norm(row, np.array([norm]))
 
     def _count_norm(self, row: int, norm: FloatArray) -> None:
         one = self._totals[row : row + 1]
@@ -147,9 +159,12 @@ class GradientLedger:
 
     def expire(self, now: float) -> None:
         """Counts a sample that has been pending for too long; `now` is Unix time."""
-        pending = self._pending
-        if pending is not None and now - pending.captured.at > PATIENCE and self._counted_round != pending.captured.round:
-            self._publish_unknown(keep=True)
+        pending = None if self._pending is None else self._pending.captured
+        if pending is None or self._counted_round == pending.round:
+            return
+        if now - pending.at > (PATIENCE if pending.likely_last else PATIENCE_AMID):
+            with np.errstate(all="ignore"):
+                self._publish_unknown(keep=True)
 
     def snapshot(self, now: float) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time."""
@@ -167,14 +182,15 @@ class GradientLedger:
         if sample is None:
             return
         owners = sample.captured.owners
-        stepped = frozenset(int(o) for o in np.unique(owners[sample.present]))
+        stepped = frozenset(event.optimizer for event in self._after) or sample.captured.usual
+        stepped = stepped or frozenset(np.unique(owners[sample.present]).tolist())
         self._publish(sample, Closed(sample.captured.round, Outcome.UNKNOWN, owners, owners, stepped, {}))
         if not keep:
             self._pending = None
 
     def _publish(self, sample: Sample, closed: Closed) -> None:
         """Makes a sample the last one of what the stepping optimizers own, and counts it if it is new."""
-        owners = _attributed(closed)
+        owners = closed.owners
         mine = np.isin(owners, list(closed.stepped))
         new = self._counted_round != sample.captured.round
         self._counted_round = sample.captured.round
@@ -192,9 +208,12 @@ class GradientLedger:
         full = bool(self._after)
         for event in self._after:
             full &= event.full
+            own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
             for part in event.parts:
-                after[part.positions] = arrived(part)[:, 0]
-        before, measured = sample.columns[:, Column.NORM], sample.present & ~np.isnan(after)
+                after[part.positions] = arrived(part)[:, 0] / own_scale
+            if event.loss_scale is not None and not sample.unscaled:
+                sample.unscale(float(values(event.loss_scale.ready())[0]))
+        before, measured = sample.columns[:, Column.NORM].copy(), sample.present & ~np.isnan(after)
         found = {
             optimizer: clipping.compare(
                 before, after, measured & (owners == optimizer), full=full, scale=None if sample.unscaled else self._found_scale
@@ -280,9 +299,10 @@ class GradientLedger:
                 self._count_norm(row, norm)
             else:
                 one["norm"] = norm
+        if closed.outcome is not Outcome.UNKNOWN:  # until then nobody knows whether it was clipped
+            one["clipped"] += clip is not None and clip.clipped
         if not new:
             return
-        one["clipped"] += clip is not None and clip.clipped
         one[f"nonfinite_{closed.outcome.value}"] += bool(sample.columns[mine][:, [Column.NANS, Column.INFS]].any())
 
     def _optimizer_row(self, optimizer: int) -> int:
@@ -303,11 +323,12 @@ class GradientLedger:
         magnitude = np.fmax(np.abs(sample.columns[:, Column.MIN]), np.abs(sample.columns[:, Column.MAX]))
         for group in np.unique(closed.groups[sample.present]):
             members = np.flatnonzero((closed.groups == group) & sample.present)
-            best = set()
-            for column in (sample.columns[:, Column.NORM], magnitude):
-                candidates = np.where(np.isfinite(column[members]), column[members], 0.0)
-                if candidates.max() > 0:
-                    best.add(int(members[candidates.argmax()]))
+            best: set[int] = set()
+            for column, count in ((sample.columns[:, Column.NORM], 1), (magnitude, 1), (sample.columns[:, Column.NORM], 2)):
+                # The third look only where the first two found the same one: a single probe agrees with itself.
+                if len(best) < 2:
+                    usable = members[np.isfinite(column[members]) & (column[members] > 0)]
+                    best |= set(usable[np.argsort(column[usable])[-count:]].tolist())
             self._probes[int(group)] = best
         self.hints.probes = frozenset().union(*self._probes.values())
         self.hints.plan = sample.captured.plan
@@ -324,14 +345,12 @@ class GradientLedger:
             self._layers["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
 
 
-def _attributed(closed: Closed) -> IntArray:
-    """The owners, where a parameter that nobody owns goes with the first optimizer that stepped."""
-    if not closed.stepped:
-        return closed.owners
-    return np.where(closed.owners == UNOWNED, min(closed.stepped), closed.owners)
-
-
 def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray) -> None:
-    """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it."""
+    """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it.
+
+    What would make the sum overflow is left out, like what is not finite.
+    """
+    fits = np.isfinite(table["bucket_sum"][rows] + norms)
+    rows, norms = rows[fits], norms[fits]
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
     table["bucket_sum"][rows] += norms

@@ -6,14 +6,21 @@ here depends on the number of parameters.
 
 from __future__ import annotations
 
+import functools
+import numbers
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from torch_grad_exporter.capture import GradientCapture, Scaler
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Mailbox, Observed
+from torch_grad_exporter.families import IntArray
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.schedule import SamplingSchedule
@@ -23,7 +30,10 @@ from torch_grad_exporter.weights import WeightProbe
 READ_SECONDS = 0.5
 """Learning rates, and losses that models return, are read at sampled steps and otherwise this often at most."""
 
-Number = float | int | torch.Tensor
+GROUPS = 64
+"""Parameter groups of an optimizer whose learning rates are shown."""
+
+Number = float | int | torch.Tensor | np.number[Any]
 _Batch = TypeVar("_Batch")
 
 
@@ -39,6 +49,8 @@ class TrainingLoop:
         schedule: SamplingSchedule,
         mailbox: Mailbox,
         scaler: Scaler | None = None,
+        errors: ErrorLog,
+        models: int = 1,
         weights: WeightProbe | None = None,
     ) -> None:
         self._clock = clock
@@ -48,9 +60,11 @@ class TrainingLoop:
         self._mailbox = mailbox
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._weights = weights
-        self._transfer = HostTransfer()
-        self._observes_samples = False
-        self._rates_read = self._loss_read = float("-inf")
+        self._errors = errors
+        self._models = models
+        self._transfer = HostTransfer(ring=64)
+        self._in_closure = False
+        self._settings_read = self._loss_read = float("-inf")
 
     @property
     def devices(self) -> frozenset[str]:
@@ -65,75 +79,105 @@ class TrainingLoop:
         start = clock.clock()
         clock.active()
         clock.evaluating = not module.training
+        if clock.stepping and not self._in_closure:
+            clock.leave_step()
+            self._capture.step_was_abandoned()
         if module.training and torch.is_grad_enabled():
             clock.switch(FORWARD)
-            if clock.samples_known and not self._observes_samples:
-                size = batch_size(args, kwargs)
-                if size is None:
-                    clock.samples_known = False
-                else:
-                    clock.samples += size
+            if clock.samples_known:
+                self._count_samples(args, kwargs)
         clock.own_seconds += clock.clock() - start
 
     def forward_ended(self, model: int, module: torch.nn.Module, output: object) -> None:
         """A root's forward is over: the capture hooks its output, a loss in it is observed."""
         clock = self._clock
         start = clock.clock()
-        before = clock.own_seconds
         clock.switch(OUTSIDE)
         if torch.is_grad_enabled():
             self._capture.forward_ended(model, output)
-            if module.training:
+            if module.training and not isinstance(output, torch.Tensor):
                 self._observe_output(output)
-        clock.own_seconds = before + clock.clock() - start
+        clock.own_seconds += clock.clock() - start
 
     def step_began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before any optimizer's step; strangers are ignored."""
+        """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself."""
         number = self._optimizers.number(optimizer)
         if number is None:
             return
-        self._capture.step_began(number, closure=any(map(callable, (*args[:1], kwargs.get("closure")))))
-        if self._weights is not None and self._capture.sampling:
-            self._weights.before(self._capture.plan)
+        start = self._clock.clock()
         self._clock.step_began()
+        self._in_closure = any(map(callable, (*args[1:2], kwargs.get("closure"))))
+        sampled = self._capture.current.sampled
+        if sampled and not self._capture.knows_scaler:
+            self._find_scaler()
+        scale = getattr(optimizer, "grad_scale", None)
+        self._capture.step_began(number, closure=self._in_closure, grad_scale=scale if isinstance(scale, torch.Tensor) else None)
+        if sampled and self._weights is not None:
+            self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners()))
+        self._clock.own_seconds += self._clock.clock() - start
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
         number = self._optimizers.number(optimizer)
-        if number is None:
-            return
-        self._step_ended(number)
-        if self._capture.sampling or self._clock.clock() - self._rates_read > READ_SECONDS:
-            self._read_settings()
+        if number is not None:
+            self._step_ended(number)
 
     def _step_ended(self, number: int) -> None:
-        sampled = self._capture.sampling
-        own = self._clock.own_seconds
+        start = self._clock.clock()
+        sampled = self._capture.current.sampled
         first = self._capture.step_ended(number)
         if first is None:
             return
+        self._in_closure = False
+        if sampled and self._weights is not None:
+            self._weigh(functools.partial(self._weights.after, number))
+        if sampled or start - self._settings_read > READ_SECONDS:
+            self._read_settings()
+        self._clock.own_seconds += self._clock.clock() - start
+        own = self._clock.own_seconds
         seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
             self._schedule.stepped(seconds - own)
-        if self._weights is not None and sampled:
-            self._weights.after()
+
+    def _weigh(self, action: Callable[[], None]) -> None:
+        """A part of the weight probe, behind a guard of its own; its time belongs to the sample."""
+        start = self._clock.clock()
+        self._errors.guard("weights", action)
+        self._capture.spent_on_sample(self._clock.clock() - start)
+
+    def _owners(self) -> IntArray:
+        return self._optimizers.owners(self._capture.current.plan)[0]
+
+    def _find_scaler(self) -> None:
+        """Looks for a gradient scaler among the callers of the step that has just begun."""
+        scaler = calling_scaler(sys._getframe(1))
+        if scaler is not None:
+            self._scaler = weakref.ref(scaler)
+            self._capture.use_scaler(scaler)
+
+    def _count_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        size = batch_size(args, kwargs) if self._models == 1 else None
+        if size is None:
+            self._clock.samples_known = False
+        else:
+            self._clock.samples += size
 
     # The user's calls
 
     def observe(self, name: str, value: Number) -> None:
         """Takes an observed value; a tensor's first element is copied without waiting for it."""
         if name == "samples":
-            self._observes_samples = True
+            self._clock.samples_known = False
         ticket = self._sent(value)
         if ticket is not None:
             self._mailbox.append(Observed(name, ticket))
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
-        if not self._capture.stepped_in_round:
+        if not self._capture.current.stepped:
             optimizer = self._optimizers.manual()
-            self._capture.step_began(optimizer, closure=False)
             self._clock.step_began()
+            self._capture.step_began(optimizer, closure=False)
             self._step_ended(optimizer)
         if number is not None:
             self._capture.set_step(number)
@@ -149,15 +193,15 @@ class TrainingLoop:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         moment = self._clock.clock()
-        if self._capture.sampling or moment - self._loss_read > READ_SECONDS:
+        if self._capture.current.sampled or moment - self._loss_read > READ_SECONDS:
             self._loss_read = moment
             self.observe("loss", loss)
 
     def _read_settings(self) -> None:
-        self._rates_read = self._clock.clock()
+        self._settings_read = self._clock.clock()
         for number, optimizer in self._optimizers.numbered():
-            for group, settings in enumerate(optimizer.param_groups):
-                rate = self._sent(settings.get("lr"))
+            for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
+                rate = None if settings.get("lr") is None else self._sent(settings["lr"])
                 if rate is not None:
                     self._mailbox.append(Observed("learning_rate", rate, (self._optimizers.names[number], str(group))))
         scaler = None if self._scaler is None else self._scaler()
@@ -166,10 +210,14 @@ class TrainingLoop:
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"expected a number or a tensor of one element, got one of shape {tuple(value.shape)}")
             if value.device.type == "cpu":
-                return Arrived(value.detach().reshape(-1)[:1].double().clone().numpy())
-            return self._transfer.send(value.detach().reshape(-1)[:1])
-        return float(value) if isinstance(value, int | float) else None
+                return Arrived(value.detach().reshape(1).double().clone().numpy())
+            return self._transfer.send(value.detach().reshape(1))
+        if isinstance(value, numbers.Real):
+            return float(value)
+        raise TypeError(f"expected a number or a tensor of one element, got {type(value).__name__}")
 
 
 class WatchedLoader(Generic[_Batch]):
@@ -206,3 +254,15 @@ def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | 
     """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
     sizes = {value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def calling_scaler(frame: types.FrameType | None) -> Scaler | None:
+    """The `torch.amp.GradScaler` whose `step` called the optimizer's, looked for in the nearest frames."""
+    for _ in range(12):
+        if frame is None:
+            return None
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            found = frame.f_locals.get("self")
+            return found if hasattr(found, "_scale") else None
+        frame = frame.f_back
+    return None

@@ -26,11 +26,14 @@ class Optimizers:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
         self.names: list[str] = []
+        self.adopter: int | None = None
+        """The optimizer that parameters without one are counted with; `None` while others may yet turn up."""
         self._plan: Plan | None = None
         self._groups_seen = -1
         self._owners = self._groups = np.zeros(0, dtype=np.int64)
         for name, optimizer in (named or {}).items():
-            self._numbers[optimizer] = self._add(name)
+            self.names.append(name)
+            self._numbers[optimizer] = len(self.names) - 1
 
     def number(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer."""
@@ -43,7 +46,12 @@ class Optimizers:
 
     def manual(self) -> int:
         """The number under which steps are counted that no optimizer's hook reports."""
-        return self.names.index(MANUAL) if MANUAL in self.names else self._add(MANUAL)
+        if MANUAL not in self.names:
+            self.names.append(MANUAL)
+        number = self.names.index(MANUAL)
+        if len(self.names) == 1:
+            self.adopter = number
+        return number
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer owns a tracked parameter."""
@@ -60,7 +68,7 @@ class Optimizers:
         Groups are numbered over all optimizers. Both have shape (parameters,).
         """
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
-        seen = hash(tuple((number, len(parameters)) for number, parameters in groups))
+        seen = hash((self.adopter, *((number, len(parameters), *map(id, parameters[:1])) for number, parameters in groups)))
         if plan is self._plan and seen == self._groups_seen:
             return self._owners, self._groups
         position = {id(t.reference()): i for i, t in enumerate(plan.tracked)}
@@ -70,16 +78,28 @@ class Optimizers:
                 where = position.get(id(parameter))
                 if where is not None:
                     owners[where], numbers[where] = number, group
+        if self.adopter is not None:
+            owners[owners == -1] = self.adopter
+        if plan is not self._plan:
+            self._forget_strangers()
         self._plan, self._groups_seen, self._owners, self._groups = plan, seen, owners, numbers
         return owners, numbers
 
-    def forget_strangers(self) -> None:
-        """Looks at optimizers again that owned nothing of ours: the plan may have grown."""
+    def _forget_strangers(self) -> None:
+        """Looks again at optimizers that owned nothing of ours: the plan may have grown."""
         for optimizer, number in list(self._numbers.items()):
             if number is None:
                 del self._numbers[optimizer]
 
     def _add(self, name: str) -> int:
-        taken = sum(1 for other in self.names if other == name or other.startswith(f"{name}-"))
-        self.names.append(f"{name}-{taken + 1}" if taken else name)
+        """A number for an optimizer; that of a dead one of the same name, if there is one.
+
+        A loop that makes its optimizer anew every epoch must not make new series every epoch.
+        """
+        alive = set(self._numbers.values())
+        variants = [number for number, other in enumerate(self.names) if other == name or other.startswith(f"{name}-")]
+        for number in variants:
+            if number not in alive and self.names[number] != MANUAL:
+                return number
+        self.names.append(f"{name}-{len(variants) + 1}" if variants else name)
         return len(self.names) - 1

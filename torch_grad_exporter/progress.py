@@ -1,11 +1,7 @@
-"""StepClock: what time it is in the training loop. Rounds, steps, phases, samples, activity.
+"""StepClock: what time it is in the training loop. Steps, phases, samples, activity.
 
 All of it belongs to the training thread and costs a few additions per call. The numbers only grow, and a
 scrape reads them as they are; what needs a histogram goes through the mailbox.
-
-A *round* is everything between the first backward after a step and the last optimizer step before the
-next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
-share a round, and a GAN's two alternating ones do not.
 """
 
 from __future__ import annotations
@@ -53,6 +49,15 @@ class StepClock:
         if self._phase != OPTIMIZER:
             self._enter(phase)
 
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer is in its step, or raised in it."""
+        return self._phase == OPTIMIZER
+
+    def leave_step(self) -> None:
+        """The step that had begun will not end: it raised."""
+        self._enter(OUTSIDE)
+
     def _enter(self, phase: str) -> None:
         moment = self.clock()
         self.phase_seconds[self._phase] += moment - self._phase_since
@@ -62,11 +67,6 @@ class StepClock:
     def active(self) -> None:
         """Notes that the loop is alive."""
         self.last_activity = self.now()
-
-    def backward_done(self, *, skipped: bool) -> None:
-        """Counts a backward; `skipped`: the one before it was followed by no step."""
-        self.backward_passes += 1
-        self.skipped += skipped
 
     def step_began(self) -> None:
         """An optimizer's step begins."""

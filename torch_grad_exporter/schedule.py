@@ -1,16 +1,19 @@
 """SamplingSchedule: which rounds are sampled, so that the exporter keeps to its budget.
 
-The interval is a power of two and a round is sampled when its number is a multiple of it, so that ranks
-that count alike sample alike. The first rounds are all sampled, that there is something to see at once. Then
-the interval follows from the medians of what a sample costs and how long a step takes; medians, because a
-step that compiles or writes a checkpoint says nothing about the others.
+The first rounds are all sampled, that there is something to see at once. Then the interval, a power of two,
+follows from what a sample costs and how long a step takes.
+
+One round of every `interval` is sampled, and which one of them changes in a fixed, scattered pattern:
+always the same place would alias with a loop that has a period of its own, and of two alternating optimizers
+one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
+are among those of every shorter one, so ranks that count alike sample alike.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
@@ -49,16 +52,25 @@ class SamplingSchedule:
         self.interval = self.every or 1
 
     def due(self, number: int) -> bool:
-        """Whether the round of this number is sampled."""
-        return number % self.interval == 0
+        """Whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
+        interval = self.interval
+        if interval & (interval - 1):
+            block, place = divmod(number, interval)
+            return place == _scattered(block) % interval
+        for level in range(interval.bit_length() - 1):
+            # Of each two that the interval half as long samples, this one takes one or the other.
+            number, place = divmod(number, 2)
+            if place != _scattered(number, level) & 1:
+                return False
+        return True
 
     @property
     def capped(self) -> bool:
         """Whether the budget would ask for a longer interval than there is."""
-        return self.every is None and self.interval == LONGEST and self._share() > self.budget
+        return self.every is None and self.interval == LONGEST and self._share(LONGEST) > self.budget
 
     def stepped(self, seconds: float) -> None:
-        """Learns how long a round took that was not sampled itself, the exporter's own time left out."""
+        """Learns how long a round took, the exporter's own time left out."""
         self._steps.append(seconds)
 
     def sampled(self, cost: float) -> None:
@@ -72,26 +84,43 @@ class SamplingSchedule:
             if self._first and self._first_spent < FIRST_SECONDS:
                 return
             self._first = 0
-            self.interval = self._smallest_within_budget()
-            self._since_change = 0
+            self._change(self._smallest_within_budget())
             return
         self._since_change += 1
         if self._since_change < PATIENCE:
             return
-        share = self._share()
+        share = self._share(self.interval)
         if share > self.budget and self.interval < LONGEST:
-            self.interval, self._since_change = self.interval * 2, 0
+            self._change(self.interval * 2)
         elif share < RELAX_BELOW * self.budget and self.interval > 1:
-            self.interval, self._since_change = self.interval // 2, 0
+            self._change(self.interval // 2)
 
-    def _share(self, interval: int | None = None) -> float:
-        """The share of training time that samples take at an interval; 0 while no step time is known."""
+    def _change(self, interval: int) -> None:
+        self.interval, self._since_change = interval, 0
+
+    def _share(self, interval: int) -> float:
+        """The share of training time that samples take at an interval; 0 while no step time is known.
+
+        The step's median, since one that compiles or writes a checkpoint says nothing about the others. The cost's
+        mean, since some samples look closer and cost more; without the most expensive one, which allocated.
+        """
         if not self._costs or not self._steps:
             return 0.0
-        return median(self._costs) / (interval or self.interval) / max(median(self._steps), 1e-9)
+        costs = sorted(self._costs)[: max(1, len(self._costs) - 1)]
+        return fmean(costs) / interval / max(median(self._steps), 1e-9)
 
     def _smallest_within_budget(self) -> int:
         interval = 1
         while interval < LONGEST and self._share(interval) > self.budget:
             interval *= 2
         return interval
+
+
+def _scattered(number: int, level: int = 0) -> int:
+    """A fixed pseudo-random 32-bit number for each number and level; 0 for 0, so that the first round is sampled."""
+    if number == 0:
+        return 0
+    number = number * 16 + level
+    mixed = (number ^ (number >> 4)) * 0x9E3779B1 & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B & 0xFFFFFFFF
+    return mixed ^ (mixed >> 13)

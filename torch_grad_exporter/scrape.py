@@ -37,7 +37,10 @@ class Scrape:
 
     def __call__(self) -> Iterator[Family]:
         """One scrape; the last families say how each collector did."""
-        self._prepare()
+        try:
+            self._prepare()
+        except Exception as error:  # noqa: BLE001 - the boundary: the collectors then show what they have
+            self._errors.count("worker", error)
         success, seconds = np.zeros((2, len(self._collectors)))
         series = 0
         for position, collector in enumerate(self._collectors):

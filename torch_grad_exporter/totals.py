@@ -68,8 +68,9 @@ class TrainingTotals:
         if event.labels:
             self._learning_rates[event.labels] = value
         elif event.name in ("samples", "tokens"):
-            if math.isfinite(value) and value >= 0:
-                self._sums[event.name] = self._sums.get(event.name, 0.0) + value
+            total = self._sums.get(event.name, 0.0) + value
+            if value >= 0 and math.isfinite(total):
+                self._sums[event.name] = total
         else:
             self._last[event.name] = value
             if event.name == "loss":

@@ -21,7 +21,7 @@ SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
 """A quiet NaN with a payload; the hardware's own NaNs have the payload 0."""
 
 RING = 8
-"""Buffers per device: samples that may be under way at once."""
+"""Buffers per device unless said otherwise: vectors that may be under way at once."""
 
 
 class Ticket(Protocol):
@@ -68,19 +68,20 @@ class _Buffer:
 class _UnderWay:
     """A vector whose copy was launched into `buffer`. See `Ticket`."""
 
-    buffer: _Buffer
+    buffer: _Buffer | None
     size: int
     _values: FloatArray | None = None
 
     def ready(self) -> FloatArray | None:
         """The vector once the copy is done; the buffer is free from then on."""
-        if self._values is None:
+        if self._values is None and self.buffer is not None:
             bits = self.buffer.bits[: self.size]
             if (bits == SENTINEL).any():
                 return None
             self._values = bits.view(np.float64).copy()
             bits[:] = SENTINEL
-            self.buffer.taken = False
+            # The ring alone keeps the buffer: freeing pinned memory may be a CUDA call, and this is another thread.
+            self.buffer.taken, self.buffer = False, None
         return self._values
 
 
@@ -88,11 +89,17 @@ class _UnderWay:
 class HostTransfer:
     """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker."""
 
+    ring: int = RING
     _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
 
     def send(self, vector: torch.Tensor) -> Ticket | None:
-        """Starts the copy of a vector of shape (n,); `None` when all buffers are under way or a graph is captured."""
+        """Starts the copy of a vector of shape (n,).
+
+        `None` when all buffers are under way, a graph is being captured, or there is no data to copy.
+        """
         vector = vector.detach()
+        if vector.device.type == "meta":
+            return None
         if vector.device.type == "cpu":
             return Arrived(vector.double().numpy())
         on_cuda = vector.device.type == "cuda"
@@ -117,7 +124,7 @@ class HostTransfer:
             if buffer.bits.size < size:
                 ring[position] = _allocate(device, size)
             return ring[position]
-        if len(ring) == RING:
+        if len(ring) == self.ring:
             return None
         ring.append(_allocate(device, size))
         return ring[-1]

@@ -6,10 +6,13 @@ model; over the samples every layer gets its turn.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from torch_grad_exporter.events import Mailbox, Weights
+from torch_grad_exporter.families import IntArray
 from torch_grad_exporter.layers import Plan
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.transfer import HostTransfer
@@ -19,50 +22,61 @@ ELEMENTS = 1 << 24
 """Layers, and elements of parameters, that a sample looks at; one layer at least."""
 
 
+@dataclass(slots=True)
+class _Watched:
+    """Copies of some parameters from before a step."""
+
+    plan: Plan
+    copies: list[tuple[int, torch.nn.Parameter, torch.Tensor]]
+
+
 class WeightProbe:
     """Measures the next few layers around a sampled step. `before` and `after` belong to the training thread."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._transfer = HostTransfer()
-        self._next = 0
-        self._plan: Plan | None = None
-        self._copies: list[tuple[int, torch.nn.Parameter, torch.Tensor]] = []
+        self._next: dict[int, int] = {}
+        self._watched: dict[int, _Watched] = {}
 
     @torch.no_grad()
-    def before(self, plan: Plan) -> None:
-        """Copies the parameters of the next layers."""
-        self._plan, self._copies = plan, []
-        for position in self._choose(plan):
+    def before(self, plan: Plan, optimizer: int, owners: IntArray) -> None:
+        """Copies the parameters of the next layers that the optimizer owns."""
+        copies = []
+        for position in self._choose(plan, optimizer, owners):
             parameter = plan.tracked[position].reference()
             if parameter is not None:
-                self._copies.append((position, parameter, local(parameter).clone()))
+                copies.append((position, parameter, local(parameter).clone()))
+        self._watched[optimizer] = _Watched(plan, copies)
 
     @torch.no_grad()
-    def after(self) -> None:
+    def after(self, optimizer: int) -> None:
         """Measures the copied parameters against what the step made of them, and hands over."""
-        copies, self._copies = self._copies, []
-        devices = dict.fromkeys(copy.device for _, _, copy in copies)
-        for device in devices:
-            here = [(position, local(parameter), copy) for position, parameter, copy in copies if copy.device == device]
-            dtype = wide(device)
-            norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for _, now, copy in here for tensor in (copy, now, now - copy)]
+        watched = self._watched.pop(optimizer, None)
+        if watched is None:
+            return
+        for device in dict.fromkeys(copy.device for _, _, copy in watched.copies):
+            here = [(i, local(parameter), copy) for i, parameter, copy in watched.copies if copy.device == device]
+            norms = [
+                torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
+            ]
             ticket = self._transfer.send(torch.stack(norms))
-            if ticket is not None and self._plan is not None:
+            if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._mailbox.append(Weights(self._plan, positions, ticket))
+                self._mailbox.append(Weights(watched.plan, positions, ticket))
 
-    def _choose(self, plan: Plan) -> list[int]:
+    def _choose(self, plan: Plan, optimizer: int, owners: IntArray) -> list[int]:
+        layers = np.unique(plan.layer_of[owners == optimizer])
         chosen: list[int] = []
         elements = 0
-        for _ in range(min(LAYERS, len(plan.layers))):
-            layer = self._next % len(plan.layers)
-            members = np.flatnonzero(plan.layer_of == layer)
+        for _ in range(min(LAYERS, len(layers))):
+            place = self._next.get(optimizer, 0) % len(layers)
+            members = np.flatnonzero((plan.layer_of == layers[place]) & (owners == optimizer))
             elements += int(plan.elements[members].sum())
             if chosen and elements > ELEMENTS:
                 break
             chosen.extend(members.tolist())
-            self._next = layer + 1
+            self._next[optimizer] = place + 1
         return chosen
 
 

@@ -1,0 +1,665 @@
+"""What samples add up to, with events made by hand and times of our choice."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.clipping import Clipping, compare, is_unscaling
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
+from torch_grad_exporter.layers import LayerIndex, Plan
+from torch_grad_exporter.ledger import UNOWNED, GradientLedger, GradientSnapshot
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.transfer import Arrived
+
+NOW = 1_800_000_000.0
+NAN, INF = math.nan, math.inf
+Rows = Mapping[int, Sequence[float]]
+
+
+def model() -> nn.ModuleDict:
+    """Layer `a` with two parameters, at positions 0 and 1, layer `b` with one, at position 2."""
+    return nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2, bias=False)})
+
+
+MODEL = model()
+PLAN = LayerIndex({"": MODEL}).plan
+OWN = np.zeros(3, dtype=np.int64)
+
+
+def row(norm: float, **columns: float) -> list[float]:
+    """One parameter's measurement; what is not named is 0, extremes are the norm."""
+    values = dict.fromkeys(Column.__members__, 0.0) | {"NORM": norm, "MIN": -norm, "MAX": norm}
+    return list((values | {name.upper(): value for name, value in columns.items()}).values())
+
+
+def parts(plan: Plan, rows: Rows) -> tuple[Part, ...]:
+    """The rows as they arrive from a device."""
+    if not rows:
+        return ()
+    positions = np.array(list(rows), dtype=np.int64)
+    table = np.array(list(rows.values()), dtype=np.float64)
+    return (Part(positions, plan.elements[positions], plan.units[positions], Arrived(table.reshape(-1)), table.shape[1]),)
+
+
+def captured(
+    number: int,
+    rows: Rows,
+    *,
+    plan: Plan = PLAN,
+    at: float = NOW,
+    owners: Sequence[int] = OWN,
+    missing: Sequence[int] = (),
+    scale: float | None = None,
+) -> Captured:
+    """A capture in round `number`."""
+    ticket = None if scale is None else Arrived(np.array([scale]))
+    where = np.array(missing, dtype=np.int64)
+    return Captured(number, plan, parts(plan, rows), where, np.array(owners, dtype=np.int64), at, ticket)
+
+
+def closed(
+    number: int,
+    outcome: Outcome = Outcome.STEPPED,
+    *,
+    owners: Sequence[int] = OWN,
+    groups: Sequence[int] | None = None,
+    stepped: Iterable[int] = (0,),
+) -> Closed:
+    """The end of round `number`, in which the optimizers made their step of that number."""
+    own = np.array(owners, dtype=np.int64)
+    number_of = own if groups is None else np.array(groups, dtype=np.int64)
+    return Closed(number, outcome, own, number_of, frozenset(stepped), dict.fromkeys(stepped, number))
+
+
+def after(number: int, norms: Mapping[int, float], *, full: bool = False) -> AfterClip:
+    """Norms as the optimizer saw them in round `number`."""
+    return AfterClip(number, parts(PLAN, {position: [norm] for position, norm in norms.items()}), full)
+
+
+def ledger(plan: Plan = PLAN) -> GradientLedger:
+    """An empty ledger that shows the layers of the plan."""
+    new = GradientLedger(100, Hints())
+    new.use(plan)
+    return new
+
+
+def train(to: GradientLedger, samples: Iterable[Rows], *, first: int = 1, at: Sequence[float] | None = None) -> GradientSnapshot:
+    """Captures and closes a round for each of the samples."""
+    time = NOW
+    for number, rows in enumerate(samples, first):
+        time = NOW if at is None else at[number - first]
+        to.apply(captured(number, rows, at=time))
+        to.apply(closed(number))
+    return to.snapshot(time)
+
+
+def shown(snapshot: GradientSnapshot, layer: str, name: str) -> float:
+    """One value of one layer."""
+    return float(snapshot.table[name][snapshot.plan.layers.index(layer)])
+
+
+def one(snapshot: GradientSnapshot, name: str, optimizer: int = 0) -> float:
+    """One value over the parameters of one optimizer."""
+    return float(snapshot.totals[name][snapshot.optimizers.index(optimizer)])
+
+
+# Rounds
+
+
+def test_a_sample_is_shown_when_its_round_is_closed() -> None:
+    """A capture is pending, and shown nowhere, until it is known what became of its step."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}))
+    before = it.snapshot(NOW)
+    assert (shown(before, "a", "captures"), before.samples, len(before.totals)) == (0, 0, 0)
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == pytest.approx([5.0, 2.0])
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 1]
+    assert one(snapshot, "norm") == pytest.approx(math.sqrt(29))
+    assert (snapshot.samples, one(snapshot, "sample_step")) == (1, 1)
+
+
+def test_a_later_capture_of_a_round_replaces_the_earlier() -> None:
+    """Of the captures of an accumulation only the last one is counted."""
+    it = ledger()
+    for norm in (100.0, NAN, 3.0):
+        it.apply(captured(1, {0: row(norm, nans=math.isnan(norm)), 2: row(norm)}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, "a", name) for name in ("norm", "captures", "nans", "bucket_sum")] == [3, 1, 0, 3]
+    assert one(snapshot, "nonfinite_stepped") == 0
+    assert snapshot.samples == 1
+
+
+def test_a_round_that_was_never_closed_is_counted_as_unknown() -> None:
+    """When the next round's capture comes first, the pending one is counted, with an unknown outcome."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=2), 2: row(1.0)}))
+    it.apply(captured(2, {0: row(1.0), 2: row(1.0)}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, f"nonfinite_{o.value}") for o in (Outcome.UNKNOWN, Outcome.STEPPED, Outcome.SKIPPED)] == [1, 0, 0]
+    assert [shown(snapshot, "a", name) for name in ("captures", "nans")] == [2, 2]
+
+
+def test_a_pending_sample_is_counted_after_a_second() -> None:
+    """A NaN that a hang follows is shown as soon as it has been pending for more than a second, not before."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=5)}))
+    assert shown(it.snapshot(NOW + 0.9), "a", "nans") == 0
+    snapshot = it.snapshot(NOW + 1.1)
+    assert shown(snapshot, "a", "nans") == 5
+    assert math.isnan(shown(snapshot, "a", "norm"))
+    assert one(snapshot, "nonfinite_unknown") == 1
+
+
+def test_a_sample_is_counted_once() -> None:
+    """A sample that was counted while pending is not counted again when time passes or its round is closed."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2.0, nans=5, zeros=6)}))
+    for seconds in (1.1, 2.0, 30.0):
+        it.expire(NOW + seconds)
+    it.apply(closed(1, Outcome.SKIPPED))
+    snapshot = it.snapshot(NOW + 31)
+    assert [shown(snapshot, "a", n) for n in ("captures", "nans", "bucket_sum", "squared_total")] == [1, 5, 2, 4]
+    assert (one(snapshot, "nonfinite_unknown"), one(snapshot, "nonfinite_skipped")) == (1, 0)
+    assert (snapshot.samples, one(snapshot, "bucket_sum"), one(snapshot, "sample_step")) == (1, 2, 1)
+
+
+def test_the_last_values_follow_a_round_that_goes_on() -> None:
+    """A capture that replaces one already counted changes the gauges and no counter."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2.0), 2: row(1.0)}))
+    it.expire(NOW + 1.5)
+    it.apply(captured(1, {0: row(7.0), 2: row(1.0)}, at=NOW + 2))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("norm", "captures", "bucket_sum")] == [7, 1, 2]
+    assert one(snapshot, "norm") == pytest.approx(math.sqrt(50))
+
+
+def test_events_of_another_round_are_ignored() -> None:
+    """What says something of a round that was not sampled neither closes nor changes the pending sample."""
+    it = ledger()
+    it.apply(captured(2, {0: row(4.0)}))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(closed(1))
+    assert it.snapshot(NOW).samples == 0
+    it.apply(closed(2))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert (snapshot.samples, shown(snapshot, "a", "captures")) == (1, 1)
+    assert not one(snapshot, "clip_known")
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    """What happens after a snapshot does not show in it."""
+    it = ledger()
+    before = train(it, [{0: row(2.0)}])
+    train(it, [{0: row(9.0)}], first=2)
+    assert [shown(before, "a", n) for n in ("norm", "captures")] == [2, 1]
+    assert one(before, "norm") == 2
+
+
+def test_there_is_no_snapshot_without_a_plan() -> None:
+    """A ledger that was never told what to show says so."""
+    with pytest.raises(RuntimeError, match="plan"):
+        GradientLedger(100, Hints()).snapshot(NOW)
+
+
+# Owners
+
+
+def test_only_what_the_stepping_optimizers_own_is_published() -> None:
+    """In a round of one of two optimizers, the other one's layers are neither shown nor counted."""
+    it = ledger()
+    owners = (0, 0, 1)
+    rows = {0: row(3.0), 1: row(4.0), 2: row(2.0, nans=1)}
+    it.apply(captured(1, rows, owners=owners))
+    it.apply(closed(1, owners=owners, stepped=(0,)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 0]
+    assert math.isnan(shown(snapshot, "b", "norm"))
+    assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "nonfinite_stepped")) == ((0,), 5, 0)
+    it.apply(captured(2, rows, owners=owners))
+    it.apply(closed(2, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [2, 1]
+    assert [one(snapshot, "norm", o) for o in (0, 1)] == [5, 2]
+    assert [one(snapshot, "nonfinite_stepped", o) for o in (0, 1)] == [0, 1]
+
+
+def test_a_layer_of_two_optimizers() -> None:
+    """Where two optimizers own parts of one layer, a round of one shows the norm of its part."""
+    it = ledger()
+    owners = (0, 1, 1)
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}, owners=owners))
+    it.apply(closed(1, owners=owners, stepped=(1,)))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "norm"), one(snapshot, "norm", 1)) == (4, pytest.approx(math.sqrt(20)))
+
+
+def test_a_parameter_that_nobody_owns_goes_with_the_first_to_step() -> None:
+    """Parameters that no known optimizer owns are published with the step that there was."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(UNOWNED,) * 3))
+    it.apply(closed(1, owners=(0, UNOWNED, UNOWNED)))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "b", "norm"), one(snapshot, "norm")) == (4, 5)
+
+
+def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
+    """Samples counted before any optimizer was known stand in the first one's totals."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}, owners=(UNOWNED,) * 3))
+    it.expire(NOW + 2)
+    assert it.snapshot(NOW + 2).optimizers == (UNOWNED,)
+    snapshot = train(it, [{0: row(4.0)}], first=2)
+    assert snapshot.optimizers == (0,)
+    assert one(snapshot, "bucket_sum") == 7
+
+
+# Histograms and sums
+
+
+def test_histograms_and_sums_are_exact() -> None:
+    """Over 500 samples of every size, also exactly on the bounds, buckets and sums are those of a loop."""
+    generator = np.random.default_rng(0)
+    norms = [*np.exp(generator.uniform(-22, 12, 450)).tolist(), 0.0, *DECADES, *HALF_DECADES, 1e5]
+    snapshot = train(ledger(), [{2: row(norm)} for norm in norms])
+    for bounds, table, place in ((DECADES, snapshot.table, 1), (HALF_DECADES, snapshot.totals, 0)):
+        buckets = [0] * (len(bounds) + 1)
+        for norm in norms:
+            buckets[bisect.bisect_left(bounds, norm)] += 1
+        assert table["buckets"][place].tolist() == buckets
+        assert table["bucket_sum"][place] == pytest.approx(math.fsum(norms), rel=1e-12)
+    assert shown(snapshot, "b", "squared_total") == pytest.approx(math.fsum(n * n for n in norms), rel=1e-12)
+    assert shown(snapshot, "b", "captures") == snapshot.samples == len(norms)
+    assert shown(snapshot, "a", "captures") == 0
+
+
+def test_nothing_that_is_not_finite_enters_a_histogram_or_a_sum() -> None:
+    """NaN and Inf are counted by element and by step, and leave buckets, sums and baselines as they were."""
+    rows = [{0: row(2.0)}, {0: row(NAN, nans=3, min=NAN, max=NAN)}, {0: row(INF, infs=2, max=INF)}, {0: row(2.0)}]
+    snapshot = train(ledger(), rows)
+    assert [shown(snapshot, "a", n) for n in ("captures", "nans", "infs", "bucket_sum", "squared_total")] == [4, 3, 2, 4, 8]
+    assert snapshot.table["buckets"][0].sum() == snapshot.totals["buckets"][0].sum() == 2
+    assert one(snapshot, "bucket_sum") == 4
+    assert one(snapshot, "nonfinite_stepped") == 2
+    assert snapshot.recent_max[0] == 2
+
+
+def test_a_gauge_shows_the_nan() -> None:
+    """The last values of a layer whose gradient has a NaN are NaN, and right again with the next sample."""
+    it = ledger()
+    bad = train(it, [{0: row(NAN, nans=3, min=NAN, max=NAN), 1: row(1.0)}])
+    assert all(math.isnan(shown(bad, "a", name)) for name in ("norm", "max_magnitude"))
+    assert math.isnan(one(bad, "norm"))
+    assert shown(train(it, [{0: row(3.0), 1: row(4.0)}], first=2), "a", "norm") == 5
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_steps_that_are_not_finite_are_counted_by_outcome(outcome: Outcome) -> None:
+    """A NaN or an Inf anywhere makes the step count once, under what became of it."""
+    it = ledger()
+    for number, columns in enumerate(({"nans": 1}, {"infs": 7, "nans": 2}, {}), 1):
+        it.apply(captured(number, {0: row(1.0), 2: row(1.0, **columns)}))
+        it.apply(closed(number, outcome))
+    snapshot = it.snapshot(NOW)
+    assert {o: one(snapshot, f"nonfinite_{o.value}") for o in Outcome} == {o: 2 * (o is outcome) for o in Outcome}
+
+
+def test_an_infinite_norm_beside_a_huge_one_raises_no_warning() -> None:
+    """A layer with an infinite and a huge parameter has an infinite norm, silently."""
+    snapshot = train(ledger(), [{0: row(INF, infs=1), 1: row(1e200), 2: row(1e200)}])
+    assert shown(snapshot, "a", "norm") == one(snapshot, "norm") == INF
+
+
+@pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (3e-30, 4e30), (0.0, 0.0)])
+def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None:
+    """A layer's norm is the root of the sum of squares of its parameters' norms, whatever their size."""
+    snapshot = train(ledger(), [{0: row(norms[0]), 1: row(norms[1])}])
+    assert shown(snapshot, "a", "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
+    assert one(snapshot, "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
+
+
+# Per layer
+
+
+def test_ratios_are_taken_over_the_layers_elements_and_units() -> None:
+    """Zero elements over all elements, zero and dead units over all units of those parameters that have units."""
+    snapshot = train(ledger(), [{0: row(1.0, zeros=6, zero_units=2, dead_units=1), 1: row(1.0, zeros=1), 2: row(1.0, zeros=8)}])
+    assert [shown(snapshot, "a", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [7 / 16, 2 / 4, 1 / 4]
+    assert [shown(snapshot, "b", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [1, 0, 0]
+    bias_only = train(ledger(), [{1: row(1.0)}])
+    assert all(math.isnan(shown(bias_only, "a", n)) for n in ("zero_units_ratio", "dead_ratio"))
+
+
+def test_the_largest_magnitude_is_of_either_sign() -> None:
+    """The largest magnitude of a layer is found among the smallest and largest elements of its parameters."""
+    snapshot = train(ledger(), [{0: row(9.0, min=-7, max=2), 1: row(9.0, min=1, max=3), 2: row(9.0, min=-2, max=8)}])
+    assert [shown(snapshot, layer, "max_magnitude") for layer in "ab"] == [7, 8]
+
+
+def test_missing_parameters_are_counted_per_layer() -> None:
+    """Parameters without a gradient are shown for their layer, also where the whole layer has none."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1.0)}, missing=(1, 2)))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "missing") for layer in "ab"] == [1, 1]
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 0]
+    snapshot = train(it, [{0: row(1.0), 1: row(1.0), 2: row(1.0)}], first=2)
+    assert [shown(snapshot, layer, "missing") for layer in "ab"] == [0, 0]
+
+
+def test_moments_are_those_of_all_elements_of_the_layer() -> None:
+    """Mean, population standard deviation, minimum and maximum over both parameters of a layer."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [3 + torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (4,))]
+    rows = {
+        position: row(float(g.norm()), min=float(g.min()), max=float(g.max()), sum=float(g.sum()))
+        for position, g in enumerate(gradients)
+    }
+    snapshot = train(ledger(), [rows])
+    values = np.concatenate([g.reshape(-1).numpy() for g in gradients])
+    found = [shown(snapshot, "a", name) for name in ("mean", "stddev", "minimum", "maximum")]
+    assert found == pytest.approx([values.mean(), values.std(), values.min(), values.max()], rel=1e-12)
+
+
+def test_moments_of_equal_elements() -> None:
+    """Where rounding would make the variance negative, the standard deviation is 0."""
+    snapshot = train(ledger(), [{2: row(0.1 * math.sqrt(8), min=0.1, max=0.1, sum=0.1 * 8 * (1 + 1e-15))}])
+    assert shown(snapshot, "b", "stddev") == pytest.approx(0, abs=1e-8)
+
+
+def test_the_recent_maximum_is_over_the_last_minute() -> None:
+    """At any moment the recent maximum is the largest finite norm of the samples of the last 60 seconds."""
+    generator = np.random.default_rng(1)
+    times = NOW + np.cumsum(generator.choice([0, 0, 1, 2, 7, 45, 70], 400))
+    norms = np.exp(generator.normal(0.0, 2.0, 400))
+    norms[::29] = NAN
+    it = ledger()
+    for number, (time, norm) in enumerate(zip(times, norms, strict=True), 1):
+        it.apply(captured(number, {0: row(norm)}, at=time))
+        it.apply(closed(number))
+        for moment in (time, time + 13, time + 59, time + 60):
+            within = [n for n, t in zip(norms[:number], times[:number], strict=True) if t > moment - 60 and np.isfinite(n)]
+            assert it.snapshot(moment).recent_max[0] == pytest.approx(max(within, default=NAN), nan_ok=True)
+
+
+def test_a_spike_is_counted_for_the_layer_and_for_the_whole() -> None:
+    """One layer's norm at 1,000 times its usual one counts as its spike and the whole's, and as no other's."""
+    generator = np.random.default_rng(2)
+    usual = np.exp(generator.normal(0.0, 0.2, (60, 2)))
+    usual[45, 0] *= 1000
+    snapshot = train(ledger(), [{0: row(a), 2: row(b)} for a, b in usual])
+    assert [shown(snapshot, layer, "spikes") for layer in "ab"] == [1, 0]
+    assert one(snapshot, "spikes") == 1
+    assert 0 < abs(shown(snapshot, "a", "zscore")) < 6
+    assert math.isnan(shown(train(ledger(), [{0: row(1.0)}] * 20), "a", "zscore"))
+
+
+def test_layers_keep_their_totals_when_they_come_and_go() -> None:
+    """A layer that is frozen and unfrozen again goes on counting where it stopped, and others are not disturbed."""
+    module = model()
+    index = LayerIndex({"": module})
+    it = ledger(index.plan)
+    it.apply(captured(1, {0: row(3.0), 2: row(2.0)}, plan=index.plan))
+    it.apply(closed(1))
+    module["a"].requires_grad_(False)
+    module["c"] = nn.Linear(2, 2, bias=False)
+    without = index.rescan()
+    it.apply(captured(2, {0: row(5.0), 1: row(7.0)}, plan=without, owners=(0, 0)))
+    it.apply(closed(2, owners=(0, 0)))
+    snapshot = it.snapshot(NOW)
+    assert snapshot.plan.layers == ("b", "c")
+    assert [[shown(snapshot, layer, n) for n in ("norm", "captures", "bucket_sum")] for layer in "bc"] == [[5, 2, 7], [7, 1, 7]]
+    module["a"].requires_grad_(True)
+    it.use(index.rescan())
+    snapshot = it.snapshot(NOW)
+    assert snapshot.plan.layers == ("a", "b", "c")
+    assert [shown(snapshot, layer, "captures") for layer in "abc"] == [1, 2, 1]
+    assert shown(snapshot, "a", "bucket_sum") == 3
+
+
+def test_weights_are_added_up_by_layer() -> None:
+    """A layer's weight norm and update ratio come from the squares of its parameters' norms."""
+    it = ledger()
+    vector = np.array([3.0, 6.0, 0.3, 4.0, 8.0, 0.4, 0.0, 2.0, 2.0])
+    it.apply(Weights(PLAN, np.array([0, 1, 2]), Arrived(vector)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "weight_norm") for layer in "ab"] == pytest.approx([10, 2])
+    assert shown(snapshot, "a", "update_ratio") == pytest.approx(0.1)
+    assert math.isnan(shown(snapshot, "b", "update_ratio"))
+
+
+# The loss scale
+
+
+def test_the_loss_scale_is_divided_out() -> None:
+    """With the scaler's scale, norms, extremes and moments are those of the unscaled gradient; counts stay."""
+    it = ledger()
+    it.apply(captured(1, {2: row(4096.0, min=-1024, max=2048, sum=8192, zeros=3)}, scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, "b", n) for n in ("norm", "minimum", "maximum", "mean", "max_magnitude")] == [4, -1, 2, 1, 2]
+    assert (shown(snapshot, "b", "zero_ratio"), shown(snapshot, "b", "bucket_sum"), one(snapshot, "norm")) == (3 / 8, 4, 4)
+
+
+def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
+    """Without the scaler, a common factor of 2**-16 is its unscaling: the norm shown is the unscaled one."""
+    it = ledger()
+    it.apply(captured(1, {0: row(65536.0), 2: row(131072.0)}))
+    it.apply(after(1, {0: 1.0, 2: 2.0}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
+    assert (one(snapshot, "coefficient"), one(snapshot, "clipped")) == (1, 0)
+    it.apply(captured(2, {0: row(65536.0), 2: row(131072.0)}))
+    it.apply(after(2, {0: 0.3, 2: 0.6}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
+    assert (one(snapshot, "coefficient"), one(snapshot, "clipped")) == (pytest.approx(0.3), 1)
+    assert one(snapshot, "after_clip") == pytest.approx(0.3 * math.sqrt(5))
+
+
+def test_with_a_known_loss_scale_no_factor_is_taken_for_another() -> None:
+    """Where the scaler's scale was given, gradients that a loop divides by 64 were made smaller, not unscaled twice."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1024.0)}, scale=1024.0))
+    it.apply(after(1, {0: 1 / 64}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (one(snapshot, "norm"), one(snapshot, "coefficient")) == (1, 1 / 64)
+
+
+# Clipping
+
+
+def test_clipping_is_seen_in_the_probes() -> None:
+    """Norm after, coefficient and the counter of clipped steps follow from two probes of equal ratio."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(12.0)}))
+    it.apply(after(1, {0: 0.3, 2: 1.2}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("clip_known", "coefficient", "norm", "after_clip", "clipped")] == pytest.approx(
+        [1, 0.1, 13, 1.3, 1]
+    )
+    it.apply(captured(2, {0: row(3.0)}))
+    it.apply(after(2, {0: 3.0}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("coefficient", "clipped")] == [1, 1]
+
+
+def test_without_a_second_measurement_clipping_is_unknown() -> None:
+    """A round in which nothing was measured again has no coefficient, and does not show the one before."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}))
+    it.apply(after(1, {0: 0.3}))
+    it.apply(closed(1))
+    snapshot = train(it, [{0: row(3.0)}], first=2)
+    assert not one(snapshot, "clip_known")
+    assert one(snapshot, "clipped") == 1
+
+
+def test_probes_that_disagree_ask_for_everything() -> None:
+    """After probes of unequal ratios there is no coefficient, and the next round is to be measured in full."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(1, {0: 3.0, 2: 0.8}))
+    it.apply(closed(1))
+    assert not one(it.snapshot(NOW), "clip_known")
+    assert it.hints.full
+    it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert one(snapshot, "coefficient") == pytest.approx(math.hypot(3, 0.8) / 5)
+    assert one(snapshot, "after_clip") == pytest.approx(math.hypot(3, 0.8))
+
+
+def test_two_optimizers_are_clipped_apart() -> None:
+    """Each optimizer's coefficient comes from its own parameters."""
+    it = ledger()
+    owners = (0, 0, 1)
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=owners))
+    it.apply(after(1, {0: 0.3}))
+    it.apply(after(1, {2: 4.0}))
+    it.apply(closed(1, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, "coefficient", o) for o in (0, 1)] == pytest.approx([0.1, 1.0])
+    assert [one(snapshot, "clipped", o) for o in (0, 1)] == [1, 0]
+
+
+def test_clipping_an_infinite_norm_raises_no_warning() -> None:
+    """After clip_grad_norm_ of an infinite norm all finite gradients are 0; that is counted, silently."""
+    it = ledger()
+    it.apply(captured(1, {0: row(INF, infs=1), 2: row(4.0)}))
+    it.apply(after(1, {0: NAN, 2: 0.0}, full=True))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "infs"), one(snapshot, "nonfinite_stepped"), one(snapshot, "norm")) == (1, 1, INF)
+
+
+def test_the_probes_are_the_largest_of_each_group() -> None:
+    """Per parameter group the largest norm and the largest magnitude are worth a second look, never a NaN."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
+    it.apply(closed(1, groups=(0, 0, 1)))
+    assert (it.hints.plan, it.hints.probes) == (PLAN, {0, 1, 2})
+    it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
+    it.apply(closed(2, groups=(0, 0, 0)))
+    assert 1 not in it.hints.probes
+    assert 0 in it.hints.probes
+
+
+def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False, scale: float | None = None) -> Clipping:
+    """Compares norms that were all measured."""
+    return compare(np.array(before), np.array(after_), np.ones(len(before), dtype=np.bool_), full=full, scale=scale)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7, 0.5, 1 / 32 * 1.01, 1e-4, 1.5])
+def test_a_common_factor_is_the_coefficient(factor: float) -> None:
+    """Norms that all changed by one factor give that factor, and one below 1 is clipping."""
+    before = [3.0, 1e-9, 4e9]
+    found = judge(before, [factor * norm for norm in before])
+    assert found.coefficient == pytest.approx(factor, rel=1e-12)
+    assert (found.clipped, found.disagree, found.scale) == (factor < 1, False, None)
+
+
+def test_rounding_is_no_clipping_and_no_disagreement() -> None:
+    """Ratios that differ by the rounding of bfloat16 agree; an untouched norm is not clipped."""
+    assert judge([1.0, 2.0], [0.5, 1.0005]).coefficient == pytest.approx(0.5, rel=1e-3)
+    assert judge([1.0, 2.0], [0.5, 1.01]) == Clipping(None, disagree=True)
+    assert not judge([1.0], [1.0 - 1e-9]).clipped
+    assert judge([1.0], [0.999]).clipped
+
+
+def test_probes_without_a_ratio_are_ignored() -> None:
+    """Zero, NaN and infinite norms have no say, and if there are no others nothing is known."""
+    assert judge([0.0, NAN, INF, 2.0, 3.0], [0.0, NAN, NAN, 1.0, NAN]).coefficient == 0.5
+    assert judge([0.0, NAN], [0.0, 1.0]) == Clipping(None)
+    assert judge([], []) == Clipping(None)
+
+
+def test_what_was_not_measured_has_no_say() -> None:
+    """Only the parameters that were measured again are compared."""
+    found = compare(np.array([1.0, 2.0]), np.array([0.5, 2.0]), np.array([True, False]), full=False, scale=None)
+    assert found.coefficient == 0.5
+
+
+def test_a_full_pass_compares_the_whole_norms() -> None:
+    """After clipping by value the coefficient is the whole norm after over the whole norm before."""
+    before, seen = [3.0, 4.0, 0.0, 12.0], [3.0, 4.0, 0.0, 1.0]
+    found = judge(before, seen, full=True)
+    assert found.coefficient == pytest.approx(math.hypot(*seen) / math.hypot(*before), rel=1e-12)
+    assert (found.disagree, found.clipped) == (True, True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_unscaling_and_clipping_together(full: bool) -> None:
+    """With a scale found before, a factor of 0.3 / 2**16 is a coefficient of 0.3."""
+    before = [3.0 * 2**16, 4.0 * 2**16]
+    assert judge(before, [0.9, 1.2], full=full, scale=2.0**16).coefficient == pytest.approx(0.3)
+    assert judge(before, [3.0, 4.0], full=full) == Clipping(1.0, scale=2.0**16)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(2.0**-5, True), (2.0**-16, True), (2.0**-24, True), (2.0**-4, False), (1.0, False), (0.0, False), (2.0**-16 * 1.001, False)],
+)
+def test_only_large_powers_of_two_are_unscaling(ratio: float, expected: bool) -> None:
+    """A ratio is taken for an unscaling if it is a power of two of at most 1/32."""
+    assert is_unscaling(ratio) is expected
+
+
+# A norm that the user gave
+
+
+def test_an_observed_norm_takes_over() -> None:
+    """From the first observed norm on, the global norm, its histogram and its spikes come from there only."""
+    it = ledger()
+    train(it, [{0: row(1.0)}])
+    for norm in (20.0, NAN, 30.0):
+        it.observe_norm(norm)
+    snapshot = train(it, [{0: row(5.0)}], first=2)
+    assert (one(snapshot, "norm"), one(snapshot, "bucket_sum"), snapshot.totals["buckets"][0].sum()) == (30, 51, 3)
+    assert (shown(snapshot, "a", "norm"), shown(snapshot, "a", "bucket_sum"), one(snapshot, "sample_step")) == (5, 6, 2)
+
+
+def test_an_observed_norm_before_any_sample() -> None:
+    """A norm may be observed before there is an optimizer; it stands in the first one's row."""
+    it = ledger()
+    it.observe_norm(2.0)
+    snapshot = train(it, [{0: row(5.0)}])
+    assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "bucket_sum")) == ((0,), 2, 2)
+
+
+def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
+    """With two optimizers it is not known whose norm it is, and the captured ones stay."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1.0), 2: row(2.0)}, owners=(0, 0, 1)))
+    it.apply(closed(1, owners=(0, 0, 1), stepped=(0, 1)))
+    it.observe_norm(50.0)
+    assert [one(it.snapshot(NOW), "norm", o) for o in (0, 1)] == [1, 2]
+
+
+def test_an_observed_spike_is_counted() -> None:
+    """An observed norm of 100 times the usual one is a spike of the whole."""
+    it = ledger()
+    for norm in [1.0, 1.1] * 15 + [100.0, 1.0]:
+        it.observe_norm(norm)
+    assert one(it.snapshot(NOW), "spikes", UNOWNED) == 1

@@ -1,0 +1,790 @@
+"""An exporter's life beside a training: it ends cleanly, holds nothing, leaves the model ordinary and never hurts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import gzip
+import io
+import logging
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+import urllib.request
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import prometheus_client
+import pytest
+import torch
+from regimes import Perceptron, batch, errors, key, mode, value, values
+from tools import eventually
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from torch_grad_exporter import Exporter, start_exporter
+
+STEPS = "torch_train_steps_total"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def threads_of_ours() -> set[threading.Thread]:
+    """The exporters' threads that run now."""
+    return {t for t in threading.enumerate() if "torch-grad-exporter" in t.name}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Every test ends without a thread or a global hook of ours."""
+    threads, hooks = threads_of_ours(), set(torch_optimizer._global_optimizer_pre_hooks)
+    yield
+    gc.collect()
+    assert threads_of_ours() - threads == set()
+    assert set(torch_optimizer._global_optimizer_pre_hooks) - hooks == set()
+
+
+def start(model: torch.nn.Module, port: int | None = None, **options: object) -> Exporter:
+    """An exporter that samples every round and by itself serves nothing."""
+    return start_exporter(model, port, **{"every": 1, "addr": "127.0.0.1", **options})
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    """The plainest optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def by_root(model: Perceptron, x: torch.Tensor) -> None:
+    """A backward that rung `output` sees."""
+    model(x).square().mean().backward()
+
+
+def by_parts(model: Perceptron, x: torch.Tensor) -> None:
+    """A backward that rung `parameter` sees."""
+    model.second(model.first(x).relu()).square().mean().backward()
+
+
+def by_hand(model: Perceptron, x: torch.Tensor) -> None:
+    """Gradients that only rung `optimizer` sees."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(x).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+RUNGS: dict[str, Callable[[Perceptron, torch.Tensor], None]] = {"output": by_root, "parameter": by_parts, "optimizer": by_hand}
+
+
+def train(
+    model: Perceptron, steps: int = 1, backward: Callable[[Perceptron, torch.Tensor], None] = by_root
+) -> torch.optim.Optimizer:
+    """Plain steps; returns their optimizer."""
+    optimizer = sgd(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(model, batch())
+        optimizer.step()
+    return optimizer
+
+
+def hooks_of(model: torch.nn.Module) -> list[object]:
+    """Every hook on the modules, and on the parameters and their AccumulateGrad nodes."""
+    found: list[object] = []
+    for module in model.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            found += getattr(module, name).values()
+        found += [*module._forward_hooks_with_kwargs, *module._forward_pre_hooks_with_kwargs, *module._forward_hooks_always_called]
+    for parameter in model.parameters():
+        found += (parameter._post_accumulate_grad_hooks or {}).values()
+        found += (parameter._backward_hooks or {}).values()
+    return found
+
+
+def scrape(url: str) -> str:
+    """The body of a scrape."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+        return response.read().decode()
+
+
+def can_bind(port: int) -> bool:
+    """Whether the port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+# The end
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_close_leaves_nothing(rung: str) -> None:
+    """After `close()` the model has no hook, the process no thread and no optimizer hook, the port is free."""
+    model = Perceptron()
+    before = threads_of_ours(), len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+    exporter = start(model, 0)
+    train(model, 6, RUNGS[rung])
+    assert mode(exporter) == rung
+    port = exporter.port
+    assert port is not None
+    assert hooks_of(model) != []
+    exporter.close()
+    assert hooks_of(model) == []
+    after = threads_of_ours(), len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+    assert after == before
+    assert can_bind(port)
+    train(model, 3, RUNGS[rung])
+    assert value(exporter, STEPS, optimizer="SGD") == 6
+
+
+def test_close_is_idempotent() -> None:
+    """`close()` may be called as often as one likes, also after the `with` that did it, and nothing raises after it."""
+    model = Perceptron()
+    with start(model, 0) as exporter:
+        train(model)
+        exporter.close()
+        exporter.close()
+    exporter.close()
+    exporter.observe(loss=1.0)
+    exporter.step()
+    exporter.step(5)
+    assert list(exporter.watch_loader([1, 2])) == [1, 2]
+    assert value(exporter, "torch_train_loss") is None
+    assert value(exporter, STEPS, optimizer="SGD") == 1
+
+
+def test_close_from_another_thread_while_training() -> None:
+    """Another thread may close in the middle of training, again and again, and the training sees nothing of it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    failures: list[BaseException] = []
+    for _ in range(15):
+        exporter = start(model, moments=True, weights=True)
+        begun, ended = threading.Event(), threading.Event()
+
+        def close(exporter: Exporter = exporter, begun: threading.Event = begun, ended: threading.Event = ended) -> None:
+            begun.wait(10)
+            try:
+                exporter.close()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the test reports it
+                failures.append(error)
+            ended.set()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        steps = 0
+        while not ended.is_set() or steps < 3:
+            optimizer.zero_grad()
+            by_root(model, batch())
+            optimizer.step()
+            begun.set()
+            steps += 1
+        thread.join()
+        assert errors(exporter) == {}
+        assert hooks_of(model) == []
+    assert failures == []
+
+
+@pytest.mark.parametrize("rung", ["output", "parameter"])
+def test_close_within_a_backward(rung: str) -> None:
+    """A tensor hook of the user's may close the exporter in the middle of the backward that it is capturing."""
+    model = Perceptron()
+    exporter = start(model)
+    train(model, 6, RUNGS[rung])
+    optimizer = sgd(model)
+    handle = model.first.weight.register_hook(lambda _gradient: exporter.close())
+    optimizer.zero_grad()
+    RUNGS[rung](model, batch())
+    optimizer.step()
+    handle.remove()
+    assert model.first.weight.grad is not None
+    assert hooks_of(model) == []
+    assert errors(exporter) == {}
+
+
+def test_close_within_the_loop() -> None:
+    """Between backward and step is as good a place to close as any: what was captured is handed over."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    exporter = start(model)
+    by_root(model, batch())
+    exporter.close()
+    optimizer.step()
+    by_root(model, batch())
+    assert value(exporter, "torch_grad_captures_total", layer="first") == 1
+    assert errors(exporter) == {}
+
+
+def test_starting_again_replaces() -> None:
+    """A second start on the same model, as in a notebook, closes the first, and its port can be taken over."""
+    model = Perceptron()
+    first = start(model, 0)
+    train(model, 2)
+    port = first.port
+    second = start(model, port)
+    try:
+        assert second.port == port
+        assert first.port == port  # what it was
+        train(model, 3)
+        assert value(second, STEPS, optimizer="SGD") == 3
+        assert value(first, STEPS, optimizer="SGD") == 2
+        assert len(hooks_of(model)) == len(set(hooks_of(model)))
+    finally:
+        second.close()
+    assert hooks_of(model) == []
+
+
+def test_starting_again_without_keeping_the_first() -> None:
+    """A first exporter whose result nobody kept is replaced all the same."""
+    model = Perceptron()
+    start(model)
+    gc.collect()
+    second = start(model)
+    hooks = len([h for h in hooks_of(model) if callable(h)])
+    second.close()
+    assert hooks == 2
+    assert hooks_of(model) == []
+
+
+def test_two_exporters_on_two_models() -> None:
+    """Two exporters on two models that share nothing each see their own optimizer and backwards only."""
+    one, two = Perceptron(), Perceptron()
+    with start(one, 0) as of_one, start(two, 0) as of_two:
+        assert of_one.port != of_two.port
+        train(one, 2)
+        train(two, 3)
+        for exporter, steps in ((of_one, 2), (of_two, 3)):
+            shown = values(exporter)
+            assert {k: v for k, v in shown.items() if k[0] == STEPS} == {key(STEPS, optimizer="SGD"): steps}
+            assert shown[key("torch_train_backward_passes_total")] == steps
+            assert shown[key("torch_grad_captures_total", layer="first")] == steps
+            assert errors(exporter) == {}
+
+
+# Nothing is held
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("moment", ["stepped", "forward", "backward", "failed backward"])
+def test_the_model_can_go(rung: str, moment: str) -> None:
+    """A model that the user drops is freed while the exporter is attached, whatever it was doing."""
+    model = Perceptron()
+    exporter = start(model, weights=True)
+    backward = RUNGS[rung]
+    optimizer = train(model, 6, backward)
+    assert mode(exporter) == rung
+    optimizer.zero_grad()
+    if moment == "forward":
+        model(batch())
+    elif moment == "backward":
+        backward(model, batch())
+    elif moment == "failed backward":
+
+        def fail(_gradient: torch.Tensor) -> None:
+            raise RuntimeError("the user's own")
+
+        handle = model.first.weight.register_hook(fail)
+        with contextlib.suppress(RuntimeError):
+            backward(model, batch())
+        handle.remove()
+        del handle, fail
+    references = [weakref.ref(model), weakref.ref(model.first), *(weakref.ref(p) for p in model.parameters())]
+    del model, optimizer
+    gc.collect()
+    alive = [reference for reference in references if reference() is not None]
+    values(exporter)
+    exporter.close()
+    assert alive == []
+
+
+def test_the_model_can_go_while_armed_at_the_first_step() -> None:
+    """Nodes that are hooked for the first sample do not keep the parameters alive either."""
+    model = Perceptron()
+    exporter = start(model)
+    model(batch())
+    references = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+    del model
+    gc.collect()
+    alive = [reference for reference in references if reference() is not None]
+    exporter.close()
+    assert alive == []
+
+
+def test_gradients_are_not_kept() -> None:
+    """Between steps no gradient of before lives on after `zero_grad`."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start(model):
+        for _ in range(3):
+            by_root(model, batch())
+            optimizer.step()
+            gone = [weakref.ref(p.grad) for p in model.parameters()]
+            optimizer.zero_grad()
+            gc.collect()
+            assert [g for g in gone if g() is not None] == []
+
+
+def test_the_optimizer_can_go() -> None:
+    """An optimizer that the user drops is freed."""
+    model = Perceptron()
+    with start(model):
+        reference = weakref.ref(train(model, 3))
+        gc.collect()
+        assert reference() is None
+
+
+# The model stays ordinary
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_deepcopy(rung: str) -> None:
+    """A deep copy trains alone: nothing that it does reaches the exporter of the original."""
+    model = Perceptron()
+    with start(model) as exporter:
+        train(model, 6, RUNGS[rung])
+        counters = {k for k in values(exporter) if k[0].startswith(("torch_train_", "torch_grad_")) and k[0].endswith("_total")}
+        ours = {k for k in counters if not k[0].endswith("_seconds_total")}
+        before = {k: v for k, v in values(exporter).items() if k in ours}
+        twin = copy.deepcopy(model)
+        train(twin, 5, RUNGS[rung])
+        assert {k: v for k, v in values(exporter).items() if k in ours} == before
+        assert errors(exporter) == {}
+
+
+def test_loads_where_this_package_is_not(tmp_path: Path) -> None:
+    """A model pickled or saved on any rung loads, runs and trains in a process that cannot import the package."""
+    x = batch()
+    for rung in RUNGS:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        optimizer = sgd(model)
+        with start(model) as exporter:
+            for _ in range(6):
+                optimizer.zero_grad()
+                if rung == "parameter":
+                    model[2](model[1](model[0](x))).square().mean().backward()
+                elif rung == "output":
+                    model(x).square().mean().backward()
+                else:
+                    for p, g in zip(model.parameters(), torch.autograd.grad(model(x).sum(), list(model.parameters())), strict=True):
+                        p.grad = g
+                optimizer.step()
+            assert mode(exporter) == rung
+            (tmp_path / f"{rung}.pickle").write_bytes(pickle.dumps(model))
+            torch.save(model, tmp_path / f"{rung}.saved")
+            model(x)  # armed
+            (tmp_path / f"{rung}-armed.pickle").write_bytes(pickle.dumps(model))
+            torch.save(model(x).detach(), tmp_path / f"{rung}.expected")
+            torch.save(model(x).detach(), tmp_path / f"{rung}-armed.expected")
+    torch.save(x, tmp_path / "inputs")
+    script = """
+        import sys, pathlib
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "torch_grad_exporter":
+                    raise ImportError(name)
+        sys.meta_path.insert(0, Refuse())
+        import pickle, torch
+        where = pathlib.Path(sys.argv[1])
+        x = torch.load(where / "inputs")
+        for path in sorted([*where.glob("*.pickle"), *where.glob("*.saved")]):
+            if path.suffix == ".pickle":
+                model = pickle.loads(path.read_bytes())
+            else:
+                model = torch.load(path, weights_only=False)
+            assert torch.equal(model(x), torch.load(path.with_suffix(".expected"))), path
+            model(x).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            print(path.name)
+        assert "torch_grad_exporter" not in sys.modules
+        print("fine")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == ["fine"], done.stderr
+    assert len(done.stdout.split()) == 3 * 3 + 1
+
+
+def test_state_dict_is_unchanged() -> None:
+    """The exporter adds nothing to the state of the model."""
+    model = Perceptron()
+    before = list(model.state_dict())
+    with start(model):
+        train(model, 2)
+        assert list(model.state_dict()) == before
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        model.load_state_dict(torch.load(buffer))
+
+
+def test_averaged_model() -> None:
+    """An `AveragedModel` of the attached model can be made in the run and is not watched itself."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start(model) as exporter:
+        train(model)
+        average = AveragedModel(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            by_root(model, batch())
+            optimizer.step()
+            average.update_parameters(model)
+            average(batch())
+        assert value(exporter, "torch_train_backward_passes_total") == 4
+        assert value(exporter, "torch_train_samples_total") == 4 * 5
+        assert errors(exporter) == {}
+
+
+# Forks
+
+
+class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Random rows, made in the worker with a model of its own."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(6, 6)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.full((6,), float(index)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_forked_loader_workers() -> None:
+    """Workers that a DataLoader forks while the exporter serves deliver their batches, and training goes on."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start(model, 0) as exporter:
+        assert exporter.url is not None
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        for _ in range(2):
+            for inputs in exporter.watch_loader(loader):
+                optimizer.zero_grad()
+                by_root(model, inputs)
+                optimizer.step()
+        assert value(exporter, STEPS, optimizer="SGD") == 12
+        assert f"{STEPS}" in scrape(exporter.url)
+        assert errors(exporter) == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_the_port_is_free_after_the_parent_died() -> None:
+    """A forked child that outlives the parent neither holds the port nor answers there, and can train on its own."""
+    script = """
+        import os, sys, torch
+        from torch_grad_exporter import start_exporter
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(2, 2)
+        exporter = start_exporter(model, 0, addr="127.0.0.1", every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+        ready, done = os.pipe()
+        child = os.fork()
+        if child == 0:
+            model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+            exporter.observe(loss=1.0)
+            list(exporter.collect())
+            exporter.close()
+            os.write(done, b"x")
+            sys.stdin.read()
+            os._exit(0)
+        os.read(ready, 1)
+        print(exporter.port, child, flush=True)
+        os._exit(1)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    line = process.stdout.readline().split()
+    try:
+        assert process.wait(timeout=20) == 1
+        assert len(line) == 2, process.stderr.read() if process.stderr else ""
+        port, child = map(int, line)
+        os.kill(child, 0)  # it lives
+        assert can_bind(port)
+        with pytest.raises(OSError, match=r"refused|reset|timed out"):
+            socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+# What goes wrong in us
+
+
+def from_our_capture() -> bool:
+    """Whether the exporter's own code is asking."""
+    return any("torch_grad_exporter/" in frame.filename for frame in traceback.extract_stack()[:-2])
+
+
+class Treacherous(torch.nn.Parameter):
+    """A parameter whose `.grad` raises when the exporter looks at it, as often as `failures` says."""
+
+    failures = 0
+
+    @property  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
+        if type(self).failures > 0 and from_our_capture():
+            type(self).failures -= 1
+            raise OSError("injected")
+        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, given: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, given)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+
+
+def treacherous() -> Perceptron:
+    """A model with such a parameter."""
+    model = Perceptron()
+    model.first.weight = Treacherous(model.first.weight.data)
+    return model
+
+
+def test_a_failure_of_ours_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook of ours that raises costs a sample, one line in the log and nothing else."""
+    model = treacherous()
+    before = model.first.weight.detach().clone()
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(model) as exporter:
+        Treacherous.failures = 3
+        train(model, 8)
+        assert Treacherous.failures == 0
+        counted = errors(exporter)
+        assert sum(counted.values()) == 3
+        assert value(exporter, STEPS, optimizer="SGD") == 8
+        assert (value(exporter, "torch_grad_captures_total", layer="first") or 0) >= 4
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == len(counted)
+    assert not torch.equal(before, model.first.weight)
+
+
+def test_a_hook_that_keeps_failing_switches_off(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook that fails every time stops being called after ten times, and says so; the training goes on."""
+    model = treacherous()
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(model) as exporter:
+        Treacherous.failures = 10**9
+        try:
+            train(model, 40)
+            count = sum(errors(exporter).values())
+            train(model, 20)
+            assert sum(errors(exporter).values()) == count
+            assert 10 <= count <= 30  # ten for each of the hooks that met it
+        finally:
+            Treacherous.failures = 0
+    assert any("switched off" in r.message for r in caplog.records)
+
+
+def test_an_output_that_raises_is_our_failure_alone() -> None:
+    """An output whose attribute `loss` raises does not raise into the model's forward."""
+
+    class Output(dict[str, torch.Tensor]):
+        @property
+        def loss(self) -> torch.Tensor:
+            raise OSError("injected")
+
+        def get(self, *_arguments: object) -> object:
+            raise OSError("injected")
+
+    class Model(Perceptron):
+        def forward(self, x: torch.Tensor) -> object:
+            return Output(out=super().forward(x))
+
+    model = Model()
+    optimizer = sgd(model)
+    with start(model) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch())["out"].square().mean().backward()
+            optimizer.step()
+        assert set(errors(exporter)) == {"forward_hook"}
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 3
+
+
+def test_a_wrong_observation_is_our_failure_alone() -> None:
+    """What `observe` cannot take is counted and does not raise; the values beside it arrive."""
+    with start(Perceptron()) as exporter:
+        exporter.observe(loss="abc", epoch=3)  # type: ignore[arg-type]
+        exporter.observe(loss=None, tokens=5)
+        exporter.observe(loss=0.5)
+        shown = values(exporter)
+        assert shown[key("torch_train_loss")] == 0.5
+        assert shown[key("torch_train_epoch")] == 3
+        assert shown[key("torch_train_tokens_total")] == 5
+
+
+def test_an_empty_observation() -> None:
+    """An empty tensor is no loss: it costs itself, and neither the scrapes nor the observations after it."""
+    model = Perceptron()
+    with start(model, 0) as exporter:
+        exporter.observe(loss=torch.ones(0))
+        train(model, 3)
+        exporter.observe(loss=0.5)
+        assert eventually(lambda: "torch_train_loss{" in scrape(exporter.url or ""), 5)
+        assert value(exporter, "torch_train_loss") == 0.5
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 3
+
+
+def test_a_collector_that_fails_costs_only_itself() -> None:
+    """A value that breaks one collector leaves the others in the scrape, and says so."""
+    model = Perceptron()
+    with start(model, 0) as exporter:
+        train(model)
+        exporter._optimizers.names.clear()  # whatever it may be that breaks one
+        shown = values(exporter)
+        assert shown[key("torch_grad_exporter_collector_success", collector="training")] == 0
+        assert shown[key("torch_grad_exporter_collector_success", collector="gradients")] == 1
+        assert shown[key("torch_grad_exporter_collector_success", collector="exporter")] == 1
+        assert errors(exporter) == {} or set(errors(exporter)) == {"collector_training"}
+        assert "torch_grad_norm{" in scrape(exporter.url or "")
+
+
+def test_a_broken_registry_at_the_end() -> None:
+    """A registry from which somebody has taken our collector already does not keep `close()` from its work."""
+    registry = prometheus_client.CollectorRegistry()
+    model = Perceptron()
+    exporter = start(model, 0, registry=registry)
+    port = exporter.port
+    for collector in list(registry._collector_to_names):
+        registry.unregister(collector)
+    exporter.close()
+    assert hooks_of(model) == []
+    assert can_bind(port or 0)
+    assert errors(exporter) == {"close": 1}
+
+
+def test_registry_shows_the_same_and_forgets() -> None:
+    """The user's own registry shows our metrics until `close()`."""
+    registry = prometheus_client.CollectorRegistry()
+    model = Perceptron()
+    with start(model, registry=registry, run="a", labels={"team": "b"}) as exporter:
+        train(model, 3)
+        labels = {"optimizer": "SGD", "run": "a", "rank": "0", "team": "b"}
+        assert registry.get_sample_value(STEPS, labels) == value(exporter, STEPS, optimizer="SGD") == 3
+    assert list(registry.collect()) == []
+
+
+def test_registry_that_has_our_names_already_leaves_nothing() -> None:
+    """A start that raises, here for a registry that has such metrics already, leaves no hook, thread or socket."""
+    registry = prometheus_client.CollectorRegistry()
+    one, two = Perceptron(), Perceptron()
+    with start(one, registry=registry):
+        threads = threads_of_ours()
+        with pytest.raises(ValueError, match="torch_grad"):
+            start(two, registry=registry)
+        assert hooks_of(two) == []
+        assert threads_of_ours() == threads
+
+
+# Serving
+
+
+def test_occupied_port(caplog: pytest.LogCaptureFixture) -> None:
+    """A taken port is no error: the next one is used, and a warning says which."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(Perceptron(), port) as exporter:
+            assert exporter.port is not None
+            assert port < exporter.port < port + 64
+            assert "torch_train_info" in scrape(exporter.url or "")
+            assert str(exporter.port) in caplog.text
+            assert str(port) in caplog.text
+
+
+def test_scraping_while_training() -> None:
+    """Many threads that scrape in all formats during the training lose no step, no sample and no answer."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    failures: list[str] = []
+    seen: list[list[float]] = []
+    stop = threading.Event()
+    steps = 120
+
+    def hammer(url: str, accept: str) -> None:
+        mine: list[float] = []
+        seen.append(mine)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            last = stop.is_set()
+            try:
+                request = urllib.request.Request(url, headers={"Accept": accept, "Accept-Encoding": "gzip"})
+                with opener.open(request, timeout=10) as response:
+                    body = response.read()
+                    text = (gzip.decompress(body) if response.headers["Content-Encoding"] == "gzip" else body).decode()
+                found = re.search(rf"^{STEPS}{{.*}} (\S+)$", text, re.MULTILINE)
+                mine.append(float(found.group(1)) if found else 0.0)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test reports it
+                failures.append(repr(error))
+            if last:
+                return
+            stop.wait(0.002)  # leaves the cores to the training between two scrapes
+
+    def collect(exporter: Exporter) -> None:
+        while not stop.wait(0.002):
+            values(exporter)
+
+    with start(model, 0) as exporter:
+        url = exporter.url or ""
+        threads = [
+            threading.Thread(target=hammer, args=(url, accept))
+            for accept in ("text/plain", "application/openmetrics-text; version=1.0.0", "*/*")
+        ]
+        threads += [threading.Thread(target=collect, args=(exporter,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for step in range(steps):
+            optimizer.zero_grad()
+            by_root(model, batch())
+            optimizer.step()
+            exporter.observe(loss=float(step), tokens=1)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        shown = values(exporter)
+        assert failures == []
+        assert all(a == sorted(a) for a in seen)
+        assert shown[key(STEPS, optimizer="SGD")] == steps
+        assert shown[key("torch_grad_captures_total", layer="first")] == steps
+        assert shown[key("torch_grad_norm_distribution_count", layer="second")] == steps
+        assert shown[key("torch_grad_exporter_captures_total")] == steps
+        assert shown[key("torch_train_tokens_total")] == steps
+        assert shown[key("torch_train_step_duration_seconds_count")] == steps - 1
+        assert errors(exporter) == {}
+
+
+def test_a_value_arrives_while_the_loop_stands_still() -> None:
+    """The last step before a hang is on `/metrics` within seconds."""
+    model = Perceptron()
+    with start(model, 0) as exporter:
+        train(model, 5)
+        assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE) is not None, 10)
+        assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE)

@@ -1,0 +1,164 @@
+"""Which rounds are sampled, with costs and step times of our choice."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from torch_grad_exporter.schedule import FIRST_SAMPLES, LONGEST, SamplingSchedule
+
+
+def train(
+    schedule: SamplingSchedule,
+    rounds: int,
+    step: Callable[[int], float],
+    cost: Callable[[int], float],
+    start: int = 1,
+) -> tuple[list[int], list[int]]:
+    """Runs rounds of the given lengths and costs; returns the sampled rounds and the interval after each sample."""
+    sampled, intervals = [], []
+    for number in range(start, start + rounds):
+        schedule.stepped(step(number))
+        if schedule.due(number):
+            schedule.sampled(cost(number))
+            sampled.append(number)
+            intervals.append(schedule.interval)
+    return sampled, intervals
+
+
+def always(value: float) -> Callable[[int], float]:
+    """The same length or cost for every round."""
+    return lambda _: value
+
+
+def test_the_first_ten_rounds_are_sampled() -> None:
+    """A run starts with ten samples in a row, so that there is something to see, whatever they cost."""
+    sampled, _ = train(SamplingSchedule(), 10_000, always(0.01), always(0.01))
+    assert sampled[: FIRST_SAMPLES + 1] == [*range(1, 11), 128]
+
+
+def test_the_first_samples_take_two_seconds_at_most() -> None:
+    """Samples that are slow end the beginning as soon as they took two seconds together."""
+    sampled, _ = train(SamplingSchedule(), 100, always(1.0), always(0.5))
+    assert sampled[:5] == [1, 2, 3, 4, 64]
+
+
+def test_the_interval_after_the_beginning_is_the_shortest_that_keeps_the_budget() -> None:
+    """From the tenth sample on the interval is the smallest power of two with samples below 1 % of step time."""
+    for share, expected in ((0.0099, 1), (0.011, 2), (0.019, 2), (0.021, 4), (0.5, 64), (1.0, 128)):
+        schedule = SamplingSchedule()
+        train(schedule, FIRST_SAMPLES, always(0.1), always(0.1 * share))
+        assert schedule.interval == expected
+
+
+def test_intervals_are_powers_of_two_and_samples_their_multiples() -> None:
+    """Under costs that vary wildly, the interval stays a power of two and every sampled round is a multiple of it."""
+    generator = random.Random(0)
+    schedule = SamplingSchedule()
+    for number in range(1, 50_000):
+        schedule.stepped(0.01)
+        if schedule.due(number):
+            assert number % schedule.interval == 0
+            schedule.sampled(0.01 * 10 ** generator.uniform(-4, 1))
+        assert schedule.interval.bit_count() == 1
+
+
+def test_the_interval_changes_once_in_eight_samples_at_most() -> None:
+    """After the beginning, between two changes of the interval are at least eight samples, and it changes by 2."""
+    costs = [1e-5] * 40 + [1.0] * 120 + [1e-5] * 120
+    schedule = SamplingSchedule()
+    intervals = []
+    for cost in costs:
+        schedule.stepped(0.01)
+        schedule.sampled(cost)
+        intervals.append(schedule.interval)
+    changes = [n for n in range(FIRST_SAMPLES, len(costs)) if intervals[n] != intervals[n - 1]]
+    assert len(changes) > 6
+    assert all(b - a >= 8 for a, b in itertools.pairwise(changes))
+    assert all(intervals[n] in (2 * intervals[n - 1], intervals[n - 1] / 2) for n in changes)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0101, 32), (0.0099, 16), (0.0041, 16), (0.0039, 8)])
+def test_doubled_above_the_budget_and_halved_far_below(share: float, expected: int) -> None:
+    """An interval of 16 is doubled above 1 %, kept between 0.4 and 1 %, and halved below 0.4 %."""
+    schedule = SamplingSchedule()
+    train(schedule, FIRST_SAMPLES, always(0.01), always(0.01 * 0.15))
+    assert schedule.interval == 16
+    for _ in range(32):  # as many as are remembered, then the next change
+        schedule._costs.append(0.01 * 16 * share)
+    for _ in range(8):
+        assert schedule.interval == 16
+        schedule.sampled(0.01 * 16 * share)
+    assert schedule.interval == expected
+
+
+@pytest.mark.parametrize("budget", [0.001, 0.01, 0.1])
+@pytest.mark.parametrize("ratio", [0.0001, 0.003, 0.02, 0.3, 1.0, 2.5])
+def test_the_overhead_converges_to_the_budget(budget: float, ratio: float) -> None:
+    """For samples from 0.01 % to 250 % of a step, the long-run overhead is within the budget and not needlessly small."""
+    generator = random.Random(1)
+    schedule = SamplingSchedule(budget=budget)
+    rounds = 60_000
+    sampled, _ = train(
+        schedule,
+        rounds,
+        lambda _: 0.02 * generator.uniform(0.9, 1.1),
+        lambda _: 0.02 * ratio * generator.uniform(0.7, 1.3),
+        start=4096,
+    )
+    last = [n for n in sampled if n > 4096 + rounds // 4]
+    overhead = len(last) * ratio / (rounds * 3 / 4)
+    assert overhead <= budget * 1.02
+    assert overhead >= min(0.19 * budget, 0.9 * ratio)
+
+
+def test_the_schedule_follows_a_run_whose_steps_become_shorter() -> None:
+    """When steps are ten times as fast from some moment on, the interval grows until the budget holds again."""
+    schedule = SamplingSchedule()
+    train(schedule, 5_000, always(0.1), always(0.002))
+    assert schedule.interval == 2
+    sampled, _ = train(schedule, 60_000, always(0.01), always(0.002), start=5_001)
+    late = [n for n in sampled if n > 40_000]
+    assert len(late) * 0.002 / (25_000 * 0.01) <= 0.0101
+
+
+def test_single_outliers_change_nothing() -> None:
+    """A step that writes a checkpoint and a sample that compiles something do not move the interval."""
+    schedule = SamplingSchedule()
+    _, intervals = train(schedule, 20_000, lambda n: 60.0 if n % 97 == 0 else 0.01, lambda n: 5.0 if n == 4096 else 0.0007)
+    assert set(intervals[FIRST_SAMPLES:]) == {8}
+
+
+def test_the_cap_is_reported() -> None:
+    """Where the budget asks for a longer interval than there is, the interval stays at the cap and says so."""
+    schedule = SamplingSchedule(budget=0.0001)
+    train(schedule, FIRST_SAMPLES, always(0.01), always(0.19))
+    assert schedule.interval == LONGEST
+    assert schedule.capped
+    for _ in range(40):
+        schedule.sampled(0.19)
+    assert schedule.interval == LONGEST
+    for _ in range(40):
+        schedule.sampled(0.001)
+    assert not schedule.capped
+
+
+def test_without_step_times_nothing_is_stretched() -> None:
+    """While no step time is known, every round is sampled."""
+    schedule = SamplingSchedule()
+    for _ in range(30):
+        schedule.sampled(1.0)
+    assert schedule.interval == 1
+    assert not schedule.capped
+
+
+@pytest.mark.parametrize("every", [1, 3, 10, 4096])
+def test_a_fixed_interval_stays(every: int) -> None:
+    """With a number for `every`, exactly its multiples are sampled, whatever they cost."""
+    schedule = SamplingSchedule(every=every)
+    sampled, _ = train(schedule, 10_000, always(0.001), always(10.0))
+    assert sampled == list(range(every, 10_001, every))
+    assert not schedule.capped

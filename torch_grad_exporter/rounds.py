@@ -1,0 +1,136 @@
+"""Rounds: where one ends and the next begins, and what rounds of this training usually look like.
+
+A *round* is everything between the first backward after a step and the last optimizer step before the
+next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
+share a round, and a GAN's two alternating ones do not.
+
+A second backward without a step in between either continues an accumulation or follows a step that was
+skipped. The gradient itself tells: gone means that `zero_grad` was called. Zeroed in place cannot be told from
+clipped in place without looking at the data; there the usual number of backwards of a round decides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_grad_exporter.layers import Plan
+
+PROBES = 4
+"""Parameters per model whose gradient is looked at to see whether it was cleared."""
+
+MULTI_PASS = 4
+"""Steps in a row with a clearing in between, after which that is how this training works (SAM), not a skip."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """Which tensor a parameter's gradient was at one moment, and how often it had been written to.
+
+    Holds both weakly: a mark must not keep a gradient's memory.
+    """
+
+    parameter: weakref.ref[torch.nn.Parameter]
+    gradient: weakref.ref[torch.Tensor] | None
+    version: int
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter) -> Mark:
+        """The mark of a parameter as it is now."""
+        gradient = parameter.grad
+        if gradient is None:
+            return cls(weakref.ref(parameter), None, -1)
+        return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
+
+    def replaced(self) -> bool:
+        """Whether the parameter no longer has that gradient."""
+        parameter = self.parameter()
+        return parameter is not None and (parameter.grad is None or self.gradient is None or parameter.grad is not self.gradient())
+
+    def moved(self) -> bool:
+        """Whether there is a gradient now that is another tensor than then, or was written to."""
+        parameter = self.parameter()
+        now = None if parameter is None else parameter.grad
+        if now is None:
+            return False
+        before = None if self.gradient is None else self.gradient()
+        return now is not before or now._version != self.version
+
+
+@dataclass(slots=True)
+class Round:
+    """One round. `sampled`: whether its gradients are read.
+
+    `fired`: positions in the plan of the parameters that got a gradient; `read`: optimizers whose view of the
+    gradients was taken; `open`: whether its outcome is still to be told.
+    """
+
+    number: int
+    plan: Plan
+    sampled: bool
+    backwards: int = 0
+    models: set[int] = field(default_factory=set)
+    fired: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    captured: bool = False
+    open: bool = True
+
+
+@dataclass(slots=True)
+class Habits:
+    """What was learned from the rounds so far. `probes`: by model, parameters that got a gradient lately."""
+
+    probes: dict[int, list[weakref.ref[torch.nn.Parameter]]] = field(default_factory=dict)
+    _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    _steppers: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
+    _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
+    _cleared_since_step: bool = False
+    _marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def backwards(self) -> int | None:
+        """The fewest backwards of the last rounds, `None` before the first round is over."""
+        return min(self._backwards, default=None)
+
+    def steppers(self, models: Iterable[int]) -> frozenset[int]:
+        """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
+        return self._steppers.get(frozenset(models), frozenset())
+
+    def learn(self, over: Round) -> None:
+        """Takes in a round that is over."""
+        if not over.stepped:
+            return
+        if over.backwards:
+            self._backwards.append(over.backwards)
+        if len(self._steppers) < 64 or frozenset(over.models) in self._steppers:
+            self._steppers[frozenset(over.models)] = frozenset(over.stepped)
+        self._cleared.append(self._cleared_since_step)
+        self._cleared_since_step = False
+
+    def remember(self, models: Iterable[int]) -> None:
+        """Marks the gradients at the end of a backward, of a few parameters of each model."""
+        self._marks = []
+        for model in models:
+            for reference in self.probes.get(model, ()):
+                parameter = reference()
+                if parameter is not None and parameter.grad is not None:
+                    self._marks.append(Mark.of(parameter))
+                    break
+
+    def cleared(self, current: Round) -> bool:
+        """Whether the gradients of the last backward were thrown away: its step was skipped."""
+        found = self._gone() or (self._written() and self.backwards is not None and current.backwards >= self.backwards)
+        self._cleared_since_step |= found
+        return found and not (len(self._cleared) == MULTI_PASS and all(self._cleared))
+
+    def _gone(self) -> bool:
+        """Whether a gradient is gone, or is another tensor: on the rung `parameter` this may look after the write."""
+        return any(mark.replaced() for mark in self._marks)
+
+    def _written(self) -> bool:
+        return any(mark.moved() for mark in self._marks)
