@@ -152,9 +152,11 @@ def test_weights_and_scales_are_waited_for_too() -> None:
     part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(np.array([8.0] + [0.0] * 8)), len(Column))
     scene.post.append(Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, scale))
     scene.post.append(Closed(1, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: 1}))
-    scale.arrived = True
-    assert scene.samples() == 0
+    assert np.isnan(scene.host.snapshot().gradients.table["update_ratio"][0])
     weights.arrived = True
+    assert scene.samples() == 0
+    assert scene.errors.counts() == {"worker": 0}
+    scale.arrived = True
     assert (scene.samples(), scene.norm()) == (1, 4)
     assert float(scene.host.snapshot().gradients.table["update_ratio"][0]) == 0.5
 

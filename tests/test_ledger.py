@@ -387,7 +387,7 @@ def test_the_recent_maximum_is_over_the_last_minute() -> None:
     generator = np.random.default_rng(1)
     times = NOW + np.cumsum(generator.choice([0, 0, 1, 2, 7, 45, 70], 400))
     norms = np.exp(generator.normal(0.0, 2.0, 400))
-    norms[::29] = NAN
+    norms[::29] = INF
     it = ledger()
     for number, (time, norm) in enumerate(zip(times, norms, strict=True), 1):
         it.apply(captured(number, {0: row(norm)}, at=time))
@@ -584,6 +584,7 @@ def test_rounding_is_no_clipping_and_no_disagreement() -> None:
     """Ratios that differ by the rounding of bfloat16 agree; an untouched norm is not clipped."""
     assert judge([1.0, 2.0], [0.5, 1.0005]).coefficient == pytest.approx(0.5, rel=1e-3)
     assert judge([1.0, 2.0], [0.5, 1.01]) == Clipping(None, disagree=True)
+    assert judge([1.0, 1.0, 1.0], [2.0**-6, 2.0**-6, 1.0]) == Clipping(None, disagree=True)
     assert not judge([1.0], [1.0 - 1e-9]).clipped
     assert judge([1.0], [0.999]).clipped
 

@@ -149,7 +149,11 @@ class GradientCapture:
                 self._late.add(optimizer)
             else:
                 self._timed(self._capture_at_step, optimizer)
-        elif self._round.captured and self._round.open:
+            return
+        current = self._round
+        if current.sampled and current.fired and not current.captured:
+            self._timed(self._catch_up)
+        if current.captured and current.open:
             self._timed(self._read_after, optimizer, grad_scale)
 
     def step_ended(self, optimizer: int) -> bool | None:
@@ -160,6 +164,7 @@ class GradientCapture:
         if optimizer not in self._stepping:
             return None
         self._stepping.discard(optimizer)
+        self._clock.step_done(optimizer)
         if optimizer in self._late:
             self._late.discard(optimizer)
             self._timed(self._capture_at_step, optimizer)
@@ -170,7 +175,6 @@ class GradientCapture:
             self._timed(self._read_after, optimizer)
         first = not current.stepped
         current.stepped.add(optimizer)
-        self._clock.step_done(optimizer)
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
         if self._nodes is not None and (self.mode is Mode.OUTPUT or not self._next_is_sampled()):
@@ -226,7 +230,7 @@ class GradientCapture:
         self._round.models.add(model)
 
     def _detected(self, model: int, _parameter: object) -> None:
-        """A parameter has received its gradient on a round that is not sampled."""
+        """A parameter is about to receive its gradient, on the rung `parameter`."""
         self._reached(model)
         self._certain = True
 
@@ -260,16 +264,21 @@ class GradientCapture:
         if sampled:
             if not self._round.backwards:
                 self._round.plan = self._index.refresh() if self._nodes is None else self._nodes_plan
-            self._before = _marks(self._round.plan) if self.mode is Mode.OUTPUT else None
             self._nodes_fired.clear()
             self._unannounced = False
             at_end_of_backward(self._end_hook)
+            self._before = None
+            if self.mode is Mode.OUTPUT:
+                self._errors.guard("capture", self._look)
         else:
             # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
             self._certain = not graph_is_kept()
             self._before = None if self._certain else self._probe_marks()
             after_backward(self._end_hook)
         self._spent(start, sampled=sampled)
+
+    def _look(self) -> None:
+        self._before = _marks(self._round.plan)
 
     def _on_end(self) -> None:
         if self._task == -1:
@@ -279,11 +288,10 @@ class GradientCapture:
         self._clock.switch(OUTSIDE)
         current = self._round
         before, self._before = self._before, None
-        if current.sampled:
-            fired = self._fired(before)
+        fired = self._fired(before) if current.sampled else set()
+        if current.sampled and (before is not None or self._nodes is not None):
             written = bool(fired)
         else:
-            fired = set()
             written = self._certain or any(mark.moved() for mark in before or ())
         if written:
             self._misses = 0
@@ -318,8 +326,8 @@ class GradientCapture:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._habits.learn(last)
         number = last.number + 1
-        if len(self._optimizers.names) == 1 and last.stepped:
-            self._optimizers.adopter = 0
+        if last.stepped:
+            self._optimizers.settled = True
         self._round = Round(number, self._index.plan, sampled=self._schedule.due(number))
         if self._nodes is not None and not self._round.sampled:
             self._disarm()
@@ -367,6 +375,7 @@ class GradientCapture:
     def _fall_to(self, mode: Mode, why: str) -> None:
         logger.info("gradients are captured by rung %r from now on: %s", mode.value, why)
         self.mode, self._misses = mode, 0
+        self._habits.probes.clear()
         if mode is Mode.OPTIMIZER:
             self.release()
 
@@ -392,6 +401,13 @@ class GradientCapture:
         current.captured = True
         self._place_probes(current)
 
+    def _catch_up(self) -> None:
+        """A round with fewer backwards than any lately: reads its gradients at the step, if nobody has touched them."""
+        if self._habits.untouched():
+            self._capture(self._round)
+        else:
+            self.skipped += 1
+
     def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
         gradients = [(i, g) for i in sorted(current.fired) if (g := parameters[i].grad) is not None]
         parts, scale = self._sent(self._statistics.measure(current.plan, gradients, current.number))
@@ -415,7 +431,6 @@ class GradientCapture:
 
     def _capture_at_step(self, optimizer: int) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
-        self._optimizers.adopter = optimizer if len(self._optimizers.names) == 1 else None
         if optimizer in self._round.stepped or not self._round.open:
             self._start_round()
         current = self._round
@@ -501,12 +516,13 @@ class GradientCapture:
         by_model: dict[int, list[int]] = {}
         for i in sorted(current.fired):
             by_model.setdefault(tracked[i].model, []).append(i)
-        for model, positions in by_model.items():
-            step = max(1, len(positions) // PROBES)
-            self._habits.probes[model] = [tracked[i].reference for i in positions[::step][:PROBES]]
         if self.mode is Mode.PARAMETER:
             for positions in by_model.values():
                 self._place_detectors(current, positions)
+            return
+        for model, positions in by_model.items():
+            step = max(1, len(positions) // PROBES)
+            self._habits.probes[model] = [tracked[i].reference for i in positions[::step][:PROBES]]
 
     def _place_detectors(self, current: Round, positions: list[int]) -> None:
         """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
@@ -515,8 +531,10 @@ class GradientCapture:
             tracked = current.plan.tracked[i]
             parameter, owner = tracked.reference(), int(owners[i])
             if owner not in self._detectors and parameter is not None and len(self._detectors) < DETECTORS:
+                # A hook on the parameter itself runs before the gradient is written: clearing can still be seen.
                 hook = self._detector_hooks[tracked.model]
-                self._detectors[owner] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._habits.probes.setdefault(tracked.model, []).insert(0, tracked.reference)
 
     # What it costs
 

@@ -298,12 +298,12 @@ class Exporter:
         norm before clipping, as `clip_grad_norm_` returns it.
         """
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
-        self._errors.guard("observe", functools.partial(self._observe, values))
-
-    def _observe(self, values: Mapping[str, Number | None]) -> None:
         for name, value in values.items():
             if value is not None and not self._closed:
-                self._loop.observe(name, value)
+                try:
+                    self._loop.observe(name, value)
+                except Exception as error:  # noqa: BLE001 - the boundary: a wrong value must not end the training
+                    self._errors.count("observe", error)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.

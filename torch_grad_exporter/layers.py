@@ -182,6 +182,11 @@ class LayerIndex:
         self.rescan()
 
     @property
+    def models(self) -> int:
+        """How many models there are."""
+        return len(self._models)
+
+    @property
     def plan(self) -> Plan:
         """The plan of the last refresh."""
         return self._plan

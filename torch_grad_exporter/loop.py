@@ -63,7 +63,6 @@ class TrainingLoop:
         self._errors = errors
         self._models = models
         self._transfer = HostTransfer(ring=64)
-        self._in_closure = False
         self._settings_read = self._loss_read = float("-inf")
 
     @property
@@ -79,7 +78,7 @@ class TrainingLoop:
         start = clock.clock()
         clock.active()
         clock.evaluating = not module.training
-        if clock.stepping and not self._in_closure:
+        if clock.stepping and not called_from_step(sys._getframe(1)):
             clock.leave_step()
             self._capture.step_was_abandoned()
         if module.training and torch.is_grad_enabled():
@@ -106,12 +105,12 @@ class TrainingLoop:
             return
         start = self._clock.clock()
         self._clock.step_began()
-        self._in_closure = any(map(callable, (*args[1:2], kwargs.get("closure"))))
+        closure = any(map(callable, (*args[1:2], kwargs.get("closure"))))
         sampled = self._capture.current.sampled
         if sampled and not self._capture.knows_scaler:
             self._find_scaler()
         scale = getattr(optimizer, "grad_scale", None)
-        self._capture.step_began(number, closure=self._in_closure, grad_scale=scale if isinstance(scale, torch.Tensor) else None)
+        self._capture.step_began(number, closure=closure, grad_scale=scale if isinstance(scale, torch.Tensor) else None)
         if sampled and self._weights is not None:
             self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners()))
         self._clock.own_seconds += self._clock.clock() - start
@@ -128,7 +127,6 @@ class TrainingLoop:
         first = self._capture.step_ended(number)
         if first is None:
             return
-        self._in_closure = False
         if sampled and self._weights is not None:
             self._weigh(functools.partial(self._weights.after, number))
         if sampled or start - self._settings_read > READ_SECONDS:
@@ -254,6 +252,15 @@ def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | 
     """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
     sizes = {value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def called_from_step(frame: types.FrameType | None) -> bool:
+    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def calling_scaler(frame: types.FrameType | None) -> Scaler | None:

@@ -26,8 +26,8 @@ class Optimizers:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
         self.names: list[str] = []
-        self.adopter: int | None = None
-        """The optimizer that parameters without one are counted with; `None` while others may yet turn up."""
+        self.settled = False
+        """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
         self._plan: Plan | None = None
         self._groups_seen = -1
         self._owners = self._groups = np.zeros(0, dtype=np.int64)
@@ -48,10 +48,7 @@ class Optimizers:
         """The number under which steps are counted that no optimizer's hook reports."""
         if MANUAL not in self.names:
             self.names.append(MANUAL)
-        number = self.names.index(MANUAL)
-        if len(self.names) == 1:
-            self.adopter = number
-        return number
+        return self.names.index(MANUAL)
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer owns a tracked parameter."""
@@ -68,7 +65,7 @@ class Optimizers:
         Groups are numbered over all optimizers. Both have shape (parameters,).
         """
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
-        seen = hash((self.adopter, *((number, len(parameters), *map(id, parameters[:1])) for number, parameters in groups)))
+        seen = hash((self._adopter, *((number, len(parameters), *map(id, parameters[:1])) for number, parameters in groups)))
         if plan is self._plan and seen == self._groups_seen:
             return self._owners, self._groups
         position = {id(t.reference()): i for i, t in enumerate(plan.tracked)}
@@ -78,12 +75,22 @@ class Optimizers:
                 where = position.get(id(parameter))
                 if where is not None:
                     owners[where], numbers[where] = number, group
-        if self.adopter is not None:
-            owners[owners == -1] = self.adopter
+        if self._adopter is not None:
+            owners[owners == -1] = self._adopter
         if plan is not self._plan:
             self._forget_strangers()
         self._plan, self._groups_seen, self._owners, self._groups = plan, seen, owners, numbers
         return owners, numbers
+
+    @property
+    def _adopter(self) -> int | None:
+        """The optimizer that parameters without one are counted with: the only one there is.
+
+        Not with several models, of which one may be trained before the other's optimizer is seen.
+        """
+        if len(self.names) != 1:
+            return None
+        return 0 if self.names == [MANUAL] or (self.settled and self._index.models == 1) else None
 
     def _forget_strangers(self) -> None:
         """Looks again at optimizers that owned nothing of ours: the plan may have grown."""

@@ -122,6 +122,10 @@ class Habits:
                     self._marks.append(Mark.of(parameter))
                     break
 
+    def untouched(self) -> bool:
+        """Whether nobody has changed the gradients since the last backward, as far as the probes tell."""
+        return bool(self._marks) and not self._gone() and not self._written()
+
     def cleared(self, current: Round) -> bool:
         """Whether the gradients of the last backward were thrown away: its step was skipped."""
         found = self._gone() or (self._written() and self.backwards is not None and current.backwards >= self.backwards)
