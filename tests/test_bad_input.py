@@ -162,12 +162,6 @@ def test_a_registry_that_has_these_metrics_already() -> None:
         assert first.watches([MODEL])
 
 
-def test_an_address_that_is_none() -> None:
-    """An address that no host can have is an error that names the argument, not a run without metrics."""
-    with pytest.raises(ValueError, match="addr='no such address'"):
-        start_exporter(MODEL, 0, addr="no such address").close()
-
-
 @pytest.mark.parametrize("arguments", [{"every": 0}, {"include": "encoder"}, {"optimizers": STRANGER}], ids=str)
 def test_a_failed_start_does_not_end_the_exporter_that_is_there(arguments: Mapping[str, object]) -> None:
     """A second start on the same model that fails leaves the first exporter running."""

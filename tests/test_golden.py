@@ -70,6 +70,7 @@ def comparable(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def text() -> str:
+    """The scrape of the known run."""
     return scrape()
 
 

@@ -74,7 +74,9 @@ class Scene:
         values = [norm] + [0.0] * (width - 1)
         arrived = ticket or Arrived(np.array(values))
         part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), arrived, width)
-        self.post.append(Captured(number, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, self.time))
+        self.post.append(
+            Captured(number, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, self.time, likely_last=True, usual=frozenset())
+        )
         self.post.append(Closed(number, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: number}))
         return ticket
 
@@ -150,7 +152,9 @@ def test_weights_and_scales_are_waited_for_too() -> None:
     weights, scale = Late(1.0, 2.0, 0.5), Late(2.0)
     scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), weights))
     part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(np.array([8.0] + [0.0] * 8)), len(Column))
-    scene.post.append(Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, scale))
+    scene.post.append(
+        Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset(), scale=scale)
+    )
     scene.post.append(Closed(1, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: 1}))
     assert np.isnan(scene.host.snapshot().gradients.table["update_ratio"][0])
     weights.arrived = True

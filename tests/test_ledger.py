@@ -49,6 +49,11 @@ def parts(plan: Plan, rows: Rows) -> tuple[Part, ...]:
     return (Part(positions, plan.elements[positions], plan.units[positions], Arrived(table.reshape(-1)), table.shape[1]),)
 
 
+def ticket(value: float | None) -> Arrived | None:
+    """One number that has arrived."""
+    return None if value is None else Arrived(np.array([value]))
+
+
 def captured(
     number: int,
     rows: Rows,
@@ -57,12 +62,15 @@ def captured(
     at: float = NOW,
     owners: Sequence[int] = OWN,
     missing: Sequence[int] = (),
+    likely_last: bool = True,
+    usual: Iterable[int] = (),
     scale: float | None = None,
 ) -> Captured:
     """A capture in round `number`."""
-    ticket = None if scale is None else Arrived(np.array([scale]))
-    where = np.array(missing, dtype=np.int64)
-    return Captured(number, plan, parts(plan, rows), where, np.array(owners, dtype=np.int64), at, ticket)
+    where, own = np.array(missing, dtype=np.int64), np.array(owners, dtype=np.int64)
+    return Captured(
+        number, plan, parts(plan, rows), where, own, at, likely_last=likely_last, usual=frozenset(usual), scale=ticket(scale)
+    )
 
 
 def closed(
@@ -79,9 +87,18 @@ def closed(
     return Closed(number, outcome, own, number_of, frozenset(stepped), dict.fromkeys(stepped, number))
 
 
-def after(number: int, norms: Mapping[int, float], *, full: bool = False) -> AfterClip:
+def after(
+    number: int,
+    norms: Mapping[int, float],
+    *,
+    optimizer: int = 0,
+    full: bool = False,
+    loss_scale: float | None = None,
+    own_scale: float | None = None,
+) -> AfterClip:
     """Norms as the optimizer saw them in round `number`."""
-    return AfterClip(number, parts(PLAN, {position: [norm] for position, norm in norms.items()}), full)
+    rows = {position: [norm] for position, norm in norms.items()}
+    return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
 
 
 def ledger(plan: Plan = PLAN) -> GradientLedger:
@@ -160,6 +177,14 @@ def test_a_pending_sample_is_counted_after_a_second() -> None:
     assert shown(snapshot, "a", "nans") == 5
     assert math.isnan(shown(snapshot, "a", "norm"))
     assert one(snapshot, "nonfinite_unknown") == 1
+
+
+def test_amid_an_accumulation_a_pending_sample_has_more_patience() -> None:
+    """Where more backwards of the round may follow, a pending sample is counted after ten seconds only."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=5)}, likely_last=False))
+    assert shown(it.snapshot(NOW + 9.9), "a", "nans") == 0
+    assert shown(it.snapshot(NOW + 10.1), "a", "nans") == 5
 
 
 def test_a_sample_is_counted_once() -> None:
@@ -248,13 +273,22 @@ def test_a_layer_of_two_optimizers() -> None:
     assert (shown(snapshot, "a", "norm"), one(snapshot, "norm", 1)) == (4, pytest.approx(math.sqrt(20)))
 
 
-def test_a_parameter_that_nobody_owns_goes_with_the_first_to_step() -> None:
-    """Parameters that no known optimizer owns are published with the step that there was."""
+def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
+    """What no optimizer owns is not published with the step of one."""
     it = ledger()
-    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(UNOWNED,) * 3))
-    it.apply(closed(1, owners=(0, UNOWNED, UNOWNED)))
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, UNOWNED)))
+    it.apply(closed(1, owners=(0, 0, UNOWNED)))
     snapshot = it.snapshot(NOW)
-    assert (shown(snapshot, "b", "norm"), one(snapshot, "norm")) == (4, 5)
+    assert ([shown(snapshot, layer, "captures") for layer in "ab"], one(snapshot, "norm")) == ([1, 0], 3)
+
+
+def test_a_hang_is_counted_for_the_optimizers_that_usually_step() -> None:
+    """A sample whose step never came is counted for those that usually step after it, else for all owners."""
+    for usual, expected in (((1,), (1,)), ((), (0, 1))):
+        it = ledger()
+        it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, 1), usual=usual))
+        it.expire(NOW + 2)
+        assert it.snapshot(NOW + 2).optimizers == expected
 
 
 def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
@@ -474,6 +508,16 @@ def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
     assert one(snapshot, "after_clip") == pytest.approx(0.3 * math.sqrt(5))
 
 
+def test_a_scale_that_the_optimizer_divides_by_itself() -> None:
+    """A fused optimizer's own scale is taken out of the norm before and of the norm after."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3 * 1024.0), 2: row(4 * 1024.0)}))
+    it.apply(after(1, {0: 1.5 * 1024, 2: 2.0 * 1024}, full=True, loss_scale=1024.0, own_scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("norm", "coefficient", "after_clip")] == pytest.approx([5, 0.5, 2.5])
+
+
 def test_with_a_known_loss_scale_no_factor_is_taken_for_another() -> None:
     """Where the scaler's scale was given, gradients that a loop divides by 64 were made smaller, not unscaled twice."""
     it = ledger()
@@ -521,7 +565,8 @@ def test_probes_that_disagree_ask_for_everything() -> None:
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(1, {0: 3.0, 2: 0.8}))
     it.apply(closed(1))
-    assert not one(it.snapshot(NOW), "clip_known")
+    snapshot = it.snapshot(NOW)
+    assert (one(snapshot, "clip_known"), one(snapshot, "clipped")) == (0, 1)
     assert it.hints.full
     it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
@@ -537,7 +582,7 @@ def test_two_optimizers_are_clipped_apart() -> None:
     owners = (0, 0, 1)
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=owners))
     it.apply(after(1, {0: 0.3}))
-    it.apply(after(1, {2: 4.0}))
+    it.apply(after(1, {2: 4.0}, optimizer=1))
     it.apply(closed(1, owners=owners, stepped=(0, 1)))
     snapshot = it.snapshot(NOW)
     assert [one(snapshot, "coefficient", o) for o in (0, 1)] == pytest.approx([0.1, 1.0])
@@ -631,13 +676,13 @@ def test_only_large_powers_of_two_are_unscaling(ratio: float, expected: bool) ->
 
 
 def test_an_observed_norm_takes_over() -> None:
-    """From the first observed norm on, the global norm, its histogram and its spikes come from there only."""
+    """From the first observed norm on, the global norm and its histogram come from there only, and start anew."""
     it = ledger()
     train(it, [{0: row(1.0)}])
     for norm in (20.0, NAN, 30.0):
         it.observe_norm(norm)
     snapshot = train(it, [{0: row(5.0)}], first=2)
-    assert (one(snapshot, "norm"), one(snapshot, "bucket_sum"), snapshot.totals["buckets"][0].sum()) == (30, 51, 3)
+    assert (one(snapshot, "norm"), one(snapshot, "bucket_sum"), snapshot.totals["buckets"][0].sum()) == (30, 50, 2)
     assert (shown(snapshot, "a", "norm"), shown(snapshot, "a", "bucket_sum"), one(snapshot, "sample_step")) == (5, 6, 2)
 
 

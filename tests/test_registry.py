@@ -40,6 +40,7 @@ class Errors(list[tuple[str, BaseException]]):
 
 
 def collector(scrape: Callable[[], Iterable[Family]] = lambda: FAMILIES, errors: Errors | None = None) -> RegistryCollector:
+    """A collector over known families."""
     return RegistryCollector(scrape, CONSTANT, SPECS, on_error=(Errors() if errors is None else errors).add)
 
 

@@ -71,6 +71,7 @@ class Training:
 
 
 def serve(training: Training, *, addr: str = "127.0.0.1", ports: Iterable[int] = (0,), **options: object) -> MetricsServer:
+    """A server of this training, on loopback unless said otherwise."""
     return MetricsServer(
         training.scrape,
         Renderer({"run": "r"}),
@@ -85,6 +86,7 @@ def serve(training: Training, *, addr: str = "127.0.0.1", ports: Iterable[int] =
 
 @pytest.fixture
 def training() -> Iterator[Training]:
+    """A training whose scrape can be told to fail or to hang."""
     made = Training()
     yield made
     made.may_go_on.set()
@@ -92,6 +94,7 @@ def training() -> Iterator[Training]:
 
 @pytest.fixture
 def server(training: Training) -> Iterator[MetricsServer]:
+    """A running server of the training."""
     with contextlib.closing(serve(training)) as made:
         yield made
 
@@ -104,6 +107,7 @@ class Answer:
 
 
 def request(server: MetricsServer, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1", **headers: str) -> Answer:
+    """One request and its answer."""
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
     with contextlib.closing(http.client.HTTPConnection(host, server.port, timeout=30)) as client:
         client.request(method, path, headers=fields)
@@ -112,6 +116,7 @@ def request(server: MetricsServer, path: str = "/metrics", method: str = "GET", 
 
 
 def connect(server: MetricsServer) -> socket.socket:
+    """A connection on which nothing has been sent."""
     return socket.create_connection(("127.0.0.1", server.port), timeout=30)
 
 
@@ -125,6 +130,7 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def exchange(server: MetricsServer, sent: bytes) -> bytes:
+    """What the server answers to these bytes before it closes."""
     with connect(server) as client:
         with contextlib.suppress(ConnectionError):
             client.sendall(sent)
@@ -141,6 +147,7 @@ def hangs_up(client: socket.socket) -> bool:
 
 
 def server_threads() -> list[threading.Thread]:
+    """The server's own threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
 
 
@@ -391,6 +398,7 @@ class NoDescriptorsLeft(socket.socket):
 
 @contextlib.contextmanager
 def running(loop: ConnectionLoop) -> Iterator[None]:
+    """Runs a connection loop in a thread."""
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -531,6 +539,7 @@ def test_ranks_of_one_host_share_no_candidate() -> None:
 
 
 def free_port() -> int:
+    """A port that nobody has."""
     with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -576,6 +585,7 @@ def test_ipv4_addresses(training: Training, addr: str) -> None:
 
 
 def has_ipv6() -> bool:
+    """Whether this machine has IPv6 on loopback."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -701,6 +711,7 @@ def test_a_forked_child_does_not_keep_the_port(handling: str, taken: bool) -> No
 
 
 def can_bind(port: int) -> bool:
+    """Whether somebody else may have the port."""
     try:
         open_listener("127.0.0.1", (port,)).close()
     except OSError:

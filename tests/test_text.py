@@ -37,6 +37,7 @@ both_formats = pytest.mark.parametrize("form", list(Format))
 
 
 def render(families: Iterable[Family], form: Format = Format.TEXT, labels: dict[str, str] = CONSTANT) -> str:
+    """The text of the families."""
     return Renderer(labels).render(families, form).decode()
 
 
@@ -77,6 +78,7 @@ def filled(spec: Spec, rows: LabelRows, generator: np.random.Generator, *, maske
 
 
 def catalogue_families(layers: int, *, masked: bool = False) -> list[Family]:
+    """Families of the catalogue's own metrics for so many layers."""
     generator = np.random.default_rng(7)
     rows = {
         spec.labels: LabelRows(tuple((f"layers.{i}.weight", *("x" for _ in spec.labels[1:])) for i in range(layers)))
@@ -256,6 +258,7 @@ def test_prepared_text_goes_with_its_rows() -> None:
 
 
 def best_of(repeats: int, action: Callable[[], object]) -> float:
+    """The shortest time of the repeats, in seconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -339,5 +342,5 @@ def test_the_format_follows_the_accept_header(accept: str, form: Format) -> None
     ],
 )
 def test_gzip_follows_the_accept_encoding_header(accept_encoding: str, accepted: bool) -> None:
-    """gzip is used if named or covered by the wildcard, and never at quality 0."""
+    """Gzip is used if named or covered by the wildcard, and never at quality 0."""
     assert accepts_gzip(accept_encoding) is accepted

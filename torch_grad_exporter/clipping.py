@@ -44,7 +44,9 @@ class Clipping:
         return self.disagree or (self.coefficient is not None and self.coefficient < 1 - UNTOUCHED)
 
 
-def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full: bool, scale: float | None) -> Clipping:
+def compare(
+    before: FloatArray, after: FloatArray, measured: BoolArray, *, full: bool, scale: float | None, unscaled: bool = False
+) -> Clipping:
     """Compares norms per parameter, shape (parameters,), where `measured`.
 
     `full`: all of the optimizer's parameters were measured again. `scale`: the loss scale that `before` still
@@ -56,7 +58,7 @@ def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full:
     if not ratios.size:
         return Clipping(None)
     agree = float(ratios.max() - ratios.min()) <= AGREE * float(ratios.max())
-    if agree and is_unscaling(float(np.median(ratios))):
+    if agree and not unscaled and is_unscaling(float(np.median(ratios))):
         return Clipping(1.0, scale=1 / float(np.median(ratios)))
     factor = scale or 1.0
     if full:

@@ -44,7 +44,7 @@ from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import StepClock
 from torch_grad_exporter.schedule import SamplingSchedule
 from torch_grad_exporter.scrape import Scrape
-from torch_grad_exporter.settings import UNSET, Settings, Unset, resolve
+from torch_grad_exporter.settings import UNSET, Settings, Unset, resolve, source
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.totals import TrainingTotals
 from torch_grad_exporter.version import __version__
@@ -116,7 +116,7 @@ def start_exporter(
     _check_scaler(grad_scaler)
     if registry is not None and not hasattr(registry, "register"):
         raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
-    index = _checked_index(models, settings)
+    index = _checked_index(models, settings, chosen)
     _check_ownership(index, named)
     for other in list(_live):
         if other.watches(models.values()):
@@ -442,16 +442,15 @@ def _check_scaler(scaler: object) -> None:
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
 
 
-def _checked_index(models: Mapping[str, torch.nn.Module], settings: Settings) -> LayerIndex:
+def _checked_index(models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object]) -> LayerIndex:
     if not any(True for module in models.values() for _ in module.parameters()):
         raise ValueError("model: it has no parameters, so there are no gradients to watch; pass the module that is trained")
     everything = LayerIndex(models).all_layers()
     for name, patterns in (("include", settings.include), ("exclude", settings.exclude)):
         for pattern in patterns:
             if not any(pattern.search(layer) for layer in everything):
-                raise ValueError(
-                    f"{name}={pattern.pattern!r}: matches none of the {len(everything)} layers; the first is {everything[0]!r}"
-                )
+                where = f"{source(arguments, name)}={pattern.pattern!r}"
+                raise ValueError(f"{where}: matches none of the {len(everything)} layers; the first is {everything[0]!r}")
     layer_filter = LayerFilter(settings.include, settings.exclude)
     if not any(layer_filter.accepts(layer) for layer in everything):
         raise ValueError("include and exclude leave no layer of the model; loosen one of them")

@@ -114,7 +114,14 @@ class HostSide:
 
     def _arrived(self, since: float, event: _Ticketed, now: float) -> bool:
         """Whether all vectors of an event are here, or have to be given up."""
-        return now - since > LOST_SECONDS or all(ticket.ready() is not None for ticket in _tickets(event))
+        arrived = True  # also if one cannot be read: then applying the event fails, and it is gone
+
+        def look() -> None:
+            nonlocal arrived
+            arrived = all(ticket.ready() is not None for ticket in _tickets(event))
+
+        self._guarded(look)
+        return arrived or now - since > LOST_SECONDS
 
     def _apply(self, event: _Ticketed) -> None:
         if any(ticket.ready() is None for ticket in _tickets(event)):

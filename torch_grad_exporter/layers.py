@@ -81,6 +81,10 @@ class TrackedParameter:
     elements: int
     units: UnitLayout | None
 
+    def stands_at(self, owner: _Owner) -> bool:
+        """Whether the parameter is still where it was, under the same label."""
+        return self.module() is owner.module and (self.attribute, self.layer) == (owner.attribute, owner.layer)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -222,7 +226,8 @@ class LayerIndex:
             if not parameter.requires_grad or is_lazy(parameter):
                 self._unsettled.append((weakref.ref(owner.module), owner.attribute))
                 continue
-            found.append(known.get(id(parameter)) or _track(owner))
+            same = known.get(id(parameter))
+            found.append(same if same is not None and same.stands_at(owner) else _track(owner))
         if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
             self._plan = make_plan(found, self._max_layers)
         return self._plan
@@ -243,19 +248,21 @@ class LayerIndex:
                     if parameter is None or id(parameter) in seen:
                         continue
                     seen.add(id(parameter))
-                    layer = ".".join(part for part in (name, labels[raw] or attribute) if part)
+                    layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
                     if not filtered or self._filter.accepts(layer):
                         yield _Owner(parameter, module, attribute, model, layer)
 
 
-def _labels(root: torch.nn.Module) -> dict[str, str]:
-    """The cleaned name of each module, or its full name where two modules would share the cleaned one."""
-    raw_names = [raw for raw, module in root.named_modules() if module._parameters]
-    cleaned = [clean(raw) for raw in raw_names]
-    taken: dict[str, int] = {}
-    for name in cleaned:
-        taken[name] = taken.get(name, 0) + 1
-    return {raw: name if taken[name] == 1 else raw for raw, name in zip(raw_names, cleaned, strict=True)}
+def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
+    """The label of each module's parameters by module name and attribute, without what wrappers add.
+
+    Where two modules would share a label, both have their full names.
+    """
+    names = {(raw, attribute): clean(raw) or attribute for raw, module in root.named_modules() for attribute in module._parameters}
+    modules: dict[str, set[str]] = {}
+    for (raw, _), label in names.items():
+        modules.setdefault(label, set()).add(raw)
+    return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}
 
 
 def _track(owner: _Owner) -> TrackedParameter:

@@ -216,7 +216,12 @@ class GradientLedger:
         before, measured = sample.columns[:, Column.NORM].copy(), sample.present & ~np.isnan(after)
         found = {
             optimizer: clipping.compare(
-                before, after, measured & (owners == optimizer), full=full, scale=None if sample.unscaled else self._found_scale
+                before,
+                after,
+                measured & (owners == optimizer),
+                full=full,
+                scale=None if sample.unscaled else self._found_scale,
+                unscaled=sample.unscaled,
             )
             for optimizer in closed.stepped
         }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import re
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_grad_exporter.schedule import LONGEST
@@ -53,8 +54,7 @@ class Settings:
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
     """Settings from the arguments that are not `UNSET`, the environment and the defaults."""
     chosen: dict[str, Any] = {}
-    for name in (f.name for f in fields(Settings)):
-        check = _CHECKS[name]
+    for name, check in _CHECKS.items():
         given = arguments.get(name, UNSET)
         text = environment.get(PREFIX + name.upper())
         if given is not UNSET:
@@ -63,6 +63,11 @@ def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> 
             variable = PREFIX + name.upper()
             chosen[name] = check(f"environment variable {variable}", _parsed(name, variable, text.strip()))
     return Settings(**chosen)
+
+
+def source(arguments: Mapping[str, object], name: str) -> str:
+    """Where a choice comes from, for error messages: the argument's name or the environment variable's."""
+    return f"environment variable {PREFIX}{name.upper()}" if arguments.get(name, UNSET) is UNSET else name
 
 
 def _parsed(name: str, variable: str, text: str) -> object:
@@ -171,6 +176,15 @@ def _text(source: str, value: object) -> str:
     return value
 
 
+def _address(source: str, value: object) -> str:
+    text = _text(source, value)
+    try:
+        socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise _wrong(ValueError, source, "addr", value) from None
+    return text
+
+
 def _run(source: str, value: object) -> str:
     text = _text(source, value)
     if not 1 <= len(text) <= 200:
@@ -228,7 +242,7 @@ RESERVED_LABELS = frozenset(
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "port": _or_none(_integer(0, 65535)),
-    "addr": _text,
+    "addr": _address,
     "every": _every,
     "overhead_budget": _budget,
     "include": _patterns,

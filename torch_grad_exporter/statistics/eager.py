@@ -49,7 +49,13 @@ class EagerStatistics:
     @torch.no_grad()
     def measure(self, plan: Plan, gradients: Gradients, sample: int) -> list[Measurement]:
         """Full statistics, one measurement per device. The same `sample` again replaces its first capture."""
-        return [self._measure(plan, where, part, sample) for where, part in _by_device(gradients)]
+        found = []
+        for where, part in _by_device(gradients):
+            # Parameters with units come first, so that their unit counts are the first rows of the columns.
+            parts = sorted(batches(plan, part), key=lambda batch: not batch.units)
+            if parts:
+                found.append(self._measure(plan, where, parts, sample))
+        return found
 
     @torch.no_grad()
     def norms(self, plan: Plan, gradients: Gradients) -> list[Measurement]:
@@ -57,6 +63,8 @@ class EagerStatistics:
         found = []
         for where, part in _by_device(gradients):
             parts = list(batches(plan, part))
+            if not parts:
+                continue
             if where.type == "cpu":
                 vector = torch.from_numpy(np.concatenate([host.norms(batch) for batch in parts]))
             else:
@@ -64,9 +72,7 @@ class EagerStatistics:
             found.append(_measurement(parts, vector, 1))
         return found
 
-    def _measure(self, plan: Plan, where: torch.device, gradients: Gradients, sample: int) -> Measurement:
-        # Parameters with units come first, so that their unit counts are the first rows of the columns.
-        parts = sorted(batches(plan, gradients), key=lambda batch: not batch.units)
+    def _measure(self, plan: Plan, where: torch.device, parts: list[Batch], sample: int) -> Measurement:
         on_host = where.type == "cpu"
         columns, zero, alive = (self._on_host if on_host else self._on_device)(parts)
         members = [(plan.tracked[p], batch.values.shape[1]) for batch in parts if batch.units for p in batch.positions]
@@ -88,9 +94,9 @@ class EagerStatistics:
     def _on_device(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         measured = [(batch.units, *device.measure(batch, moments=self._moments)) for batch in parts]
         columns = torch.cat([columns for _, columns, _ in measured])
-        magnitudes = [magnitude.float() for units, _, magnitude in measured if units]
-        magnitude = torch.cat(magnitudes) if magnitudes else columns.new_zeros(0)
-        return columns, magnitude == 0, magnitude > 0
+        magnitudes = [magnitude for units, _, magnitude in measured if units] or [columns.new_zeros(0)]
+        # Compared in their own type: another one might round a tiny value to zero.
+        return columns, torch.cat([m == 0 for m in magnitudes]), torch.cat([m > 0 for m in magnitudes])
 
 
 def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:

@@ -22,6 +22,10 @@ _SAFE_NORM_FLOAT32 = (1e-14, 1e14)
 """Norms of a row between which its squares neither underflowed nor overflowed noticeably."""
 
 
+_PIECE = 1024
+"""Elements that one float32 sum of squares runs over at most."""
+
+
 @dataclass(slots=True)
 class RowFlags:
     """What is known of each row: exactly zero, or certainly not zero. A row with a NaN is neither."""
@@ -68,8 +72,8 @@ def norms(batch: Batch) -> FloatArray:
 
 def combined_norm(parts: FloatArray) -> FloatArray:
     """The L2 norm of vectors whose parts have the given norms; shape (n, parts) to (n,), without overflow."""
-    largest = parts.max(axis=1, initial=0.0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):  # NaN and Infinity are what is looked for here
+        largest = parts.max(axis=1, initial=0.0)
         scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
         return np.asarray(np.sqrt(np.square(parts / scale[:, None]).sum(axis=1)) * scale)
 
@@ -116,8 +120,16 @@ def _measure_block(block: torch.Tensor, *, moments: bool) -> _Block:
 
 
 def _row_norms(rows: torch.Tensor) -> FloatArray:
+    """The norm of each row; long rows in pieces, which are added up in float64 so that no rounding piles up."""
     accumulate = rows.dtype if rows.dtype in _SAFE_NORM else torch.float32
-    return torch.linalg.vector_norm(rows, dim=1, dtype=accumulate).double().numpy()  # type: ignore[no-any-return]
+    width = rows.shape[1]
+    if width <= _PIECE:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=accumulate).double().numpy()  # type: ignore[no-any-return]
+    if width % _PIECE == 0:
+        pieces = torch.linalg.vector_norm(rows.reshape(rows.shape[0], -1, _PIECE), dim=2, dtype=accumulate)
+    else:
+        pieces = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=accumulate) for part in torch.split(rows, _PIECE, 1)], 1)
+    return combined_norm(pieces.double().numpy())
 
 
 def _suspicious(row_norms: FloatArray, dtype: torch.dtype) -> IntArray:
@@ -144,6 +156,11 @@ def _zeros(block: torch.Tensor) -> list[int]:
 def _combined(parts: list[FloatArray]) -> FloatArray:
     """The columns of one tensor from those of its blocks; NaN stays NaN in the extremes."""
     stacked = np.stack(parts)
+    with np.errstate(invalid="ignore"):
+        return _summed(stacked)
+
+
+def _summed(stacked: FloatArray) -> FloatArray:
     total: FloatArray = stacked.sum(axis=0)
     total[:, Column.MIN] = stacked[:, :, Column.MIN].min(axis=0)
     total[:, Column.MAX] = stacked[:, :, Column.MAX].max(axis=0)

@@ -1,7 +1,7 @@
 """Dead units: how long each output unit's gradient has been exactly zero.
 
-Each unit counts the samples since it last had a gradient that was not zero. It starts at `window`, so that
-"zero in each of the last `window` samples", or in every sample so far while there are fewer, is one
+Each unit counts the samples since it last had a gradient that was not zero. It starts at `window - 1`, so
+that "zero in each of the last `window` samples", or in every sample so far while there are fewer, is one
 comparison. A unit with a NaN neither counts on nor starts anew: an overflow is no sign of life and no
 silence. A second capture of the same sample replaces the first, so the counts before it are kept.
 """
@@ -52,7 +52,7 @@ class UnitState:
         for tracked, units in members:
             kept = self._kept.pop(tracked, None)
             if kept is None or kept.shape[0] != units:
-                kept = torch.full((units,), self._window, dtype=torch.int32, device=self._device)
+                kept = torch.full((units,), self._window - 1, dtype=torch.int32, device=self._device)
             parts.append(kept)
         self._members = members
         self._before = torch.cat(parts)
