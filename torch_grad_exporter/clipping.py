@@ -50,7 +50,7 @@ def compare(
     """Compares norms per parameter, shape (parameters,), where `measured`.
 
     `full`: all of the optimizer's parameters were measured again. `scale`: the loss scale that `before` still
-    contains if it was found in an earlier sample, else `None`.
+    contains if it was found in an earlier sample, else `None`. `unscaled`: the scale is known and no longer in them.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (after / before)[measured & (before > 0) & np.isfinite(before) & np.isfinite(after)]

@@ -106,22 +106,18 @@ class HostSide:
             else:
                 self._waiting.append((now, event))
         for line in (self._waiting, self._observed):
-            while line and self._arrived(*line[0], now):
-                # Taken out first: an event that cannot be applied must not be met again.
-                _, event = line.popleft()
-                self._guarded(functools.partial(self._apply, event))
+            while line and self._guarded(functools.partial(self._take, line, now)):
+                pass
         self._guarded(lambda: self._ledger.expire(now))
 
-    def _arrived(self, since: float, event: _Ticketed, now: float) -> bool:
-        """Whether all vectors of an event are here, or have to be given up."""
-        arrived = True  # also if one cannot be read: then applying the event fails, and it is gone
-
-        def look() -> None:
-            nonlocal arrived
-            arrived = all(ticket.ready() is not None for ticket in _tickets(event))
-
-        self._guarded(look)
-        return arrived or now - since > LOST_SECONDS
+    def _take(self, line: deque[tuple[float, _Ticketed]], now: float) -> bool:
+        """Applies the first event of a line if all its vectors are here, or have to be given up; whether it did."""
+        since, event = line.popleft()  # out first: an event that fails must not be met again
+        if now - since <= LOST_SECONDS and any(ticket.ready() is None for ticket in _tickets(event)):
+            line.appendleft((since, event))
+            return False
+        self._apply(event)
+        return True
 
     def _apply(self, event: _Ticketed) -> None:
         if any(ticket.ready() is None for ticket in _tickets(event)):
@@ -135,12 +131,13 @@ class HostSide:
             else:
                 self._totals.observed(event, value)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Runs one piece of the worker's work; a failure costs that piece, and the worker never stops for it."""
+    def _guarded(self, action: Callable[[], object]) -> bool:
+        """Runs one piece of the worker's work; whether to go on. A failure costs that piece, and the worker goes on."""
         try:
-            action()
+            return action() is not False
         except Exception as error:  # noqa: BLE001 - the boundary: one bad event must not cost the others
             self._errors.count("worker", error)
+            return True
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:
