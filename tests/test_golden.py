@@ -29,6 +29,7 @@ EXACT = re.compile(
 
 NEVER_HERE = {
     "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
+    "torch_grad_shard_norm": "needs a sharded model",
     "torch_train_loss_scale": "needs a gradient scaler",
 }
 

@@ -548,6 +548,17 @@ def test_clipping_is_seen_in_the_probes() -> None:
     assert [one(snapshot, n) for n in ("coefficient", "clipped")] == [1, 1]
 
 
+def test_clipping_is_counted_when_the_outcome_is_known() -> None:
+    """A sample that is counted while pending counts as clipped once, when its round is closed."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(1, {0: 0.3, 2: 0.4}))
+    it.expire(NOW + 2)
+    assert one(it.snapshot(NOW + 2), "clipped") == 0
+    it.apply(closed(1))
+    assert one(it.snapshot(NOW + 2), "clipped") == 1
+
+
 def test_without_a_second_measurement_clipping_is_unknown() -> None:
     """A round in which nothing was measured again has no coefficient, and does not show the one before."""
     it = ledger()
@@ -684,6 +695,14 @@ def test_an_observed_norm_takes_over() -> None:
     snapshot = train(it, [{0: row(5.0)}], first=2)
     assert (one(snapshot, "norm"), one(snapshot, "bucket_sum"), snapshot.totals["buckets"][0].sum()) == (30, 50, 2)
     assert (shown(snapshot, "a", "norm"), shown(snapshot, "a", "bucket_sum"), one(snapshot, "sample_step")) == (5, 6, 2)
+
+
+def test_an_observed_norm_has_a_baseline_of_its_own() -> None:
+    """Observed norms are not judged against captured ones, which may be scaled otherwise."""
+    it = ledger()
+    train(it, [{0: row(1.0)}] * 40)
+    it.observe_norm(100.0)
+    assert one(it.snapshot(NOW), "spikes") == 0
 
 
 def test_an_observed_norm_before_any_sample() -> None:

@@ -154,10 +154,29 @@ def test_the_schedule_follows_a_run_whose_steps_become_shorter() -> None:
 
 
 def test_single_outliers_change_nothing() -> None:
-    """A step that writes a checkpoint and a sample that compiles something do not move the interval."""
+    """Steps that write a checkpoint and a sample that compiles something do not move the interval."""
     schedule = SamplingSchedule()
-    _, intervals = train(schedule, 20_000, lambda n: 60.0 if n % 97 == 0 else 0.01, lambda n: 5.0 if n == 4096 else 0.0007)
+    intervals = []
+    for number in range(200):
+        schedule.stepped(60.0 if number % 10 == 3 else 0.01)
+        schedule.sampled(5.0 if number == 100 else 0.0007)
+        intervals.append(schedule.interval)
     assert set(intervals[FIRST_SAMPLES:]) == {8}
+
+
+def test_samples_that_differ_count_by_their_mean() -> None:
+    """Where every eighth sample costs ten times as much as the others, the overhead is still near the budget."""
+    schedule = SamplingSchedule()
+    costs = itertools.cycle([0.001] * 7 + [0.01])
+    paid: list[tuple[int, float]] = []
+
+    def cost(number: int) -> float:
+        paid.append((number, next(costs)))
+        return paid[-1][1]
+
+    train(schedule, 100_000, always(0.01), cost)
+    overhead = sum(seconds for number, seconds in paid if number >= 20_000) / (80_000 * 0.01)
+    assert 0.0038 < overhead <= 0.0105
 
 
 def test_the_cap_is_reported() -> None:

@@ -132,6 +132,7 @@ class GradientCapture:
         """A forward of a root is over: hooks its output, so that its backward is seen."""
         if self.mode is not Mode.OUTPUT or graph_task() != -1:
             return
+        self._task = -1  # no backward is running: one that began and did not end has raised
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -179,6 +180,8 @@ class GradientCapture:
             self._close_round(Outcome.STEPPED)
         if self._nodes is not None and (self.mode is Mode.OUTPUT or not self._next_is_sampled()):
             self._disarm()
+        if self._next_is_sampled():
+            self._index.refresh()
         self._arm_if_wanted()
         return first
 
@@ -263,7 +266,7 @@ class GradientCapture:
         sampled = self._round.sampled
         if sampled:
             if not self._round.backwards:
-                self._round.plan = self._index.refresh() if self._nodes is None else self._nodes_plan
+                self._round.plan = self._nodes_plan if self._nodes is not None else self._plan_in_backward()
             self._nodes_fired.clear()
             self._unannounced = False
             at_end_of_backward(self._end_hook)
@@ -276,6 +279,10 @@ class GradientCapture:
             self._before = None if self._certain else self._probe_marks()
             after_backward(self._end_hook)
         self._spent(start, sampled=sampled)
+
+    def _plan_in_backward(self) -> Plan:
+        # FSDP2 has put the gathered parameters in the place of the sharded ones now: no time to look again.
+        return self._index.plan if self._index.plan.sharded.any() else self._index.refresh()
 
     def _look(self) -> None:
         self._before = _marks(self._round.plan)

@@ -66,6 +66,11 @@ GRAD_CAPTURES = _counter(
     "Sampled steps in which the layer's gradient was read: what every per-layer total and histogram is over.",
     "layer",
 )
+GRAD_SHARD_NORM = _gauge(
+    "torch_grad_shard_norm",
+    "Sharded gradients only: L2 norm of this rank's part of the layer's gradient at the last sampled step, unscaled, before clipping.",
+    "layer",
+)
 GRAD_NORM_RECENT_MAX = _gauge(
     "torch_grad_norm_recent_max",
     "Largest finite L2 norm of the layer's gradient among the samples of the last 60 seconds.",

@@ -408,6 +408,9 @@ def _checked_models(model: object) -> dict[str, torch.nn.Module]:
             raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
         if not name and len(models) > 1:
             raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
+    for name in models:
+        if any(other.startswith(f"{name}.") for other in models if name):
+            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
     if len({id(module) for module in models.values()}) != len(models):
         raise ValueError("model: the same module stands under two names; name it once")
     return dict(models)
@@ -455,6 +458,8 @@ def _checked_index(models: Mapping[str, torch.nn.Module], settings: Settings, ar
     if not any(layer_filter.accepts(layer) for layer in everything):
         raise ValueError("include and exclude leave no layer of the model; loosen one of them")
     index = LayerIndex(models, layer_filter, settings.max_layers)
+    if not index.plan.tracked:
+        logger.warning("no parameter of the model requires a gradient yet; those that do later are picked up then")
     if index.plan.folded:
         logger.warning(
             "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include=",

@@ -100,7 +100,7 @@ class HostSide:
         while self._mailbox:
             event = self._mailbox.popleft()
             if isinstance(event, Stepped):
-                self._totals.stepped(event)
+                self._guarded(functools.partial(self._totals.stepped, event))
             elif isinstance(event, Observed) and event.name != "grad_norm":
                 self._observed.append((now, event))
             else:

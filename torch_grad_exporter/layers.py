@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.families import BoolArray, IntArray
 
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
@@ -90,7 +90,8 @@ class TrackedParameter:
 class Plan:
     """What is tracked at present: parameters by position, layers by index, and which belongs where.
 
-    `layer_of`, `elements`, `units`: shape (parameters,). The plan is replaced, never changed.
+    `layer_of`, `elements`, `units`: shape (parameters,). `folded`: layers that share a label. `sharded`: shape (layers,),
+    whether this rank has only a part of the layer's parameters. The plan is replaced, never changed.
     """
 
     tracked: tuple[TrackedParameter, ...]
@@ -99,6 +100,7 @@ class Plan:
     elements: IntArray
     units: IntArray
     folded: int
+    sharded: BoolArray
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
         """The parameters by position, or `None` if one of them is gone."""
@@ -114,6 +116,9 @@ def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
     members: dict[str, set[str]] = {}
     for label, one in zip(labels, tracked, strict=True):
         members.setdefault(label, set()).add(one.layer)
+    sharded = np.zeros(len(layers), dtype=np.bool_)
+    for label, one in zip(labels, tracked, strict=True):
+        sharded[index[label]] |= is_sharded(one.reference())
     return Plan(
         tracked=tuple(tracked),
         layers=layers,
@@ -121,7 +126,14 @@ def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
         elements=np.array([t.elements for t in tracked], dtype=np.int64),
         units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
         folded=sum(len(names) for names in members.values() if len(names) > 1),
+        sharded=sharded,
     )
+
+
+def is_sharded(parameter: torch.nn.Parameter | None) -> bool:
+    """Whether this rank has only a part of a parameter: a DTensor that is sharded on some dimension of its mesh."""
+    placements: Sequence[object] = getattr(parameter, "placements", ())
+    return any(type(placement).__name__ != "Replicate" for placement in placements)
 
 
 def fold(names: Sequence[str], most: int) -> list[str]:

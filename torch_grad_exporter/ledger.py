@@ -71,6 +71,7 @@ class GradientSnapshot:
     totals: np.ndarray[tuple[int], np.dtype[np.void]]
     samples: int
     undelivered: int
+    norm_observed: bool
 
 
 @dataclass(slots=True)
@@ -175,7 +176,9 @@ class GradientLedger:
         table = self._layers[self._rows]
         fresh = self._recent_second > int(now) - _SECONDS
         recent = np.fmax.reduce(table["recent"][:, fresh], axis=1, initial=np.nan)
-        return GradientSnapshot(plan, table, recent, tuple(self._optimizers), self._totals.copy(), self.samples, self.undelivered)
+        return GradientSnapshot(
+            plan, table, recent, tuple(self._optimizers), self._totals.copy(), self.samples, self.undelivered, self._norm_observed
+        )
 
     def _publish_unknown(self, *, keep: bool = False) -> None:
         sample = self._pending

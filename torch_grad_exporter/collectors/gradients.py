@@ -22,6 +22,7 @@ _LAST_VALUES = {
     c.GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
     c.GRAD_MISSING_PARAMETERS: "missing",
 }
+_OF_THE_WHOLE = {c.GRAD_NORM, c.GRAD_MAX_MAGNITUDE}
 _TOTALS = {
     c.GRAD_NORM_SQUARED_TOTAL: "squared_total",
     c.GRAD_CAPTURES: "captures",
@@ -63,16 +64,20 @@ class GradientCollector:
         layers = self._layers.get(tuple((layer,) for layer in snapshot.plan.layers))
         table = snapshot.table
         read = table["captures"] > 0
+        # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
+        whole = ~snapshot.plan.sharded
         judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
             # The norm itself may be NaN; where NaN means that there is no value, it is left out.
-            yield Family(spec, table[column], layers, ~np.isnan(table[column]) if spec in judged else read)
+            present = ~np.isnan(table[column]) if spec in judged else read
+            yield Family(spec, table[column], layers, present & whole if spec in _OF_THE_WHOLE else present)
+        yield Family(c.GRAD_SHARD_NORM, table["norm"], layers, read & ~whole)
         with np.errstate(over="ignore"):
             yield Family(c.GRAD_NORM_SQUARED, np.square(table["norm"]), layers, read)
         for spec, column in _TOTALS.items():
             yield Family(spec, table[column], layers)
-        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, sums=table["bucket_sum"])
-        yield Family(c.GRAD_NORM_RECENT_MAX, snapshot.recent_max, layers, ~np.isnan(snapshot.recent_max))
+        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, whole, sums=table["bucket_sum"])
+        yield Family(c.GRAD_NORM_RECENT_MAX, snapshot.recent_max, layers, whole & ~np.isnan(snapshot.recent_max))
         dead = table["dead_ratio"]
         yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (table["captures"] >= self._dead_from))
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in snapshot.plan.layers))
@@ -87,9 +92,10 @@ class GradientCollector:
         totals = snapshot.totals if len(snapshot.totals) else np.zeros(1, dtype=snapshot.totals.dtype)
         names = self._labels_of(snapshot.optimizers)
         rows = self._optimizers.get(tuple((name,) for name in names))
-        seen, clip = totals["seen"], totals["clip_known"]
-        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, seen)
-        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, sums=totals["bucket_sum"])
+        whole = np.full(len(names), snapshot.norm_observed or not snapshot.plan.sharded.any())
+        seen, clip = totals["seen"], totals["clip_known"] & whole
+        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, seen & whole)
+        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"])
         yield Family(c.GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
         yield Family(c.GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
         yield Family(c.GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
