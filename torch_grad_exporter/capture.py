@@ -117,6 +117,7 @@ class GradientCapture:
         self._certain = True
         self._unannounced = False
         self._before: list[Mark] | None = None
+        self._check_is_next = True
         self._nodes: NodeHooks | None = None
         self._nodes_plan = index.plan
         self._nodes_fired: set[int] = set()
@@ -136,7 +137,8 @@ class GradientCapture:
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._arm_if_wanted()
+        if self._check_is_next and self._nodes is None and self._next_is_sampled():
+            self._arm_if_wanted()
 
     def step_began(self, optimizer: int, *, closure: bool, grad_scale: torch.Tensor | None = None) -> None:
         """An optimizer is about to step: its view of the gradients, if a backward came before.
@@ -178,11 +180,12 @@ class GradientCapture:
         current.stepped.add(optimizer)
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
-        if self._nodes is not None and (self.mode is Mode.OUTPUT or not self._next_is_sampled()):
+        sampled_next = self._next_is_sampled()
+        if self._nodes is not None and (self.mode is Mode.OUTPUT or not sampled_next):
             self._disarm()
-        if self._next_is_sampled():
-            self._index.refresh()
-        self._arm_if_wanted()
+        if sampled_next:
+            self._timed(self._index.refresh)
+            self._arm_if_wanted()
         return first
 
     def step_was_abandoned(self) -> None:
@@ -405,6 +408,7 @@ class GradientCapture:
             self.skipped += 1
             return
         self.samples += not current.captured
+        self._check_is_next = self.samples < 2 or self.samples % CHECK_EVERY == 0
         current.captured = True
         self._place_probes(current)
 
@@ -461,10 +465,11 @@ class GradientCapture:
         parameters = current.plan.parameters()
         if parameters is None:
             return
-        full = self._hints.full or self._hints.plan is not current.plan or self.samples % FULL_EVERY == 1
         owners, _ = self._optimizers.owners(current.plan)
-        wanted = current.fired if full else current.fired & self._hints.probes
-        mine = [i for i in sorted(wanted) if owners[i] == optimizer]
+        mine = [i for i in sorted(current.fired) if owners[i] == optimizer]
+        probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
+        full = self._hints.full or not probes or self.samples % FULL_EVERY == 1
+        mine = mine if full else probes
         gradients = [(i, g) for i in mine if (g := parameters[i].grad) is not None]
 
         def measure() -> None:
@@ -496,11 +501,9 @@ class GradientCapture:
     # Nodes, probes and detectors
 
     def _arm_if_wanted(self) -> None:
-        """Hooks the nodes for the next round if it is sampled and its rung, or a check of it, needs them."""
-        if self._nodes is not None or self.mode is Mode.OPTIMIZER:
-            return
-        check = self.samples < 2 or self.samples % CHECK_EVERY == 0
-        if (check or self.mode is Mode.PARAMETER) and self._next_is_sampled():
+        """Hooks the nodes for the next round, which is sampled, if its rung, or a check of it, needs them."""
+        wanted = self.mode is Mode.PARAMETER or (self._check_is_next and self.mode is Mode.OUTPUT)
+        if self._nodes is None and wanted:
             self._timed(self._arm)
 
     def _arm(self) -> None:
@@ -545,7 +548,7 @@ class GradientCapture:
 
     # What it costs
 
-    def _timed(self, action: Callable[..., None], *arguments: object) -> None:
+    def _timed(self, action: Callable[..., object], *arguments: object) -> None:
         """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
         start = self._clock.clock()
         action(*arguments)

@@ -261,7 +261,7 @@ class Exporter:
     def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Registers the hooks; from here on the training is watched."""
         for number, module in enumerate(models.values()):
-            self._hooks.on_module(module, self._loop.forward_began, functools.partial(_forward_ended, self._loop, number))
+            self._hooks.on_module(module, self._loop.forward_began, functools.partial(self._loop.forward_ended, number))
             # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
             self._finalizers.append(weakref.finalize(module, self._capture.release))
             self._finalizers[-1].atexit = False
@@ -375,12 +375,6 @@ class Exporter:
             self._server.after_fork_in_child()
         self._host.after_fork_in_child()
         self._hooks.disconnect()
-
-
-def _forward_ended(
-    loop: TrainingLoop, number: int, module: torch.nn.Module, _args: object, _kwargs: object, output: object
-) -> None:
-    loop.forward_ended(number, module, output)
 
 
 def _info(identity: distributed.Identity, loop: TrainingLoop) -> dict[str, str]:

@@ -87,8 +87,8 @@ class TrainingLoop:
                 self._count_samples(args, kwargs)
         clock.own_seconds += clock.clock() - start
 
-    def forward_ended(self, model: int, module: torch.nn.Module, output: object) -> None:
-        """A root's forward is over: the capture hooks its output, a loss in it is observed."""
+    def forward_ended(self, model: int, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
+        """The forward of the root of this number is over: the capture hooks its output, a loss in it is observed."""
         clock = self._clock
         start = clock.clock()
         clock.switch(OUTSIDE)
@@ -105,7 +105,7 @@ class TrainingLoop:
             return
         start = self._clock.clock()
         self._clock.step_began()
-        closure = any(map(callable, (*args[1:2], kwargs.get("closure"))))
+        closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         sampled = self._capture.current.sampled
         if sampled and not self._capture.knows_scaler:
             self._find_scaler()

@@ -25,6 +25,7 @@ class Optimizers:
     def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
+        self._last: tuple[weakref.ref[torch.optim.Optimizer], int | None] | None = None
         self.names: list[str] = []
         self.settled = False
         """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
@@ -37,11 +38,14 @@ class Optimizers:
 
     def number(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer."""
+        if self._last is not None and self._last[0]() is optimizer:
+            return self._last[1]
         try:
             found = self._numbers[optimizer]
         except KeyError:
             found = self._add(type(optimizer).__name__) if self.concerns(optimizer) else None
             self._numbers[optimizer] = found
+        self._last = (weakref.ref(optimizer), found)
         return found
 
     def manual(self) -> int:
@@ -97,6 +101,7 @@ class Optimizers:
         for optimizer, number in list(self._numbers.items()):
             if number is None:
                 del self._numbers[optimizer]
+        self._last = None
 
     def _add(self, name: str) -> int:
         """A number for an optimizer; that of a dead one of the same name, if there is one.

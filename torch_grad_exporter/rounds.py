@@ -118,8 +118,9 @@ class Habits:
         for model in models:
             for reference in self.probes.get(model, ()):
                 parameter = reference()
-                if parameter is not None and parameter.grad is not None:
-                    self._marks.append(Mark.of(parameter))
+                gradient = None if parameter is None else parameter.grad
+                if gradient is not None:
+                    self._marks.append(Mark(reference, weakref.ref(gradient), gradient._version))
                     break
 
     def untouched(self) -> bool:
