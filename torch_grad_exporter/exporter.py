@@ -365,6 +365,8 @@ class Exporter:
             "rank": self.rank,
             "version": __version__,
             "capture_mode": self._capture.mode.value,
+            "sampling_interval_steps": self._schedule.interval,
+            "sampling_interval_at_cap": self._schedule.capped,
             "errors": sum(self._errors.counts().values()),
         }
 
