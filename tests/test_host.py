@@ -11,7 +11,19 @@ import torch
 from tools import eventually
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.events import Captured, Closed, Hints, Mailbox, Observed, Outcome, Part, Stepped, Weights, mailbox
+from torch_grad_exporter.events import (
+    AfterClip,
+    Captured,
+    Closed,
+    Hints,
+    Mailbox,
+    Observed,
+    Outcome,
+    Part,
+    Stepped,
+    Weights,
+    mailbox,
+)
 from torch_grad_exporter.host import LOST_SECONDS, HostSide
 from torch_grad_exporter.layers import LayerIndex
 from torch_grad_exporter.ledger import GradientLedger
@@ -179,6 +191,22 @@ def test_a_vector_that_never_arrives_is_given_up() -> None:
     snapshot = scene.host.snapshot()
     assert (snapshot.gradients.undelivered, snapshot.gradients.samples, scene.norm()) == (1, 1, 7)
     assert snapshot.totals.last == {"loss": 3}
+
+
+def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
+    """On a slow device the outcome waits behind a vector for longer than the patience; it is counted, not "unknown"."""
+    scene = Scene()
+    scene.capture(1, float("nan"))
+    closed = scene.post.pop()
+    probe = Late(1.0)
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, 1)
+    scene.post.extend((AfterClip(1, 0, (part,), full=True), closed))
+    scene.host.drain()
+    scene.time = NOW + 5
+    assert scene.samples() == 0
+    probe.arrived = True
+    totals = scene.host.snapshot().gradients.totals[0]
+    assert (totals["nonfinite_stepped"], totals["nonfinite_unknown"]) == (1, 0)
 
 
 def test_a_pending_sample_is_counted_without_a_scrape() -> None:

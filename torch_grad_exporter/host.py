@@ -76,7 +76,7 @@ class HostSide:
         """All values as of now, after a drain."""
         with self._lock:
             self._drain()
-            return Snapshot(self._ledger.snapshot(self._now()), self._totals.snapshot())
+            return Snapshot(self._ledger.snapshot(self._now(), more_to_come=bool(self._waiting)), self._totals.snapshot())
 
     def close(self) -> None:
         """Ends the thread after a last drain; idempotent, from any thread."""
@@ -108,7 +108,8 @@ class HostSide:
         for line in (self._waiting, self._observed):
             while line and self._guarded(functools.partial(self._take, line, now)):
                 pass
-        self._guarded(lambda: self._ledger.expire(now))
+        if not self._waiting:
+            self._guarded(lambda: self._ledger.expire(now))
 
     def _take(self, line: deque[tuple[float, _Ticketed]], now: float) -> bool:
         """Applies the first event of a line if all its vectors are here, or have to be given up; whether it did."""

@@ -167,9 +167,13 @@ class GradientLedger:
             with np.errstate(all="ignore"):
                 self._publish_unknown(keep=True)
 
-    def snapshot(self, now: float) -> GradientSnapshot:
-        """A copy of all values as of `now`, Unix time."""
-        self.expire(now)
+    def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
+        """A copy of all values as of `now`, Unix time.
+
+        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way.
+        """
+        if not more_to_come:
+            self.expire(now)
         plan = self._plan
         if plan is None:
             raise RuntimeError("the ledger has no plan yet")
