@@ -196,7 +196,11 @@ def test_a_vector_that_never_arrives_is_given_up() -> None:
 def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
     """On a slow device the outcome waits behind a vector for longer than the patience; it is counted, not "unknown"."""
     scene = Scene()
-    scene.capture(1, float("nan"))
+    values = np.zeros(len(Column))
+    values[[Column.NORM, Column.NANS]] = (float("nan"), 1)
+    measured = Late(*values)
+    measured.arrived = True
+    scene.capture(1, ticket=measured)
     closed = scene.post.pop()
     probe = Late(1.0)
     part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, 1)
