@@ -1214,3 +1214,56 @@ def test_no_hook_looks_at_data(options: dict[str, bool]) -> None:
         assert (value(exporter, "torch_grad_exporter_captures_total") or 0) + (
             value(exporter, "torch_grad_exporter_captures_skipped_total") or 0
         ) > 0
+
+
+@pytest.mark.parametrize("step_first", [True, False])
+def test_a_nan_in_an_observed_norm_is_counted_on_any_round(step_first: bool) -> None:
+    """A NaN that only `observe(grad_norm=)` saw is counted once, with what became of its step, sampled or not."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model, every=64) as exporter:
+        for step in range(40):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            observed = math.nan if step in (9, 20) else 1.0
+            skip = step == 20
+            if step_first and not skip:
+                optimizer.step()
+            exporter.observe(grad_norm=observed)
+            if not step_first and not skip:
+                optimizer.step()
+        assert value(exporter, NONFINITE, outcome="stepped") == 1
+        assert value(exporter, NONFINITE, outcome="skipped") == 1
+        assert value(exporter, NONFINITE, outcome="unknown") == 0
+
+
+def test_the_round_after_a_skipped_step_is_sampled() -> None:
+    """With a long interval a skipped step is followed by a sample, which shows what is wrong; a row of them by every other."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model, every=64) as exporter:
+        for step in range(40):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            if step not in (10, 20, 21, 22, 23):
+                optimizer.step()
+        assert value(exporter, "torch_train_skipped_steps_total") == 5
+        assert value(exporter, "torch_grad_exporter_captures_total") == 1 + 1 + 2  # the first, after 10, after 20 and 22
+
+
+def test_an_output_object_of_the_users_own_is_looked_into() -> None:
+    """A plain object with tensors as attributes is hooked like a tuple: the rung stays `output`."""
+
+    class Model(Perceptron):
+        def forward(self, inputs: torch.Tensor) -> Plain:  # type: ignore[override]
+            return Plain(super().forward(inputs).square().mean())
+
+    model = Model()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(batch()).loss.backward()
+            optimizer.step()
+        assert mode(exporter) == "output"
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 4

@@ -238,7 +238,7 @@ def test_starting_again_replaces() -> None:
     second = start(model, port)
     try:
         assert second.port == port
-        assert first.port == port  # what it was
+        assert (first.port, first.url) == (None, None)
         train(model, 3)
         assert value(second, STEPS, optimizer="SGD") == 3
         assert value(first, STEPS, optimizer="SGD") == 2
@@ -788,3 +788,20 @@ def test_a_value_arrives_while_the_loop_stands_still() -> None:
         train(model, 5)
         assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE) is not None, 10)
         assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE)
+
+
+def test_starting_again_after_the_model_is_gone() -> None:
+    """A notebook cell that makes its model anew as well gets the same port again, and nothing of the first is left."""
+
+    def cell(port: int) -> Exporter:
+        return start(Perceptron(), port)
+
+    first = cell(0)
+    port = first.port
+    assert port is not None
+    gc.collect()
+    before = threading.active_count()
+    with cell(port) as second:
+        assert second.port == port
+        assert first.port is None
+        assert threading.active_count() == before

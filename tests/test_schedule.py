@@ -210,3 +210,16 @@ def test_a_fixed_interval_stays(every: int) -> None:
     assert len(sampled) == -(-3 * 4096 // every)
     assert set(intervals) == {every}
     assert not schedule.capped
+
+
+def test_rounds_that_are_not_sampled_take_their_share_of_the_budget() -> None:
+    """What the other rounds cost is taken off the budget, so the interval is longer; a quarter stays for samples."""
+
+    def interval(floor: float) -> int:
+        schedule = SamplingSchedule(budget=0.01)
+        for _ in range(400):
+            schedule.stepped(1.0, floor)
+            schedule.sampled(0.1)
+        return schedule.interval
+
+    assert [interval(floor) for floor in (0.0, 0.006, 0.5)] == [16, 32, 64]

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Mailbox, Outcome, Part
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Mailbox, Outcome, Part, Told
 from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.optimizers import Optimizers
@@ -178,6 +178,7 @@ class GradientCapture:
             self._timed(self._read_after, optimizer)
         first = not current.stepped
         current.stepped.add(optimizer)
+        self._tell(Outcome.STEPPED)
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
         sampled_next = self._next_is_sampled()
@@ -197,6 +198,17 @@ class GradientCapture:
         """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
         self._round.number = number
 
+    def norm_observed(self) -> None:
+        """The user gave the global norm of the current round; a sample tells its outcome, else it is told here."""
+        self._round.observed = not self._round.captured
+        if self._round.stepped:
+            self._tell(Outcome.STEPPED)
+
+    def _tell(self, outcome: Outcome) -> None:
+        if self._round.observed:
+            self._round.observed = False
+            self._mailbox.append(Told(outcome))
+
     def use_scaler(self, scaler: Scaler) -> None:
         """Divides by this gradient scaler's scale from now on."""
         self._scaler = weakref.ref(scaler)
@@ -213,6 +225,7 @@ class GradientCapture:
 
     def close(self) -> None:
         """Hands over what is still open and removes the hooks of this round; idempotent."""
+        self._tell(Outcome.UNKNOWN)
         if self._round.open and self._round.captured:
             self._close_round(Outcome.STEPPED if self._round.stepped else Outcome.UNKNOWN)
         self.release()
@@ -332,13 +345,16 @@ class GradientCapture:
     def _start_round(self, *, skipped: bool = False) -> None:
         """Ends the current round and begins the next one."""
         last = self._round
+        self._tell(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._habits.learn(last)
         number = last.number + 1
         if last.stepped:
             self._optimizers.settled = True
-        self._round = Round(number, self._index.plan, sampled=self._schedule.due(number))
+        # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
+        sampled = self._schedule.due(number) or (skipped and not last.sampled)
+        self._round = Round(number, self._index.plan, sampled)
         if self._nodes is not None and not self._round.sampled:
             self._disarm()
 
@@ -572,7 +588,9 @@ def differentiable(output: object) -> Iterator[torch.Tensor]:
     Yields `OUTPUTS` at most and looks at `VISITED` items at most, so that an output may hold anything.
     """
     found = 0
-    level = deque([output])
+    # An output may be an object of the user's own; its attributes are looked at, but not those of what is in it.
+    known = isinstance(output, torch.Tensor | dict | list | tuple) or dataclasses.is_dataclass(output)
+    level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
     for _ in range(VISITED):
         if not level or found == OUTPUTS:
             return

@@ -104,12 +104,12 @@ GRAD_ZERO_RATIO = _gauge(
 )
 GRAD_ZERO_UNITS_RATIO = _gauge(
     "torch_grad_zero_units_ratio",
-    "Share of the layer's output units whose gradient was exactly zero at the last sampled step.",
+    "Share of the layer's output units whose weights' gradient was exactly zero at the last sampled step.",
     "layer",
 )
 GRAD_DEAD_RATIO = _gauge(
     "torch_grad_dead_ratio",
-    "Share of the layer's output units whose gradient was exactly zero in each of the last dead_window samples; absent before min(20, dead_window) samples.",
+    "Share of the layer's output units whose weights' gradient was exactly zero in each of the last dead_window samples; absent before min(20, dead_window) samples.",
     "layer",
 )
 GRAD_MISSING_PARAMETERS = _gauge(
@@ -170,7 +170,7 @@ GRAD_CLIPPED_STEPS = _counter(
 )
 GRAD_NONFINITE_STEPS = _counter(
     "torch_grad_nonfinite_steps_total",
-    "Steps with any NaN or Inf gradient element, over sampled steps, by what became of the step: stepped, skipped or unknown.",
+    "Steps with any NaN or Inf gradient element, over sampled steps and those whose norm was observed, by what became of the step: stepped, skipped or unknown.",
     "optimizer",
     "outcome",
 )
@@ -208,7 +208,7 @@ TRAIN_PHASE_SECONDS = _counter(
 )
 TRAIN_SAMPLES = _counter(
     "torch_train_samples_total",
-    "Training samples as observed, else from the first dimension of the model's first tensor input.",
+    "Training samples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models.",
 )
 TRAIN_TOKENS = _counter("torch_train_tokens_total", "Training tokens as observed.")
 TRAIN_LOSS = _gauge("torch_train_loss", "Last observed loss.")

@@ -102,6 +102,13 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What became of a round that was not sampled, but whose global norm was observed."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took."""
 
@@ -135,7 +142,7 @@ class Hints:
     full: bool = False
 
 
-Event = Captured | AfterClip | Weights | Closed | Stepped | Observed
+Event = Captured | AfterClip | Weights | Closed | Told | Stepped | Observed
 
 Mailbox = deque[Event]
 """The queue; bounded, so that a dead worker cannot fill the memory."""

@@ -119,8 +119,9 @@ def start_exporter(
     index = _checked_index(models, settings, chosen)
     _check_ownership(index, named)
     for other in list(_live):
-        if other.watches(models.values()):
-            logger.info("a new exporter replaces the one on the same model")
+        # A notebook cell that is run again makes its model anew, too: then the old one is gone.
+        if other.watches(models.values()) or other.orphaned:
+            logger.info("a new exporter replaces one on the same model, or on a model that is gone")
             other.close()
     exporter = Exporter(models, index, settings, identity, optimizers=named, grad_scaler=grad_scaler, registry=registry)
     _register(exporter)
@@ -254,8 +255,8 @@ class Exporter:
                 version=__version__,
             )
         except OSError as error:
-            logger.warning("no metrics are served, training goes on: no port from %d on is free: %s", port, error)
-            self._errors.record("request", error)
+            where = self.settings.addr or "all interfaces"
+            logger.warning("no metrics are served, training goes on: cannot listen on %s, port %d and on: %s", where, port, error)
             return None
 
     def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
@@ -274,7 +275,7 @@ class Exporter:
     @property
     def port(self) -> int | None:
         """The port in use, `None` if nothing is served."""
-        return None if self._server is None else self._server.port
+        return None if self._server is None or self._closed else self._server.port
 
     @property
     def url(self) -> str | None:
@@ -295,7 +296,8 @@ class Exporter:
         """Takes values of the current step; a device tensor is copied in the background and not waited for.
 
         `loss` and `epoch` replace the value before, `samples` and `tokens` are added up. `grad_norm`: the global
-        norm before clipping, as `clip_grad_norm_` returns it.
+        norm before clipping, as `clip_grad_norm_` returns it; with several optimizers it is ignored, since it is not known
+        whose norm it is.
         """
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         for name, value in values.items():
@@ -326,6 +328,11 @@ class Exporter:
         """Whether this exporter watches one of the models."""
         mine = {id(module) for reference in self._models if (module := reference()) is not None}
         return any(id(model) in mine for model in models)
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether all models that this exporter watched are gone."""
+        return all(reference() is None for reference in self._models)
 
     def close(self) -> None:
         """Removes every hook, thread, socket and reference. Idempotent, from any thread, never raises."""

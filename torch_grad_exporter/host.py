@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch_grad_exporter import samples
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Mailbox, Observed, Stepped, Weights
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Mailbox, Observed, Stepped, Told, Weights
 from torch_grad_exporter.ledger import GradientLedger, GradientSnapshot
 from torch_grad_exporter.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.transfer import Ticket
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After which a vector that never arrived, as on a device that has failed, is given up."""
 
-_Ticketed = Captured | AfterClip | Closed | Weights | Observed
+_Ticketed = Captured | AfterClip | Closed | Told | Weights | Observed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +152,6 @@ def _tickets(event: _Ticketed) -> list[Ticket]:
             found = [vector]
         case Observed(value=value):
             found = [] if isinstance(value, float) else [value]
-        case Closed():
+        case Closed() | Told():
             found = []
     return [ticket for ticket in found if ticket is not None]

@@ -18,7 +18,7 @@ import numpy as np
 from torch_grad_exporter import clipping
 from torch_grad_exporter.baseline import Baselines
 from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Weights
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Told, Weights
 from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.layers import Plan
 from torch_grad_exporter.samples import Groups, Sample, arrived, values
@@ -96,6 +96,8 @@ class GradientLedger:
     _counted_round: int = -1
     _found_scale: float | None = None
     _norm_observed: bool = False
+    _observed_row: int | None = None
+    """The optimizer whose observed norm was not finite and whose step's outcome is to be told."""
     _probes: dict[int, set[int]] = field(default_factory=dict)
 
     def use(self, plan: Plan) -> None:
@@ -113,12 +115,12 @@ class GradientLedger:
         self._rows = np.array([self._row_of[label] for label in plan.layers], dtype=np.int64)
         self._plan = plan
 
-    def apply(self, event: Captured | AfterClip | Closed | Weights) -> None:
+    def apply(self, event: Captured | AfterClip | Closed | Told | Weights) -> None:
         """Takes one event; its vectors have arrived."""
         with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
             self._apply(event)
 
-    def _apply(self, event: Captured | AfterClip | Closed | Weights) -> None:
+    def _apply(self, event: Captured | AfterClip | Closed | Told | Weights) -> None:
         match event:
             case Captured():
                 if self._pending is not None and self._pending.captured.round != event.round:
@@ -131,6 +133,10 @@ class GradientLedger:
                 if self._pending is not None and self._pending.captured.round == event.round:
                     self._publish(self._pending, event)
                     self._pending = None
+            case Told():
+                if self._observed_row is not None:
+                    self._totals[f"nonfinite_{event.outcome.value}"][self._observed_row] += 1
+                    self._observed_row = None
             case Weights():
                 self._weigh(event)
 
@@ -148,6 +154,7 @@ class GradientLedger:
             for name in ("buckets", "bucket_sum", "spikes"):
                 self._totals[name][row] = 0
             self._global_baseline.forget(row)
+        self._observed_row = None if np.isfinite(norm) else row
         with np.errstate(all="ignore"):
             self._count_norm(row, np.array([norm]))
 
@@ -200,6 +207,7 @@ class GradientLedger:
         owners = closed.owners
         mine = np.isin(owners, list(closed.stepped))
         new = self._counted_round != sample.captured.round
+        self._observed_row = None  # the sample itself says whether it was finite
         self._counted_round = sample.captured.round
         self.samples += new
         verdicts = self._clipping(sample, closed, owners)

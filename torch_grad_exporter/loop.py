@@ -135,7 +135,7 @@ class TrainingLoop:
         own = self._clock.own_seconds
         seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
-            self._schedule.stepped(seconds - own)
+            self._schedule.stepped(seconds - own, None if sampled else own)
 
     def _weigh(self, action: Callable[[], None]) -> None:
         """A part of the weight probe, behind a guard of its own; its time belongs to the sample."""
@@ -166,9 +166,13 @@ class TrainingLoop:
         """Takes an observed value; a tensor's first element is copied without waiting for it."""
         if name == "samples":
             self._clock.samples_known = False
+        start = self._clock.clock()
         ticket = self._sent(value)
         if ticket is not None:
             self._mailbox.append(Observed(name, ticket))
+            if name == "grad_norm":
+                self._capture.norm_observed()
+        self._clock.own_seconds += self._clock.clock() - start
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""

@@ -66,7 +66,8 @@ class Round:
     """One round. `sampled`: whether its gradients are read.
 
     `fired`: positions in the plan of the parameters that got a gradient; `read`: optimizers whose view of the
-    gradients was taken; `open`: whether its outcome is still to be told.
+    gradients was taken; `observed`: the user gave its global norm, and the outcome of that is still to be told; `open`:
+    the same of what was captured.
     """
 
     number: int
@@ -78,6 +79,7 @@ class Round:
     stepped: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     captured: bool = False
+    observed: bool = False
     open: bool = True
 
 

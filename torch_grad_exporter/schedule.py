@@ -28,6 +28,9 @@ PATIENCE = 8
 RELAX_BELOW = 0.4
 """Share of the budget under which the interval is halved."""
 
+LEFT_AT_LEAST = 0.25
+"""Share of the budget that samples may take even where the other rounds use it up, so that there is something to see."""
+
 _REMEMBERED = 32
 
 
@@ -47,6 +50,7 @@ class SamplingSchedule:
     _since_change: int = 0
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def __post_init__(self) -> None:
         self.interval = self.every or 1
@@ -69,9 +73,11 @@ class SamplingSchedule:
         """Whether the budget would ask for a longer interval than there is."""
         return self.every is None and self.interval == LONGEST and self._share(LONGEST) > self.budget
 
-    def stepped(self, seconds: float) -> None:
-        """Learns how long a round took, the exporter's own time left out."""
+    def stepped(self, seconds: float, floor: float | None = None) -> None:
+        """Learns how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
         self._steps.append(seconds)
+        if floor is not None:
+            self._floors.append(floor)
 
     def sampled(self, cost: float) -> None:
         """Learns what a sample cost in seconds and adapts the interval."""
@@ -90,10 +96,16 @@ class SamplingSchedule:
         if self._since_change < PATIENCE:
             return
         share = self._share(self.interval)
-        if share > self.budget and self.interval < LONGEST:
+        if share > self._available() and self.interval < LONGEST:
             self._change(self.interval * 2)
-        elif share < RELAX_BELOW * self.budget and self.interval > 1:
+        elif share < RELAX_BELOW * self._available() and self.interval > 1:
             self._change(self.interval // 2)
+
+    def _available(self) -> float:
+        """What samples may take of the budget once the rounds that are not sampled have taken theirs."""
+        if not self._floors or not self._steps:
+            return self.budget
+        return max(self.budget - median(self._floors) / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:
         self.interval, self._since_change = interval, 0
@@ -111,7 +123,7 @@ class SamplingSchedule:
 
     def _smallest_within_budget(self) -> int:
         interval = 1
-        while interval < LONGEST and self._share(interval) > self.budget:
+        while interval < LONGEST and self._share(interval) > self._available():
             interval *= 2
         return interval
 

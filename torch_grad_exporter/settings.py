@@ -109,7 +109,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 _EXPECTED = {
-    "port": "expected a port from 1 to 65535, 0 for any free one, or 'none' to serve nothing",
+    "port": "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
     "addr": "expected an address such as '127.0.0.1', or '' for all interfaces",
     "every": f"expected 'auto' or a whole number of rounds from 1 to {LONGEST}",
     "overhead_budget": "expected a share of training time above 0 and below 1, such as 0.01",
