@@ -60,7 +60,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_whole(0, 65535), default=default.port, metavar="PORT",
         help=f"port of /metrics, 0 for any free one (default {default.port})")  # fmt: skip
     add("--every", type=_every, default=default.every, metavar="N|auto",
-        help="sample every Nth step; auto, the default, keeps the exporter under 1 %% of the training time")  # fmt: skip
+        help="sample every Nth step; auto, the default, adapts to a budget of 1 %% of the training time")  # fmt: skip
     add("--inject", type=_injection, action="append", default=[], metavar="KIND@STEP",
         help=f"spoil the training from a step on: {', '.join(demo.KINDS)}; may be given several times")  # fmt: skip
     add("--seed", type=_whole(0, 2**63 - 1), default=default.seed, metavar="N", help=f"random seed (default {default.seed})")
