@@ -17,14 +17,11 @@ and optimizers are held weakly, but for the nodes of an armed round.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
-import itertools
 import logging
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +32,7 @@ from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Mailb
 from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.optimizers import Optimizers
+from torch_grad_exporter.outputs import differentiable
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
 from torch_grad_exporter.rounds import PROBES, Habits, Mark, Round
 from torch_grad_exporter.schedule import SamplingSchedule
@@ -51,10 +49,6 @@ FULL_EVERY = 8
 
 MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
-
-OUTPUTS = 16
-VISITED = 64
-"""Tensors of an output that are hooked, and items that are looked at, at most: it may be a cache of thousands."""
 
 DETECTORS = 8
 """Parameters at most that tell of backwards on the rung `parameter` while nothing is sampled."""
@@ -580,32 +574,6 @@ class GradientCapture:
     def spent_on_sample(self, seconds: float) -> None:
         """Adds time that somebody else spent on the current sample."""
         self._sample_cost += seconds
-
-
-def differentiable(output: object) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output that a backward can start from; containers are searched level by level.
-
-    Yields `OUTPUTS` at most and looks at `VISITED` items at most, so that an output may hold anything.
-    """
-    found = 0
-    # An output may be an object of the user's own; its attributes are looked at, but not those of what is in it.
-    known = isinstance(output, torch.Tensor | dict | list | tuple) or dataclasses.is_dataclass(output)
-    level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
-    for _ in range(VISITED):
-        if not level or found == OUTPUTS:
-            return
-        item = level.popleft()
-        if isinstance(item, torch.Tensor):
-            # A leaf would keep the hook for ever: it belongs to no graph.
-            if item.requires_grad and item.grad_fn is not None:
-                found += 1
-                yield item
-        elif isinstance(item, dict):
-            level.extend(itertools.islice(item.values(), VISITED))
-        elif isinstance(item, list | tuple):
-            level.extend(itertools.islice(item, VISITED))
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
 
 
 def _marks(plan: Plan) -> list[Mark]:

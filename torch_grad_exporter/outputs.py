@@ -1,0 +1,40 @@
+"""What a module's output holds: the tensors that a backward can start from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+OUTPUTS = 16
+VISITED = 64
+"""Tensors of an output that are hooked, and items that are looked at, at most: it may be a cache of thousands."""
+
+
+def differentiable(output: object) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output that a backward can start from; containers are searched level by level.
+
+    Yields `OUTPUTS` at most and looks at `VISITED` items at most, so that an output may hold anything.
+    """
+    found = 0
+    # An output may be an object of the user's own; its attributes are looked at, but not those of what is in it.
+    known = isinstance(output, torch.Tensor | dict | list | tuple) or dataclasses.is_dataclass(output)
+    level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
+    for _ in range(VISITED):
+        if not level or found == OUTPUTS:
+            return
+        item = level.popleft()
+        if isinstance(item, torch.Tensor):
+            # A leaf would keep the hook for ever: it belongs to no graph.
+            if item.requires_grad and item.grad_fn is not None:
+                found += 1
+                yield item
+        elif isinstance(item, dict):
+            level.extend(itertools.islice(item.values(), VISITED))
+        elif isinstance(item, list | tuple):
+            level.extend(itertools.islice(item, VISITED))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
