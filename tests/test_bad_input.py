@@ -182,3 +182,15 @@ def test_a_good_start_after_a_bad_one() -> None:
         OPTIMIZER.zero_grad()
         steps = next(family for family in exporter.collect() if family.spec.name == "torch_train_steps_total")
     assert steps.values.tolist() == [1]
+
+
+def test_model_names_whose_layers_would_collide() -> None:
+    """Two names of which one begins with the other and a dot could give two layers one label, so they are refused."""
+    with pytest.raises(ValueError, match=r"model\['g'\].*begins with it"):
+        start_exporter({"g": torch.nn.Linear(2, 2), "g.x": torch.nn.Linear(2, 2)}, None)
+
+
+def test_a_model_that_is_all_frozen_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing to watch yet is said in the log, and is no error: the layers may be unfrozen later."""
+    with start_exporter(torch.nn.Linear(2, 2).requires_grad_(False), None):
+        assert "no parameter of the model requires a gradient" in caplog.text
