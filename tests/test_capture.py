@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from regimes import Perceptron, Recorder, batch, errors, key, mode, norm, value, values
+from models import Perceptron, batch
+from record import Recorder, norm
+from scrape import errors, key, mode, value, values
 from tools import eventually
 from torch.utils.checkpoint import checkpoint
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from regimes import errors, key, mode, norm, value, values
+from record import norm
+from scrape import errors, key, mode, value, values
 from torch._dynamo.utils import counters
 
 from torch_grad_exporter import start_exporter

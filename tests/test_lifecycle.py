@@ -25,7 +25,8 @@ from pathlib import Path
 import prometheus_client
 import pytest
 import torch
-from regimes import Perceptron, batch, errors, key, mode, value, values
+from models import Perceptron, batch
+from scrape import errors, key, mode, value, values
 from tools import eventually
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.swa_utils import AveragedModel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from regimes import errors
+from scrape import errors
 
 from torch_grad_exporter import start_exporter
 

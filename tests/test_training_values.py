@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from regimes import Perceptron, batch, errors, key, value, values
+from models import Perceptron, batch
+from scrape import errors, key, value, values
 
 import torch_grad_exporter
 from torch_grad_exporter import Exporter, start_exporter

@@ -1,0 +1,166 @@
+"""What a regime of training is here, and the ways in which one is run.
+
+A regime is a function that takes a `Run`, builds a model and trains it for some steps, telling the run of every backward and
+every step. It is run without an exporter, with one at its defaults, with one that samples every round beside a `Recorder`,
+and with one whose capture was moved to a naive place, to see that its checks would notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from record import Recorder
+from scrape import errors, value
+
+from torch_grad_exporter import Exporter, start_exporter
+
+MODELS = torch.nn.Module | Mapping[str, torch.nn.Module]
+OPTIMIZERS = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+
+class Way(enum.Enum):
+    """How a regime is run."""
+
+    PLAIN = "without an exporter"
+    DEFAULTS = "with an exporter at its defaults"
+    EVERYTHING = "with an exporter that measures all it can in every round"
+
+
+class Naive(enum.Flag):
+    """Where a naive monitor reads gradients; the checks of a regime notice the one or the other."""
+
+    ACCUMULATE = enum.auto()
+    """In post-accumulate-grad hooks that are registered once, at the start."""
+    STEP = enum.auto()
+    """In a pre-hook of the optimizer's step."""
+
+
+EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3}
+
+
+@dataclass
+class Run:
+    """One run of a regime. `losses`, `state`: what must be the same in each way, to the last bit.
+
+    `tolerant`: differences between scrape and record are collected, not raised.
+    """
+
+    way: Way
+    tolerant: bool = False
+    exporter: Exporter | None = None
+    record: Recorder | None = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    state: list[torch.Tensor] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def watching(self, model: MODELS, optimizers: OPTIMIZERS, *, watched: MODELS | None = None, **options: object) -> Iterator[None]:
+        """The exporter over the loop. `watched`: what it is started with, where that is not `model` itself.
+
+        `options` go to `start_exporter`. What the models hold in the end is kept.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.way is not Way.PLAIN:
+                chosen = EVERYTHING if self.way is Way.EVERYTHING else {}
+                target = model if watched is None else watched
+                self.exporter = stack.enter_context(start_exporter(target, port=None, **{**chosen, **options}))
+            if self.way is Way.EVERYTHING:
+                self.record = Recorder(model, optimizers, dead_window=3, moments=True)
+            yield
+        for one in model.values() if isinstance(model, Mapping) else [model]:
+            self.state += [t.detach().clone() for t in (*one.parameters(), *one.buffers())]
+
+    def backward(self, loss: torch.Tensor, *, unused: Iterable[str] = (), **options: bool) -> None:
+        """`loss.backward(**options)`. `unused`: full names of the parameters that it does not reach."""
+        self.losses.append(loss.detach().clone())
+        loss.backward(**options)
+        self.passed(unused=unused)
+
+    def passed(self, *, unused: Iterable[str] = ()) -> None:
+        """A backward that the regime ran itself is over, and its gradients are there."""
+        if self.record is not None:
+            self.record.passed(unused=unused)
+
+    def stepping(self, name: str = "") -> None:
+        """An optimizer is about to step, and its gradients are as it will see them."""
+        if self.record is not None:
+            self.record.stepping(name)
+
+    def step(self, optimizer: torch.optim.Optimizer, name: str = "") -> None:
+        """`optimizer.step()`. `name`: its name where there are several."""
+        self.stepping(name)
+        optimizer.step()
+
+    def skipped(self, outcome: str = "skipped") -> None:
+        """The step of the last backward does not take place."""
+        if self.record is not None:
+            self.record.skipped(outcome)
+
+    def unscale(self, factor: float) -> None:
+        """What the gradients of the next backwards are to be multiplied with to be unscaled."""
+        if self.record is not None:
+            self.record.unscale = factor
+
+    def check(self, *, without: Iterable[str] = (), rel: float = 1e-5) -> None:
+        """Compares the scrape with the record. `without`: beginnings of the names of metrics that are left out."""
+        if self.exporter is None:
+            return
+        if self.record is None:
+            assert errors(self.exporter) == {}
+        elif self.tolerant:
+            self.wrong += self.record.differences(self.exporter, without=without, rel=rel)
+        else:
+            self.record.check(self.exporter, without=without, rel=rel)
+
+    def shows(self, expected: object, name: str, **labels: str) -> None:
+        """One series that is compared with a given value, `None` if it is to be absent."""
+        if self.exporter is None or self.way is not Way.EVERYTHING:
+            return
+        shown = value(self.exporter, name, **labels)
+        if self.tolerant:
+            self.wrong += [] if shown == expected else [f"{name}{labels}: shown {shown}, expected {expected}"]
+        else:
+            assert shown == expected, f"{name}{labels}"
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A kind of training loop. `catches`: the naive captures that its checks notice."""
+
+    body: Callable[..., None]
+    options: Mapping[str, Any]
+    catches: Naive
+
+    def run(self, way: Way, *, tolerant: bool = False) -> Run:
+        """Runs it, seeded."""
+        torch.manual_seed(0)
+        run = Run(way, tolerant=tolerant)
+        self.body(run, **self.options)
+        return run
+
+
+REGIMES: dict[str, Regime] = {}
+NOTHING = Naive(0)
+
+
+def regime(catches: Naive = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enters a function into `REGIMES`, once for each value of the one keyword argument in `variants`, if any."""
+
+    def enter(body: Callable[..., None]) -> Callable[..., None]:
+        cases = [{name: one} for name, many in variants.items() for one in many] or [{}]
+        for case in cases:
+            suffix = "".join(f"[{name}={_short(one)}]" for name, one in case.items())
+            assert body.__name__ + suffix not in REGIMES
+            REGIMES[body.__name__ + suffix] = Regime(body, case, catches)
+        return body
+
+    return enter
+
+
+def _short(value: object) -> str:
+    return str(getattr(value, "__name__", value)).removeprefix("torch.")

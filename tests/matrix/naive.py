@@ -1,0 +1,45 @@
+"""Captures that read gradients in a naive place: the exporter with that one thing changed."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from torch_grad_exporter.capture import GradientCapture, Mode
+from torch_grad_exporter.rounds import Round
+
+
+class AtStep(GradientCapture):
+    """Reads in the optimizer's pre-hook, in its post-hook where there is a closure."""
+
+    def __init__(self, **stages: object) -> None:
+        super().__init__(**stages)
+        self.mode = Mode.OPTIMIZER
+
+
+class AtAccumulation(AtStep):
+    """Copies each gradient in a post-accumulate-grad hook that was registered at the start; shows the last copy."""
+
+    def __init__(self, **stages: object) -> None:
+        super().__init__(**stages)
+        self._copies: dict[int, torch.Tensor] = {}
+        self._registered = [p.register_post_accumulate_grad_hook(self._copy) for p in self._index.plan.parameters() or ()]
+
+    def _copy(self, parameter: torch.Tensor) -> None:
+        self._copies[id(parameter)] = parameter.grad.detach().clone()
+
+    def _capture_at_step(self, optimizer: int) -> None:
+        super()._capture_at_step(optimizer)
+        self._copies.clear()
+
+    def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
+        copies = [types.SimpleNamespace(grad=self._copies.get(id(p)), requires_grad=p.requires_grad) for p in parameters]
+        current.fired &= {i for i, copy in enumerate(copies) if copy.grad is not None}
+        return super()._measured(current, copies)
+
+    def close(self) -> None:
+        """Removes the hooks too."""
+        super().close()
+        for handle in self._registered:
+            handle.remove()
