@@ -38,6 +38,7 @@ from torch_grad_exporter.rounds import PROBES, Habits, Mark, Round
 from torch_grad_exporter.schedule import SamplingSchedule
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.transfer import HostTransfer, Tail, Ticket
+from torch_grad_exporter.within import StepsWithinBackward
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -111,6 +112,7 @@ class GradientCapture:
         self._certain = True
         self._unannounced = False
         self._before: list[Mark] | None = None
+        self._within = StepsWithinBackward(statistics)
         self._check_is_next = True
         self._nodes: NodeHooks | None = None
         self._nodes_plan = index.plan
@@ -152,6 +154,17 @@ class GradientCapture:
             self._timed(self._catch_up)
         if current.captured and current.open:
             self._timed(self._read_after, optimizer, grad_scale)
+
+    def step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step while the backward runs. Its `step_ended` is due when the backward is over."""
+        if self.mode is not Mode.OPTIMIZER:
+            self._fall_to(Mode.OPTIMIZER, "an optimizer steps within the backward; norms are those that it sees")
+        if graph_task() != self._task:
+            self._begin(graph_task())
+        self._certain = True
+        self._stepping.add(number)
+        if self._round.sampled:
+            self._timed(self._errors.guard, "capture", functools.partial(self._within.read, self._round.plan, optimizer))
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -264,6 +277,7 @@ class GradientCapture:
         """
         start = self._clock.clock()
         self._task = task
+        self._within.clear()
         self._clock.switch(BACKWARD)
         current = self._round
         if current.stepped:
@@ -305,7 +319,7 @@ class GradientCapture:
         self._clock.switch(OUTSIDE)
         current = self._round
         before, self._before = self._before, None
-        fired = self._fired(before) if current.sampled else set()
+        fired = self._fired(before) | self._within.fired if current.sampled else set()
         if current.sampled and (before is not None or self._nodes is not None):
             written = bool(fired)
         else:
@@ -430,8 +444,10 @@ class GradientCapture:
             self.skipped += 1
 
     def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
-        gradients = [(i, g) for i in sorted(current.fired) if (g := parameters[i].grad) is not None]
-        parts, scale = self._sent(self._statistics.measure(current.plan, gradients, current.number))
+        within = self._within
+        gradients = [(i, g) for i in sorted(current.fired - within.fired) if (g := parameters[i].grad) is not None]
+        readings = [*within.readings, *self._statistics.read(current.plan, gradients)]
+        parts, scale = self._sent(self._statistics.finish(readings, current.number))
         if parts:
             missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
             owners, _ = self._optimizers.owners(current.plan)

@@ -202,6 +202,7 @@ class Exporter:
             optimizers=self._optimizers,
             schedule=self._schedule,
             mailbox=post,
+            hooks=self._hooks,
             errors=self._errors,
             models=len(self._models),
             scaler=grad_scaler,

@@ -21,6 +21,7 @@ from torch_grad_exporter.capture import GradientCapture, Scaler
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Mailbox, Observed
 from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.hooks import Hooks, at_end_of_backward, graph_task
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.schedule import SamplingSchedule
@@ -49,6 +50,7 @@ class TrainingLoop:
         schedule: SamplingSchedule,
         mailbox: Mailbox,
         scaler: Scaler | None = None,
+        hooks: Hooks,
         errors: ErrorLog,
         models: int = 1,
         weights: WeightProbe | None = None,
@@ -63,6 +65,9 @@ class TrainingLoop:
         self._errors = errors
         self._models = models
         self._transfer = HostTransfer(ring=64)
+        self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
+        self._within = -1
+        self._stepped_within: set[int] = set()
         self._settings_read = self._loss_read = float("-inf")
 
     @property
@@ -100,10 +105,15 @@ class TrainingLoop:
 
     def step_began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself."""
-        number = self._optimizers.number(optimizer)
+        within = graph_task() != -1
+        number = self._optimizers.number(optimizer, within_backward=within)
         if number is None:
             return
         start = self._clock.clock()
+        if within:
+            self._step_within_backward(number, optimizer)
+            self._clock.own_seconds += self._clock.clock() - start
+            return
         self._clock.step_began()
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         sampled = self._capture.current.sampled
@@ -118,7 +128,20 @@ class TrainingLoop:
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
         number = self._optimizers.number(optimizer)
-        if number is not None:
+        if number is not None and graph_task() == -1:
+            self._step_ended(number)
+
+    def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
+        self._capture.step_within_backward(number, optimizer)
+        if graph_task() != self._within:
+            self._within = graph_task()
+            self._stepped_within.clear()
+            at_end_of_backward(self._end_hook)
+        self._stepped_within.add(number)
+
+    def _backward_ended(self) -> None:
+        for number in sorted(self._stepped_within):
             self._step_ended(number)
 
     def _step_ended(self, number: int) -> None:
@@ -201,7 +224,8 @@ class TrainingLoop:
 
     def _read_settings(self) -> None:
         self._settings_read = self._clock.clock()
-        for number, optimizer in self._optimizers.numbered():
+        # Those that share a number step within the backward, one per parameter; the first stands for them.
+        for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 rate = None if settings.get("lr") is None else self._sent(settings["lr"])
                 if rate is not None:

@@ -26,6 +26,7 @@ class Optimizers:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int | None] | None = None
+        self._shared: dict[str, int] = {}
         self.names: list[str] = []
         self.settled = False
         """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
@@ -36,14 +37,17 @@ class Optimizers:
             self.names.append(name)
             self._numbers[optimizer] = len(self.names) - 1
 
-    def number(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer."""
+    def number(self, optimizer: torch.optim.Optimizer, *, within_backward: bool = False) -> int | None:
+        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer.
+
+        Optimizers of one kind that step within the backward, as one per parameter does, share a number.
+        """
         if self._last is not None and self._last[0]() is optimizer:
             return self._last[1]
         try:
             found = self._numbers[optimizer]
         except KeyError:
-            found = self._add(type(optimizer).__name__) if self.concerns(optimizer) else None
+            found = self._new(type(optimizer).__name__, within_backward=within_backward) if self.concerns(optimizer) else None
             self._numbers[optimizer] = found
         self._last = (weakref.ref(optimizer), found)
         return found
@@ -102,6 +106,13 @@ class Optimizers:
             if number is None:
                 del self._numbers[optimizer]
         self._last = None
+
+    def _new(self, name: str, *, within_backward: bool) -> int:
+        if not within_backward:
+            return self._add(name)
+        if name not in self._shared:
+            self._shared[name] = self._add(name)
+        return self._shared[name]
 
     def _add(self, name: str) -> int:
         """A number for an optimizer; that of a dead one of the same name, if there is one.

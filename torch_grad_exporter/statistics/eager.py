@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.layers import Plan, TrackedParameter
 from torch_grad_exporter.statistics import COLUMNS, Column, device, host
 from torch_grad_exporter.statistics.batches import Batch, batches
 from torch_grad_exporter.statistics.units import UnitState
@@ -34,6 +35,25 @@ class Measurement:
     width: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What was read of some gradients on one device, before the past of their units is looked at.
+
+    `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
+    `elements`, `units`: as in `Measurement`. `columns`: shape (n, columns), float64. `zero`, `alive`: shape (units of all
+    members,), bool: units whose gradient is exactly zero, and those that have a nonzero element.
+    """
+
+    device: torch.device
+    members: tuple[tuple[TrackedParameter, int], ...]
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    columns: torch.Tensor
+    zero: torch.Tensor
+    alive: torch.Tensor
+
+
 class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
@@ -46,16 +66,30 @@ class EagerStatistics:
         self._moments = moments
         self._units: dict[torch.device, UnitState] = {}
 
-    @torch.no_grad()
     def measure(self, plan: Plan, gradients: Gradients, sample: int) -> list[Measurement]:
         """Full statistics, one measurement per device. The same `sample` again replaces its first capture."""
+        return self.finish(self.read(plan, gradients), sample)
+
+    @torch.no_grad()
+    def read(self, plan: Plan, gradients: Gradients) -> list[Reading]:
+        """All that can be said of gradients without their past; a sample may be read in several parts."""
         found = []
         for where, part in _by_device(gradients):
             # Parameters with units come first, so that their unit counts are the first rows of the columns.
             parts = sorted(batches(plan, part), key=lambda batch: not batch.units)
             if parts:
-                found.append(self._measure(plan, where, parts, sample))
+                members = tuple((plan.tracked[p], batch.values.shape[1]) for batch in parts if batch.units for p in batch.positions)
+                measured = (self._on_host if where.type == "cpu" else self._on_device)(parts)
+                found.append(Reading(where, members, *_shapes(parts), *measured))
         return found
+
+    @torch.no_grad()
+    def finish(self, readings: Iterable[Reading], sample: int) -> list[Measurement]:
+        """Counts the sample's dead units and packs all that was read of it, one measurement per device."""
+        groups: dict[torch.device, list[Reading]] = {}
+        for reading in readings:
+            groups.setdefault(reading.device, []).append(reading)
+        return [self._packed(_together(parts), sample) for parts in groups.values()]
 
     @torch.no_grad()
     def norms(self, plan: Plan, gradients: Gradients) -> list[Measurement]:
@@ -69,20 +103,18 @@ class EagerStatistics:
                 vector = torch.from_numpy(np.concatenate([host.norms(batch) for batch in parts]))
             else:
                 vector = torch.cat([device.norms(batch) for batch in parts]).to(device.wide(where))
-            found.append(_measurement(parts, vector, 1))
+            found.append(Measurement(*_shapes(parts), vector, 1))
         return found
 
-    def _measure(self, plan: Plan, where: torch.device, parts: list[Batch], sample: int) -> Measurement:
-        on_host = where.type == "cpu"
-        columns, zero, alive = (self._on_host if on_host else self._on_device)(parts)
-        members = [(plan.tracked[p], batch.values.shape[1]) for batch in parts if batch.units for p in batch.positions]
+    def _packed(self, reading: Reading, sample: int) -> Measurement:
+        columns, members = reading.columns, reading.members
         if members:
-            state = self._units.get(where)
+            state = self._units.get(reading.device)
             if state is None:
-                state = self._units[where] = UnitState(self._window, where)
-            counts = state.update(members, zero, alive, sample)
+                state = self._units[reading.device] = UnitState(self._window, reading.device)
+            counts = state.update(members, reading.zero, reading.alive, sample)
             columns[: len(members), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.t().to(columns.dtype)
-        return _measurement(parts, columns.reshape(-1), COLUMNS)
+        return Measurement(reading.positions, reading.elements, reading.units, columns.reshape(-1), COLUMNS)
 
     def _on_host(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         measured = [(batch.units, *host.measure(batch, moments=self._moments)) for batch in parts]
@@ -106,9 +138,34 @@ def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
     return list(groups.items())
 
 
-def _measurement(parts: Sequence[Batch], vector: torch.Tensor, width: int) -> Measurement:
+def _shapes(parts: Sequence[Batch]) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions in the plan, elements and output units of all gradients in the batches; shape (n,)."""
     positions = [p for batch in parts for p in batch.positions]
     shapes = [(b.values.shape[1] * b.values.shape[2] + b.implied_zeros, b.values.shape[1] if b.units else 0) for b in parts]
     sizes = [len(batch.positions) for batch in parts]
     elements, units = np.repeat(np.array(shapes, dtype=np.int64).reshape(-1, 2), sizes, axis=0).T
-    return Measurement(np.array(positions, dtype=np.int64), elements, units, vector, width)
+    return np.array(positions, dtype=np.int64), elements, units
+
+
+def _together(parts: list[Reading]) -> Reading:
+    """Several readings of one device as one, those with units first again."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = [len(part.members) for part in parts]
+
+    def reordered(arrays: list[Any]) -> list[Any]:
+        return [a[:n] for a, n in zip(arrays, ends, strict=True)] + [a[n:] for a, n in zip(arrays, ends, strict=True)]
+
+    positions, elements, units = (
+        np.concatenate(reordered([getattr(part, name) for part in parts])) for name in ("positions", "elements", "units")
+    )
+    return Reading(
+        parts[0].device,
+        tuple(member for part in parts for member in part.members),
+        positions,
+        elements,
+        units,
+        torch.cat(reordered([part.columns for part in parts])),
+        torch.cat([part.zero for part in parts]),
+        torch.cat([part.alive for part in parts]),
+    )
