@@ -20,25 +20,22 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Mailbox, Outcome, Part, Told
+from torch_grad_exporter.events import Closed, Mailbox, Outcome, Told
+from torch_grad_exporter.fused import FusedSteps
 from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.outputs import differentiable
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
+from torch_grad_exporter.reader import GradientReader
 from torch_grad_exporter.rounds import PROBES, Habits, Mark, Round
 from torch_grad_exporter.schedule import SamplingSchedule
-from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
-from torch_grad_exporter.transfer import HostTransfer, Tail, Ticket
-from torch_grad_exporter.within import StepsWithinBackward
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -50,6 +47,14 @@ FULL_EVERY = 8
 
 MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
+
+UNANSWERED = 100
+"""Backward passes without any step after which the user is told."""
+
+NO_STEP = (
+    "no optimizer step was seen in %s backward passes; if steps are taken by something that is no torch.optim.Optimizer, "
+    "or whose `step` was replaced, call exporter.step() after each"
+)
 
 DETECTORS = 8
 """Parameters at most that tell of backwards on the rung `parameter` while nothing is sampled."""
@@ -63,14 +68,8 @@ class Mode(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
-class Scaler(Protocol):
-    """What is needed of a `torch.amp.GradScaler`: its scale as a tensor, `None` before its first use."""
-
-    _scale: torch.Tensor | None
-
-
 class GradientCapture:
-    """Watches backwards and steps and posts `Captured`, `AfterClip` and `Closed`."""
+    """Watches backwards and steps, has the reader read and posts `Closed`."""
 
     def __init__(
         self,
@@ -78,26 +77,20 @@ class GradientCapture:
         index: LayerIndex,
         models: int,
         optimizers: Optimizers,
-        statistics: EagerStatistics,
+        reader: GradientReader,
         schedule: SamplingSchedule,
         clock: StepClock,
         mailbox: Mailbox,
-        hints: Hints,
         hooks: Hooks,
         errors: ErrorLog,
-        transfer: HostTransfer | None = None,
-        scaler: Scaler | None = None,
     ) -> None:
         self._index = index
         self._optimizers = optimizers
-        self._statistics = statistics
+        self._reader = reader
         self._schedule = schedule
         self._clock = clock
         self._mailbox = mailbox
-        self._hints = hints
         self._errors = errors
-        self._transfer = transfer or HostTransfer()
-        self._scaler = None if scaler is None else weakref.ref(scaler)
         self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in range(models)]
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
         self._node_hook = hooks.guarded("backward_hook", self._on_node)
@@ -105,14 +98,14 @@ class GradientCapture:
         self.mode = Mode.OUTPUT
         self.samples = 0
         self.skipped = 0
-        self.devices: frozenset[str] = frozenset()
         self._round = Round(0, index.plan, sampled=schedule.due(0))
         self._habits = Habits()
         self._task = -1
         self._certain = True
         self._unannounced = False
         self._before: list[Mark] | None = None
-        self._within = StepsWithinBackward(statistics)
+        self._fused = FusedSteps(clock)
+        self._found_inf: dict[int, torch.Tensor] = {}
         self._check_is_next = True
         self._nodes: NodeHooks | None = None
         self._nodes_plan = index.plan
@@ -136,13 +129,22 @@ class GradientCapture:
         if self._check_is_next and self._nodes is None and self._next_is_sampled():
             self._arm_if_wanted()
 
-    def step_began(self, optimizer: int, *, closure: bool, grad_scale: torch.Tensor | None = None) -> None:
+    def step_began(
+        self,
+        optimizer: int,
+        *,
+        closure: bool,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
         """An optimizer is about to step: its view of the gradients, if a backward came before.
 
         `closure`: the backward is yet to come, within the step. `grad_scale`: the loss scale that the optimizer itself
-        is to divide by, where it is a fused one.
+        is to divide by, where it is a fused one; `found_inf`: not zero if it is to do nothing.
         """
         self._stepping.add(optimizer)
+        if found_inf is not None:
+            self._found_inf[optimizer] = found_inf
         if self.mode is Mode.OPTIMIZER:
             if closure:
                 self._late.add(optimizer)
@@ -164,7 +166,7 @@ class GradientCapture:
         self._certain = True
         self._stepping.add(number)
         if self._round.sampled:
-            self._timed(self._errors.guard, "capture", functools.partial(self._within.read, self._round.plan, optimizer))
+            self._timed(self._errors.guard, "capture", functools.partial(self._reader.within.read, self._round.plan, optimizer))
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -174,13 +176,13 @@ class GradientCapture:
         if optimizer not in self._stepping:
             return None
         self._stepping.discard(optimizer)
-        self._clock.step_done(optimizer)
         if optimizer in self._late:
             self._late.discard(optimizer)
             self._timed(self._capture_at_step, optimizer)
         if optimizer in self._round.stepped or not self._round.backwards:
             self._step_without_backward(optimizer)
         current = self._round
+        self._fused.stepped(current.number, optimizer, self._found_inf.pop(optimizer, None))
         if current.captured and current.open and optimizer not in current.read and self.mode is not Mode.OPTIMIZER:
             self._timed(self._read_after, optimizer)
         first = not current.stepped
@@ -200,6 +202,7 @@ class GradientCapture:
         """A step that had begun raised and will not end."""
         self._stepping.clear()
         self._late.clear()
+        self._found_inf.clear()
 
     def set_step(self, number: int) -> None:
         """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
@@ -216,15 +219,6 @@ class GradientCapture:
             self._round.observed = False
             self._mailbox.append(Told(outcome))
 
-    def use_scaler(self, scaler: Scaler) -> None:
-        """Divides by this gradient scaler's scale from now on."""
-        self._scaler = weakref.ref(scaler)
-
-    @property
-    def knows_scaler(self) -> bool:
-        """Whether a gradient scaler was given or found."""
-        return self._scaler is not None
-
     @property
     def current(self) -> Round:
         """The current round."""
@@ -233,6 +227,7 @@ class GradientCapture:
     def close(self) -> None:
         """Hands over what is still open and removes the hooks of this round; idempotent."""
         self._tell(Outcome.UNKNOWN)
+        self._fused.settle(-1)
         if self._round.open and self._round.captured:
             self._close_round(Outcome.STEPPED if self._round.stepped else Outcome.UNKNOWN)
         self.release()
@@ -277,7 +272,7 @@ class GradientCapture:
         """
         start = self._clock.clock()
         self._task = task
-        self._within.clear()
+        self._reader.within.clear()
         self._clock.switch(BACKWARD)
         current = self._round
         if current.stepped:
@@ -319,7 +314,7 @@ class GradientCapture:
         self._clock.switch(OUTSIDE)
         current = self._round
         before, self._before = self._before, None
-        fired = self._fired(before) | self._within.fired if current.sampled else set()
+        fired = self._fired(before) | self._reader.within.fired if current.sampled else set()
         if current.sampled and (before is not None or self._nodes is not None):
             written = bool(fired)
         else:
@@ -329,6 +324,8 @@ class GradientCapture:
             current.backwards += 1
             current.fired |= fired
             self._clock.backward_passes += 1
+            if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
+                logger.warning(NO_STEP, UNANSWERED)
             if fired and current.backwards >= (self._habits.backwards or 1):
                 self._capture(current)
             self._habits.remember(current.models)
@@ -358,6 +355,7 @@ class GradientCapture:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._habits.learn(last)
         number = last.number + 1
+        skipped |= self._fused.settle(number)
         if last.stepped:
             self._optimizers.settled = True
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
@@ -420,12 +418,11 @@ class GradientCapture:
 
         A failure costs this sample and nothing else, least of all the counting of steps.
         """
-        parameters = current.plan.parameters()
         done = False
 
         def measure() -> None:
             nonlocal done
-            done = parameters is not None and self._measured(current, parameters)
+            done = self._reader.read(current, self._habits, self._clock.now())
 
         self._errors.guard("capture", measure)
         if not done:
@@ -442,29 +439,6 @@ class GradientCapture:
             self._capture(self._round)
         else:
             self.skipped += 1
-
-    def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
-        within = self._within
-        gradients = [(i, g) for i in sorted(current.fired - within.fired) if (g := parameters[i].grad) is not None]
-        readings = [*within.readings, *self._statistics.read(current.plan, gradients)]
-        parts, scale = self._sent(self._statistics.finish(readings, current.number))
-        if parts:
-            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
-            owners, _ = self._optimizers.owners(current.plan)
-            self._mailbox.append(
-                Captured(
-                    round=current.number,
-                    plan=current.plan,
-                    parts=parts,
-                    missing=np.array(missing, dtype=np.int64),
-                    owners=owners,
-                    at=self._clock.now(),
-                    likely_last=self._habits.backwards is not None,
-                    usual=self._habits.steppers(current.models),
-                    scale=scale,
-                )
-            )
-        return bool(parts)
 
     def _capture_at_step(self, optimizer: int) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
@@ -485,44 +459,14 @@ class GradientCapture:
             self._capture(current)
 
     def _read_after(self, optimizer: int, grad_scale: torch.Tensor | None = None) -> None:
-        """Measures norms again where the optimizer sees them: the probes, or everything."""
+        """Measures norms again where the optimizer sees them."""
         current = self._round
         current.read.add(optimizer)
-        parameters = current.plan.parameters()
-        if parameters is None:
-            return
-        owners, _ = self._optimizers.owners(current.plan)
-        mine = [i for i in sorted(current.fired) if owners[i] == optimizer]
-        probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
-        full = self._hints.full or not probes or self.samples % FULL_EVERY == 1
-        mine = mine if full else probes
-        gradients = [(i, g) for i in mine if (g := parameters[i].grad) is not None]
-
-        def measure() -> None:
-            parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
-            own_scale = None if grad_scale is None else self._transfer.send(grad_scale.detach().reshape(1))
-            if parts:
-                self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale))
-
-        self._errors.guard("capture", measure)
-
-    def _sent(self, measured: Iterable[Measurement]) -> tuple[tuple[Part, ...], Ticket | None]:
-        """Starts the copies to the host, one per device; the loss scale rides along with the first of its device."""
-        scaler = None if self._scaler is None else self._scaler()
-        value = None if scaler is None else scaler._scale
-        parts, scale = [], None
-        for one in measured:
-            vector = one.vector
-            self.devices |= {vector.device.type}
-            rides = value is not None and scale is None and value.device == vector.device
-            if rides and value is not None:
-                vector = torch.cat((vector, value.detach().reshape(1).to(vector.dtype)))
-            ticket = self._transfer.send(vector)
-            if ticket is None:
-                return (), None
-            scale = Tail(ticket) if rides else scale
-            parts.append(Part(one.positions, one.elements, one.units, ticket, one.width))
-        return tuple(parts), scale
+        found_inf, full = self._found_inf.get(optimizer), self.samples % FULL_EVERY == 1
+        self._errors.guard(
+            "capture",
+            lambda: self._reader.read_after(current, optimizer, full=full, grad_scale=grad_scale, found_inf=found_inf),
+        )
 
     # Nodes, probes and detectors
 

@@ -60,7 +60,8 @@ class AfterClip:
     """Norms of some parameters as an optimizer saw them: all of them, or only a few probes.
 
     `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
-    norms still contain, because the optimizer divides by it itself.
+    norms still contain, because the optimizer divides by it itself. `found_inf`: not zero if the optimizer itself leaves
+    this step out.
     """
 
     round: int
@@ -69,6 +70,7 @@ class AfterClip:
     full: bool
     loss_scale: Ticket | None = None
     own_scale: Ticket | None = None
+    found_inf: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ import prometheus_client
 import torch
 
 from torch_grad_exporter import checks, distributed
-from torch_grad_exporter.capture import GradientCapture, Scaler
+from torch_grad_exporter.capture import GradientCapture
 from torch_grad_exporter.catalogue import CATALOGUE
 from torch_grad_exporter.collectors.exporter import ExporterCollector
 from torch_grad_exporter.collectors.gradients import GradientCollector
@@ -42,6 +42,7 @@ from torch_grad_exporter.ledger import GradientLedger
 from torch_grad_exporter.loop import Number, TrainingLoop, WatchedLoader
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import StepClock
+from torch_grad_exporter.reader import GradientReader, Scaler
 from torch_grad_exporter.schedule import SamplingSchedule
 from torch_grad_exporter.scrape import Scrape
 from torch_grad_exporter.settings import UNSET, Settings, Unset, resolve
@@ -183,22 +184,28 @@ class Exporter:
         self._clock = StepClock(post)
         self._schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self._optimizers = Optimizers(index, optimizers)
+        reader = GradientReader(
+            optimizers=self._optimizers,
+            statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
+            mailbox=post,
+            hints=hints,
+            scaler=grad_scaler,
+        )
         self._capture = GradientCapture(
             index=index,
             models=len(self._models),
             optimizers=self._optimizers,
-            statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
+            reader=reader,
             schedule=self._schedule,
             clock=self._clock,
             mailbox=post,
-            hints=hints,
             hooks=self._hooks,
             errors=self._errors,
-            scaler=grad_scaler,
         )
         self._loop = TrainingLoop(
             clock=self._clock,
             capture=self._capture,
+            reader=reader,
             optimizers=self._optimizers,
             schedule=self._schedule,
             mailbox=post,

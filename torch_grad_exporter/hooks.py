@@ -1,6 +1,6 @@
 """Where PyTorch calls us: the module, tensor and optimizer hooks, each guarded, each with an end.
 
-Three rules hold for every hook here. It returns at once while `torch.compile` or `torch.export` traces
+Three rules hold for every hook here. It returns at once while `torch.compile`, `torch.export` or `torch.jit` traces
 it, so it adds no graph break and is traced away. It never raises into the user's code. It holds the
 exporter only until `close()` disconnects it, so a hook that somebody kept does nothing.
 """
@@ -42,7 +42,7 @@ class GuardedHook:
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
         """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
         # First, and outside the `try`: under compiled autograd an exception here could not be caught.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return
         action = self._action
         if action is None:

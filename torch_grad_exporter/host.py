@@ -146,8 +146,8 @@ def _tickets(event: _Ticketed) -> list[Ticket]:
     match event:
         case Captured(parts=parts, scale=scale):
             found = [*(part.ticket for part in parts), scale]
-        case AfterClip(parts=parts, loss_scale=loss_scale, own_scale=own_scale):
-            found = [*(part.ticket for part in parts), loss_scale, own_scale]
+        case AfterClip(parts=parts, loss_scale=loss_scale, own_scale=own_scale, found_inf=found_inf):
+            found = [*(part.ticket for part in parts), loss_scale, own_scale, found_inf]
         case Weights(vector=vector):
             found = [vector]
         case Observed(value=value):

@@ -11,7 +11,7 @@ when its round goes on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -211,10 +211,13 @@ class GradientLedger:
         self._counted_round = sample.captured.round
         self.samples += new
         verdicts = self._clipping(sample, closed, owners)
+        left_out = {event.optimizer for event in self._after if event.found_inf and values(event.found_inf.ready())[0]}
         self.use(sample.captured.plan)
         self._publish_layers(sample, mine, new=new)
         for optimizer in sorted(closed.stepped):
-            self._publish_optimizer(sample, closed, optimizer, owners == optimizer, verdicts.get(optimizer), new=new)
+            told = replace(closed, outcome=Outcome.SKIPPED) if optimizer in left_out else closed
+            clip = None if optimizer in left_out else verdicts.get(optimizer)
+            self._publish_optimizer(sample, told, optimizer, owners == optimizer, clip, new=new)
         self._hint(sample, closed)
 
     def _clipping(self, sample: Sample, closed: Closed, owners: IntArray) -> dict[int, clipping.Clipping]:

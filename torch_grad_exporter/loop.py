@@ -17,13 +17,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture import GradientCapture, Scaler
+from torch_grad_exporter.capture import GradientCapture
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Mailbox, Observed
 from torch_grad_exporter.families import IntArray
 from torch_grad_exporter.hooks import Hooks, at_end_of_backward, graph_task
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
+from torch_grad_exporter.reader import GradientReader, Scaler
 from torch_grad_exporter.schedule import SamplingSchedule
 from torch_grad_exporter.transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.weights import WeightProbe
@@ -46,6 +47,7 @@ class TrainingLoop:
         *,
         clock: StepClock,
         capture: GradientCapture,
+        reader: GradientReader,
         optimizers: Optimizers,
         schedule: SamplingSchedule,
         mailbox: Mailbox,
@@ -57,6 +59,7 @@ class TrainingLoop:
     ) -> None:
         self._clock = clock
         self._capture = capture
+        self._reader = reader
         self._optimizers = optimizers
         self._schedule = schedule
         self._mailbox = mailbox
@@ -68,12 +71,14 @@ class TrainingLoop:
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._within = -1
         self._stepped_within: set[int] = set()
+        self._forwards = False
+        """Whether there was a training forward, outside of a backward, since the last step."""
         self._settings_read = self._loss_read = float("-inf")
 
     @property
     def devices(self) -> frozenset[str]:
         """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
-        return self._capture.devices
+        return self._reader.devices
 
     # Hooks
 
@@ -87,15 +92,21 @@ class TrainingLoop:
             clock.leave_step()
             self._capture.step_was_abandoned()
         if module.training and torch.is_grad_enabled():
-            clock.switch(FORWARD)
-            if clock.samples_known:
+            # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
+            again = graph_task() != -1
+            if not again:
+                clock.switch(FORWARD)
+            if clock.samples_known and not (again and self._forwards):
                 self._count_samples(args, kwargs)
+            self._forwards |= not again
         clock.own_seconds += clock.clock() - start
 
     def forward_ended(self, model: int, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """The forward of the root of this number is over: the capture hooks its output, a loss in it is observed."""
         clock = self._clock
         start = clock.clock()
+        if graph_task() != -1:
+            return
         clock.switch(OUTSIDE)
         if torch.is_grad_enabled():
             self._capture.forward_ended(model, output)
@@ -117,10 +128,12 @@ class TrainingLoop:
         self._clock.step_began()
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         sampled = self._capture.current.sampled
-        if sampled and not self._capture.knows_scaler:
+        if sampled and not self._reader.knows_scaler:
             self._find_scaler()
-        scale = getattr(optimizer, "grad_scale", None)
-        self._capture.step_began(number, closure=closure, grad_scale=scale if isinstance(scale, torch.Tensor) else None)
+        # A scaler sets both for the time of a fused optimizer's step.
+        found_inf = _tensor(getattr(optimizer, "found_inf", None))
+        grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
+        self._capture.step_began(number, closure=closure, grad_scale=grad_scale, found_inf=found_inf)
         if sampled and self._weights is not None:
             self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners()))
         self._clock.own_seconds += self._clock.clock() - start
@@ -146,6 +159,7 @@ class TrainingLoop:
 
     def _step_ended(self, number: int) -> None:
         start = self._clock.clock()
+        self._forwards = False
         sampled = self._capture.current.sampled
         first = self._capture.step_ended(number)
         if first is None:
@@ -174,7 +188,7 @@ class TrainingLoop:
         scaler = calling_scaler(sys._getframe(1))
         if scaler is not None:
             self._scaler = weakref.ref(scaler)
-            self._capture.use_scaler(scaler)
+            self._reader.use_scaler(scaler)
 
     def _count_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         size = batch_size(args, kwargs) if self._models == 1 else None
@@ -276,10 +290,15 @@ class WatchedLoader(Generic[_Batch]):
             self._clock.switch(OUTSIDE)
 
 
+def _tensor(value: object) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) else None
+
+
 def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
     """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
     sizes = {value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 else None
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if type(size) is int else None  # a tracer's shapes are symbols
 
 
 def called_from_step(frame: types.FrameType | None) -> bool:

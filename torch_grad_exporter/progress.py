@@ -36,6 +36,7 @@ class StepClock:
     phases_seen: set[str] = field(default_factory=set)
     own_seconds: float = 0.0
     """What the exporter took on this thread since the last round."""
+    _owed: dict[int, int] = field(default_factory=dict)
     _phase: str = OUTSIDE
     _phase_since: float = 0.0
     _round_at: float | None = None
@@ -75,7 +76,14 @@ class StepClock:
     def step_done(self, optimizer: int) -> None:
         """Counts an optimizer's step."""
         # A new dict instead of a new key: a scrape may be reading the old one.
-        self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + 1}
+        if self._owed.get(optimizer):
+            self._owed[optimizer] -= 1
+        else:
+            self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + 1}
+
+    def step_undone(self, optimizer: int) -> None:
+        """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
+        self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
 
     def step_ended(self, *, first_of_round: bool) -> float | None:
         """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only."""

@@ -59,7 +59,9 @@ class Run:
     wrong: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def watching(self, model: MODELS, optimizers: OPTIMIZERS, *, watched: MODELS | None = None, **options: object) -> Iterator[None]:
+    def watching(
+        self, model: MODELS, optimizers: OPTIMIZERS, *, watched: MODELS | None = None, **options: object
+    ) -> Iterator[None]:
         """The exporter over the loop. `watched`: what it is started with, where that is not `model` itself.
 
         `options` go to `start_exporter`. What the models hold in the end is kept.
@@ -110,6 +112,8 @@ class Run:
         """Compares the scrape with the record. `without`: beginnings of the names of metrics that are left out."""
         if self.exporter is None:
             return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # so that the samples have arrived
         if self.record is None:
             assert errors(self.exporter) == {}
         elif self.tolerant:

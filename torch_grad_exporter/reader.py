@@ -1,0 +1,129 @@
+"""GradientReader: reads the gradients of a round and posts what it read to the host side.
+
+When that is done, and which gradients count, is decided in `capture.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.events import AfterClip, Captured, Hints, Mailbox, Part
+from torch_grad_exporter.optimizers import Optimizers
+from torch_grad_exporter.rounds import Habits, Round
+from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.transfer import HostTransfer, Tail, Ticket
+from torch_grad_exporter.within import StepsWithinBackward
+
+
+class Scaler(Protocol):
+    """What is needed of a `torch.amp.GradScaler`: its scale as a tensor, `None` before its first use."""
+
+    _scale: torch.Tensor | None
+
+
+class GradientReader:
+    """Posts `Captured` and `AfterClip`. Holds a gradient scaler weakly. `devices`: kinds of devices that were read from."""
+
+    def __init__(
+        self,
+        *,
+        optimizers: Optimizers,
+        statistics: EagerStatistics,
+        mailbox: Mailbox,
+        hints: Hints,
+        transfer: HostTransfer | None = None,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._statistics = statistics
+        self._mailbox = mailbox
+        self._hints = hints
+        self._transfer = transfer or HostTransfer()
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self.within = StepsWithinBackward(statistics)
+        self.devices: frozenset[str] = frozenset()
+
+    def use_scaler(self, scaler: Scaler) -> None:
+        """Divides by this gradient scaler's scale from now on."""
+        self._scaler = weakref.ref(scaler)
+
+    @property
+    def knows_scaler(self) -> bool:
+        """Whether a gradient scaler was given or found."""
+        return self._scaler is not None
+
+    def read(self, current: Round, habits: Habits, at: float) -> bool:
+        """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""
+        parameters = current.plan.parameters()
+        if parameters is None:
+            return False
+        early = self.within
+        gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
+        readings = [*early.readings, *self._statistics.read(current.plan, gradients)]
+        parts, scale = self._sent(self._statistics.finish(readings, current.number))
+        if parts:
+            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
+            owners, _ = self._optimizers.owners(current.plan)
+            self._mailbox.append(
+                Captured(
+                    round=current.number,
+                    plan=current.plan,
+                    parts=parts,
+                    missing=np.array(missing, dtype=np.int64),
+                    owners=owners,
+                    at=at,
+                    likely_last=habits.backwards is not None,
+                    usual=habits.steppers(current.models),
+                    scale=scale,
+                )
+            )
+        return bool(parts)
+
+    def read_after(
+        self,
+        current: Round,
+        optimizer: int,
+        *,
+        full: bool,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nobody knows better."""
+        parameters = current.plan.parameters()
+        if parameters is None:
+            return
+        owners, _ = self._optimizers.owners(current.plan)
+        mine = [i for i in sorted(current.fired) if owners[i] == optimizer]
+        probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
+        full |= self._hints.full or not probes
+        gradients = [(i, g) for i in (mine if full else probes) if (g := parameters[i].grad) is not None]
+        parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
+        if parts:
+            own_scale, answer = self._one(grad_scale), self._one(found_inf)
+            self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
+
+    def _one(self, value: torch.Tensor | None) -> Ticket | None:
+        return None if value is None else self._transfer.send(value.detach().reshape(1))
+
+    def _sent(self, measured: Iterable[Measurement]) -> tuple[tuple[Part, ...], Ticket | None]:
+        """Starts the copies to the host, one per device; the loss scale rides along with the first of its device."""
+        scaler = None if self._scaler is None else self._scaler()
+        value = None if scaler is None else scaler._scale
+        parts, scale = [], None
+        for one in measured:
+            vector = one.vector
+            self.devices |= {vector.device.type}
+            rides = value is not None and scale is None and value.device == vector.device
+            if rides and value is not None:
+                vector = torch.cat((vector, value.detach().reshape(1).to(vector.dtype)))
+            ticket = self._transfer.send(vector)
+            if ticket is None:
+                return (), None
+            scale = Tail(ticket) if rides else scale
+            parts.append(Part(one.positions, one.elements, one.units, ticket, one.width))
+        return tuple(parts), scale
