@@ -77,6 +77,11 @@ class Run:
         for one in model.values() if isinstance(model, Mapping) else [model]:
             self.state += [t.detach().clone() for t in (*one.parameters(), *one.buffers())]
 
+    def uses(self, optimizers: OPTIMIZERS) -> None:
+        """These optimizers step from now on, those of a known name in the place of the one before."""
+        if self.record is not None:
+            self.record.use(optimizers)
+
     def backward(self, loss: torch.Tensor, *, unused: Iterable[str] = (), **options: bool) -> None:
         """`loss.backward(**options)`. `unused`: full names of the parameters that it does not reach."""
         self.losses.append(loss.detach().clone())
@@ -98,18 +103,21 @@ class Run:
         self.stepping(name)
         optimizer.step()
 
-    def skipped(self, outcome: str = "skipped") -> None:
-        """The step of the last backward does not take place."""
+    def skipped(self, outcome: str = "skipped", name: str | None = None) -> None:
+        """The step of the last backward does not take place, or only that of the optimizer `name`."""
         if self.record is not None:
-            self.record.skipped(outcome)
+            self.record.skipped(outcome, name)
 
     def unscale(self, factor: float) -> None:
         """What the gradients of the next backwards are to be multiplied with to be unscaled."""
         if self.record is not None:
             self.record.unscale = factor
 
-    def check(self, *, without: Iterable[str] = (), rel: float = 1e-5) -> None:
-        """Compares the scrape with the record. `without`: beginnings of the names of metrics that are left out."""
+    def check(self, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5) -> None:
+        """Compares the scrape with the record.
+
+        `without`, `optional`: beginnings of the names of metrics that are left out, or may be absent where nobody can know.
+        """
         if self.exporter is None:
             return
         if torch.cuda.is_initialized():
@@ -117,9 +125,9 @@ class Run:
         if self.record is None:
             assert errors(self.exporter) == {}
         elif self.tolerant:
-            self.wrong += self.record.differences(self.exporter, without=without, rel=rel)
+            self.wrong += self.record.differences(self.exporter, without=without, optional=optional, rel=rel)
         else:
-            self.record.check(self.exporter, without=without, rel=rel)
+            self.record.check(self.exporter, without=without, optional=optional, rel=rel)
 
     def shows(self, expected: object, name: str, **labels: str) -> None:
         """One series that is compared with a given value, `None` if it is to be absent."""

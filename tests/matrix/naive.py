@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import torch
 
 from torch_grad_exporter.capture import GradientCapture, Mode
@@ -33,10 +31,17 @@ class AtAccumulation(AtStep):
         super()._capture_at_step(optimizer)
         self._copies.clear()
 
-    def _measured(self, current: Round, parameters: list[torch.nn.Parameter]) -> bool:
-        copies = [types.SimpleNamespace(grad=self._copies.get(id(p)), requires_grad=p.requires_grad) for p in parameters]
-        current.fired &= {i for i, copy in enumerate(copies) if copy.grad is not None}
-        return super()._measured(current, copies)
+    def _capture(self, current: Round) -> None:
+        parameters = current.plan.parameters() or []
+        kept = [p.grad for p in parameters]
+        current.fired &= {i for i, p in enumerate(parameters) if id(p) in self._copies}
+        try:
+            for parameter in parameters:
+                parameter.grad = self._copies.get(id(parameter))
+            super()._capture(current)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
 
     def close(self) -> None:
         """Removes the hooks too."""
