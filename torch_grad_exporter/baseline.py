@@ -69,6 +69,10 @@ class Baselines:
 
         A zero has no logarithm: it gets no verdict and enters no logarithmic baseline.
         """
+        with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
+            return self._judge(rows, samples)
+
+    def _judge(self, rows: IntArray, samples: FloatArray) -> Verdict:
         usable = np.isfinite(samples) & ((samples > 0) if self.log else True)
         values = np.where(usable, samples, 1.0)
         if self.log:
@@ -90,7 +94,7 @@ class Baselines:
         spike = zscore > SIGMAS
         if self.log:
             spike &= values - median > np.log(FACTOR)
-        return zscore, spike
+        return np.where(np.isfinite(zscore), zscore, np.nan), spike
 
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
         self._row_of_spikes[rows] = np.where(spike, self._row_of_spikes[rows] + 1, 0)
@@ -107,4 +111,4 @@ def _medians(values: FloatArray, count: IntArray) -> FloatArray:
     """The median of the first `count` values of each row once sorted; NaN sorts behind every number."""
     ordered = np.sort(values, axis=1)
     row = np.arange(len(ordered))
-    return np.asarray((ordered[row, (count - 1) // 2] + ordered[row, count // 2]) / 2)
+    return np.asarray(ordered[row, (count - 1) // 2] / 2 + ordered[row, count // 2] / 2)

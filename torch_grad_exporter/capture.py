@@ -278,8 +278,11 @@ class GradientCapture:
         if current.stepped:
             self._start_round()
         elif current.backwards and not self._stepping and self._habits.cleared(current):
-            self._clock.skipped += 1
-            self._start_round(skipped=True)
+            if self._habits.hold():
+                current.begin_again()
+            else:
+                self._clock.skipped += 1 + self._habits.release()
+                self._start_round(skipped=True)
         if self._round.sampled and (_capturing_graph() or (self.mode is Mode.PARAMETER and self._nodes is None)):
             self._round.sampled = False
         sampled = self._round.sampled
@@ -353,7 +356,7 @@ class GradientCapture:
         self._tell(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
-        self._habits.learn(last)
+        self._clock.skipped += self._habits.learn(last)
         number = last.number + 1
         skipped |= self._fused.settle(number)
         if last.stepped:

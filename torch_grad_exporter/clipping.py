@@ -25,6 +25,8 @@ UNTOUCHED = 1e-6
 """A coefficient this close to 1 is no clipping: both norms were rounded alike, so an untouched one is 1."""
 
 LARGEST_UNSCALING = 2.0**-5
+SMALLEST_UNSCALING = 2.0**-127
+"""Scales are float32 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def compare(
 
 def is_unscaling(ratio: float) -> bool:
     """Whether a ratio of norms is a power of two that a gradient scaler would leave."""
-    if not 0 < ratio <= LARGEST_UNSCALING * (1 + 1e-6):
+    if not SMALLEST_UNSCALING <= ratio <= LARGEST_UNSCALING * (1 + 1e-6):
         return False
     exponent = math.log2(ratio)
     return abs(exponent - round(exponent)) < 1e-6

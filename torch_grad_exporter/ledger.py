@@ -21,7 +21,7 @@ from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
 from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Told, Weights
 from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.layers import Plan
-from torch_grad_exporter.samples import Groups, Sample, arrived, values
+from torch_grad_exporter.samples import Groups, Sample, arrived, grouped_norms, values
 from torch_grad_exporter.statistics import Column
 
 PATIENCE = 1.0
@@ -123,8 +123,7 @@ class GradientLedger:
     def _apply(self, event: Captured | AfterClip | Closed | Told | Weights) -> None:
         match event:
             case Captured():
-                if self._pending is not None and self._pending.captured.round != event.round:
-                    self._publish_unknown()
+                self._replace_pending(event)
                 self._pending, self._after = Sample.of(event), []
             case AfterClip():
                 if self._pending is not None and self._pending.captured.round == event.round:
@@ -147,6 +146,7 @@ class GradientLedger:
         """
         if len(self._optimizers) > 1:
             return
+        norm = norm if norm >= 0 else np.nan  # DeepSpeed says -1 where the norm is NaN or Inf
         row = self._optimizer_row(next(iter(self._optimizers), UNOWNED))
         if not self._norm_observed:
             # What was counted of captured norms so far would be there twice.
@@ -191,14 +191,25 @@ class GradientLedger:
             plan, table, recent, tuple(self._optimizers), self._totals.copy(), self.samples, self.undelivered, self._norm_observed
         )
 
-    def _publish_unknown(self, *, keep: bool = False) -> None:
+    def _replace_pending(self, event: Captured) -> None:
+        """Another capture has come: that of another round leaves the outcome of the pending one unknown."""
+        pending = self._pending
+        if pending is None or pending.captured.round != event.round:
+            self._publish_unknown()
+        elif event.again and pending.nonfinite:
+            # Nobody goes on from such gradients: this was a skipped step and not the first of two passes.
+            self._publish_unknown(Outcome.SKIPPED)
+            self._counted_round = -1
+
+    def _publish_unknown(self, outcome: Outcome = Outcome.UNKNOWN, *, keep: bool = False) -> None:
+        """Publishes the pending sample though nobody has said who stepped."""
         sample = self._pending
         if sample is None:
             return
         owners = sample.captured.owners
         stepped = frozenset(event.optimizer for event in self._after) or sample.captured.usual
         stepped = stepped or frozenset(np.unique(owners[sample.present]).tolist())
-        self._publish(sample, Closed(sample.captured.round, Outcome.UNKNOWN, owners, owners, stepped, {}))
+        self._publish(sample, Closed(sample.captured.round, outcome, owners, owners, stepped, {}))
         if not keep:
             self._pending = None
 
@@ -272,21 +283,23 @@ class GradientLedger:
 
     def _moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
         table = self._layers
-        with np.errstate(invalid="ignore", over="ignore"):
-            mean = groups.sum(Column.SUM) / np.maximum(elements, 1)
-            variance = np.square(norms) / np.maximum(elements, 1) - np.square(mean)
-            table["mean"][rows] = mean
-            table["stddev"][rows] = np.sqrt(np.where(variance < 0, 0.0, variance))
+        mean = groups.sum(Column.SUM) / np.maximum(elements, 1)
+        rms = norms / np.sqrt(np.maximum(elements, 1))
+        # In units of the root mean square, whose own square may be out of range.
+        share = 1 - np.square(mean / np.where(rms > 0, rms, 1.0))
+        table["mean"][rows] = mean
+        table["stddev"][rows] = rms * np.sqrt(np.where(share < 0, 0.0, share))
         table["minimum"][rows] = groups.smallest(Column.MIN)
         table["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
 
     def _count_layers(self, groups: Groups, rows: IntArray, norms: FloatArray, at: float) -> None:
         table = self._layers
-        finite = np.isfinite(norms) & (norms < 1e154)
+        finite = np.isfinite(norms)
         table["captures"][rows] += 1
         table["nans"][rows] += groups.sum(Column.NANS)
         table["infs"][rows] += groups.sum(Column.INFS)
-        table["squared_total"][rows[finite]] += np.square(norms[finite])
+        fits = np.isfinite(table["squared_total"][rows] + np.square(norms))
+        table["squared_total"][rows[fits]] += np.square(norms[fits])
         _observe(table, rows[finite], norms[finite], _DECADES)
         verdict = self._layer_baseline.judge(rows, norms)
         table["zscore"][rows] = verdict.zscore
@@ -359,13 +372,12 @@ class GradientLedger:
     def _weigh(self, event: Weights) -> None:
         plan = event.plan
         self.use(plan)
-        squares = np.square(values(event.vector.ready()).reshape(-1, 3))
+        norms = values(event.vector.ready()).reshape(-1, 3)
         layers, group = np.unique(plan.layer_of[event.positions], return_inverse=True)
-        before, after, update = (np.sqrt(np.bincount(group, squares[:, i], len(layers))) for i in range(3))
+        before, after, update = (grouped_norms(norms[:, i], group, len(layers)) for i in range(3))
         rows = self._rows[layers]
         self._layers["weight_norm"][rows] = after
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._layers["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
+        self._layers["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
 
 
 def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray) -> None:

@@ -71,6 +71,8 @@ class TrainingLoop:
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._within = -1
         self._stepped_within: set[int] = set()
+        self._hooked = False
+        """Whether an optimizer's hook has told of a step since the user last did."""
         self._forwards = False
         """Whether there was a training forward, outside of a backward, since the last step."""
         self._settings_read = self._loss_read = float("-inf")
@@ -142,6 +144,7 @@ class TrainingLoop:
         """After any optimizer's step."""
         number = self._optimizers.number(optimizer)
         if number is not None and graph_task() == -1:
+            self._hooked = True
             self._step_ended(number)
 
     def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
@@ -154,6 +157,7 @@ class TrainingLoop:
         self._stepped_within.add(number)
 
     def _backward_ended(self) -> None:
+        self._hooked = True
         for number in sorted(self._stepped_within):
             self._step_ended(number)
 
@@ -213,11 +217,12 @@ class TrainingLoop:
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
-        if not self._capture.current.stepped:
+        if not (self._hooked and self._capture.current.stepped):
             optimizer = self._optimizers.manual()
             self._clock.step_began()
             self._capture.step_began(optimizer, closure=False)
             self._step_ended(optimizer)
+        self._hooked = False
         if number is not None:
             self._capture.set_step(number)
 
@@ -296,9 +301,10 @@ def _tensor(value: object) -> torch.Tensor | None:
 
 def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
     """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
-    sizes = {value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0}
-    size = sizes.pop() if len(sizes) == 1 else None
-    return size if type(size) is int else None  # a tracer's shapes are symbols
+    sizes = [value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0]
+    if any(type(size) is not int for size in sizes):
+        return 0  # a tracer's symbols: this forward is no training
+    return sizes[0] if len(set(sizes)) == 1 else None
 
 
 def called_from_step(frame: types.FrameType | None) -> bool:

@@ -80,8 +80,10 @@ class GradientReader:
                     likely_last=habits.backwards is not None,
                     usual=habits.steppers(current.models),
                     scale=scale,
+                    again=current.again,
                 )
             )
+            current.again = False
         return bool(parts)
 
     def read_after(

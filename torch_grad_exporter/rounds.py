@@ -7,6 +7,9 @@ share a round, and a GAN's two alternating ones do not.
 A second backward without a step in between either continues an accumulation or follows a step that was
 skipped. The gradient itself tells: gone means that `zero_grad` was called. Zeroed in place cannot be told from
 clipped in place without looking at the data; there the usual number of backwards of a round decides.
+
+A training may clear within every step (SAM takes two passes to a step). Before there was a step without a clearing
+the two look alike, so the first clearings are held back until that is known.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ PROBES = 4
 
 MULTI_PASS = 4
 """Steps in a row with a clearing in between, after which that is how this training works (SAM), not a skip."""
+
+PASSES = 3
+"""Passes of such a step at most: what is cleared more often was skipped."""
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class Round:
 
     `fired`: positions in the plan of the parameters that got a gradient; `read`: optimizers whose view of the
     gradients was taken; `observed`: the user gave its global norm, and the outcome of that is still to be told; `open`:
-    the same of what was captured.
+    the same of what was captured; `again`: what was there before in this round was thrown away.
     """
 
     number: int
@@ -76,11 +82,17 @@ class Round:
     backwards: int = 0
     models: set[int] = field(default_factory=set)
     fired: set[int] = field(default_factory=set)
+    again: bool = False
     stepped: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     captured: bool = False
     observed: bool = False
     open: bool = True
+
+    def begin_again(self) -> None:
+        """The gradients so far were cleared, and it is not known yet whether that was a skipped step."""
+        self.backwards, self.again, self.captured = 0, True, False
+        self.fired.clear()
 
 
 @dataclass(slots=True)
@@ -92,6 +104,11 @@ class Habits:
     _steppers: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
     _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
     _cleared_since_step: bool = False
+    _plain: bool = False
+    """Whether there was a step with no clearing before it."""
+    _held: int = 0
+    _held_here: int = 0
+    """Clearings that may have been skipped steps or not, in all and in this round."""
     _marks: list[Mark] = field(default_factory=list)
 
     @property
@@ -103,16 +120,38 @@ class Habits:
         """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
         return self._steppers.get(frozenset(models), frozenset())
 
-    def learn(self, over: Round) -> None:
-        """Takes in a round that is over."""
+    def learn(self, over: Round) -> int:
+        """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
+        self._held_here = 0
         if not over.stepped:
-            return
+            return 0
         if over.backwards:
             self._backwards.append(over.backwards)
         if len(self._steppers) < 64 or frozenset(over.models) in self._steppers:
             self._steppers[frozenset(over.models)] = frozenset(over.stepped)
+        self._plain |= not self._cleared_since_step
         self._cleared.append(self._cleared_since_step)
         self._cleared_since_step = False
+        if self._several_passes:
+            self._held = 0
+        return self.release() if self._plain else 0
+
+    def hold(self) -> bool:
+        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training."""
+        if self._plain or self._held_here == PASSES - 1:
+            return False
+        self._held += 1
+        self._held_here += 1
+        return True
+
+    def release(self) -> int:
+        """The clearings held so far, which were skipped steps after all."""
+        held, self._held = self._held, 0
+        return held
+
+    @property
+    def _several_passes(self) -> bool:
+        return len(self._cleared) == MULTI_PASS and all(self._cleared)
 
     def remember(self, models: Iterable[int]) -> None:
         """Marks the gradients at the end of a backward, of a few parameters of each model."""
@@ -133,7 +172,7 @@ class Habits:
         """Whether the gradients of the last backward were thrown away: its step was skipped."""
         found = self._gone() or (self._written() and self.backwards is not None and current.backwards >= self.backwards)
         self._cleared_since_step |= found
-        return found and not (len(self._cleared) == MULTI_PASS and all(self._cleared))
+        return found and not self._several_passes
 
     def _gone(self) -> bool:
         """Whether a gradient is gone, or is another tensor: on the rung `parameter` this may look after the write."""

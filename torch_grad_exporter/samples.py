@@ -41,11 +41,15 @@ class Sample:
             sample.unscale(float(values(captured.scale.ready())[0]))
         return sample
 
+    @property
+    def nonfinite(self) -> bool:
+        """Whether any gradient has a NaN or Inf."""
+        return bool(self.columns[:, [Column.NANS, Column.INFS]].any())
+
     def unscale(self, scale: float) -> None:
-        """Divides what is proportional to the gradient by the loss scale."""
+        """Divides what is proportional to the gradient by the loss scale; by one that is none, nothing of it is known."""
         self.unscaled = True
-        if scale > 0:
-            self.columns[:, _PROPORTIONAL] /= scale
+        self.columns[:, _PROPORTIONAL] /= scale if 0 < scale < np.inf else np.nan
 
 
 def arrived(part: Part) -> FloatArray:
@@ -59,6 +63,14 @@ def values(vector: FloatArray | None) -> FloatArray:
     if vector is None:
         raise RuntimeError("an event was applied before its vector had arrived")
     return vector
+
+
+def grouped_norms(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
+    """The L2 norm of each of `groups` groups of vectors from the norms of the vectors, shape (n,), without overflow."""
+    largest = np.zeros(groups)
+    np.maximum.at(largest, group, norms)
+    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    return np.sqrt(np.bincount(group, np.square(norms / scale[group]), groups)) * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +100,7 @@ class Groups:
 
     def norms(self) -> FloatArray:
         """The L2 norm of each group from those of its parameters, without overflow."""
-        norms = self.columns[:, Column.NORM]
-        largest = np.zeros(len(self.layers))
-        np.maximum.at(largest, self.group, norms)
-        scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-        return np.sqrt(np.bincount(self.group, np.square(norms / scale[self.group]), len(self.layers))) * scale
+        return grouped_norms(self.columns[:, Column.NORM], self.group, len(self.layers))
 
     def smallest(self, column: Column, *, negated: bool = False) -> FloatArray:
         """The column's smallest value in each group, or the smallest of its negation; NaN if there is one."""

@@ -46,7 +46,7 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
-    return gradient
+    return gradient.resolve_neg()
 
 
 def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:

@@ -122,6 +122,8 @@ def _measure_block(block: torch.Tensor, *, moments: bool) -> _Block:
 def _row_norms(rows: torch.Tensor) -> FloatArray:
     """The norm of each row; long rows in pieces, which are added up in float64 so that no rounding piles up."""
     accumulate = rows.dtype if rows.dtype in _SAFE_NORM else torch.float32
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()  # along any other dimension torch sums up in one accumulator, and rounding piles up
     width = rows.shape[1]
     if width <= _PIECE:
         return torch.linalg.vector_norm(rows, dim=1, dtype=accumulate).double().numpy()  # type: ignore[no-any-return]
@@ -156,12 +158,8 @@ def _zeros(block: torch.Tensor) -> list[int]:
 def _combined(parts: list[FloatArray]) -> FloatArray:
     """The columns of one tensor from those of its blocks; NaN stays NaN in the extremes."""
     stacked = np.stack(parts)
-    with np.errstate(invalid="ignore"):
-        return _summed(stacked)
-
-
-def _summed(stacked: FloatArray) -> FloatArray:
-    total: FloatArray = stacked.sum(axis=0)
+    with np.errstate(all="ignore"):  # infinities of both signs, or a sum beyond float64
+        total: FloatArray = stacked.sum(axis=0)
     total[:, Column.MIN] = stacked[:, :, Column.MIN].min(axis=0)
     total[:, Column.MAX] = stacked[:, :, Column.MAX].max(axis=0)
     return total

@@ -60,4 +60,7 @@ def norm(values: list[float]) -> float:
 
 def _sum(values: list[float]) -> float:
     infinite = [v for v in values if math.isinf(v)]
-    return sum(infinite) if infinite else math.fsum(values)
+    try:
+        return sum(infinite) if infinite else math.fsum(values)
+    except OverflowError:
+        return math.copysign(math.inf, max(values, key=abs))
