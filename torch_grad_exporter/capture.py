@@ -21,6 +21,7 @@ import enum
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,8 +29,9 @@ import torch
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Closed, Mailbox, Outcome, Told
 from torch_grad_exporter.fused import FusedSteps
-from torch_grad_exporter.hooks import Handle, Hooks, NodeHooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
-from torch_grad_exporter.layers import LayerIndex, Plan
+from torch_grad_exporter.hooks import Handle, Hooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
+from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
+from torch_grad_exporter.nodes import AccumulateGradNodes
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.outputs import differentiable
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
@@ -68,6 +70,14 @@ class Mode(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
+@dataclass(slots=True)
+class EarlyLook:
+    """What was seen before the forward. `cleared`: the gradients of the backward before it were thrown away."""
+
+    cleared: bool = False
+    marks: list[Mark] | None = None
+
+
 class GradientCapture:
     """Watches backwards and steps, has the reader read and posts `Closed`."""
 
@@ -93,7 +103,6 @@ class GradientCapture:
         self._errors = errors
         self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in range(models)]
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
-        self._node_hook = hooks.guarded("backward_hook", self._on_node)
         self._end_hook = hooks.guarded("backward_hook", self._on_end)
         self.mode = Mode.OUTPUT
         self.samples = 0
@@ -107,9 +116,8 @@ class GradientCapture:
         self._fused = FusedSteps(clock)
         self._found_inf: dict[int, torch.Tensor] = {}
         self._check_is_next = True
-        self._nodes: NodeHooks | None = None
-        self._nodes_plan = index.plan
-        self._nodes_fired: set[int] = set()
+        self._nodes = AccumulateGradNodes(hooks.guarded("backward_hook", self._on_node))
+        self._early = EarlyLook()
         self._detectors: dict[int, Handle] = {}
         self._stepping: set[int] = set()
         self._late: set[int] = set()
@@ -117,6 +125,16 @@ class GradientCapture:
         self._sample_cost = 0.0
 
     # What the training loop does
+
+    def forward_began(self) -> None:
+        """A training forward of a root begins: with FSDP2 the last moment at which the sharded parameters are in their places."""
+        if self._index.fully_sharded and graph_task() == -1:
+            current = self._round
+            again = bool(current.backwards) and not current.stepped and not self._stepping
+            self._early.cleared = again and self._habits.cleared(current)
+            plan = self._index.plan
+            looked = self._next_is_sampled() and plan.parameters() is not None
+            self._early.marks = _marks(plan) if looked else None
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of a root is over: hooks its output, so that its backward is seen."""
@@ -126,7 +144,7 @@ class GradientCapture:
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if self._check_is_next and self._nodes is None and self._next_is_sampled():
+        if self._check_is_next and not self._nodes.armed and self._next_is_sampled():
             self._arm_if_wanted()
 
     def step_began(
@@ -191,8 +209,8 @@ class GradientCapture:
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
         sampled_next = self._next_is_sampled()
-        if self._nodes is not None and (self.mode is Mode.OUTPUT or not sampled_next):
-            self._disarm()
+        if self.mode is Mode.OUTPUT or not sampled_next:
+            self._nodes.disarm()
         if sampled_next:
             self._timed(self._index.refresh)
             self._arm_if_wanted()
@@ -234,7 +252,7 @@ class GradientCapture:
 
     def release(self) -> None:
         """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
-        self._disarm()
+        self._nodes.disarm()
         detectors, self._detectors = self._detectors, {}
         for handle in detectors.values():
             handle.remove()
@@ -255,15 +273,15 @@ class GradientCapture:
         self._reached(model)
         self._certain = True
 
-    def _on_node(self, position: int, *_gradients: object) -> None:
+    def _on_node(self, tracked: TrackedParameter, *_gradients: object) -> None:
         """A parameter has received its gradient on a round whose nodes are hooked."""
         task = graph_task()
         # A checkpoint runs a backward of its own within the model's; that one needs no announcement.
         if task != self._task and (self.mode is Mode.PARAMETER or self._task == -1):
             self._begin(task)
             self._unannounced = self.mode is Mode.OUTPUT
-        self._nodes_fired.add(position)
-        self._round.models.add(self._nodes_plan.tracked[position].model)
+        self._nodes.fired.add(tracked)
+        self._round.models.add(tracked.model)
 
     def _begin(self, task: int) -> None:
         """A backward has begun, or a `torch.autograd.grad`, which passes the same hooks and writes no gradient.
@@ -277,19 +295,20 @@ class GradientCapture:
         current = self._round
         if current.stepped:
             self._start_round()
-        elif current.backwards and not self._stepping and self._habits.cleared(current):
+        elif current.backwards and not self._stepping and self._cleared(current):
             if self._habits.hold():
                 current.begin_again()
             else:
                 self._clock.skipped += 1 + self._habits.release()
                 self._start_round(skipped=True)
-        if self._round.sampled and (_capturing_graph() or (self.mode is Mode.PARAMETER and self._nodes is None)):
+        if self._round.sampled and not self._can_look():
             self._round.sampled = False
+            self.skipped += 1
         sampled = self._round.sampled
         if sampled:
             if not self._round.backwards:
-                self._round.plan = self._nodes_plan if self._nodes is not None else self._plan_in_backward()
-            self._nodes_fired.clear()
+                self._renew_plan()
+            self._nodes.fired.clear()
             self._unannounced = False
             at_end_of_backward(self._end_hook)
             self._before = None
@@ -302,12 +321,28 @@ class GradientCapture:
             after_backward(self._end_hook)
         self._spent(start, sampled=sampled)
 
-    def _plan_in_backward(self) -> Plan:
-        # FSDP2 has put the gathered parameters in the place of the sharded ones now: no time to look again.
-        return self._index.plan if self._index.plan.sharded.any() else self._index.refresh()
+    def _renew_plan(self) -> None:
+        """Takes the parameters that are trained now; since the nodes were armed, some may have come, gone, frozen or thawed."""
+        plan = self._round.plan = self._index.refresh(within_step=True)
+        if self._nodes.armed and self._nodes.plan is not plan:
+            if self.mode is Mode.PARAMETER:
+                self._nodes.arm(plan)
+            else:
+                self._nodes.disarm()
+
+    def _can_look(self) -> bool:
+        """Whether what this backward writes can be told from what was there before, and be read."""
+        if _capturing_graph():
+            return False
+        if self.mode is Mode.PARAMETER:
+            return self._nodes.armed
+        return self.mode is Mode.OPTIMIZER or not self._index.fully_sharded or self._early.marks is not None
+
+    def _cleared(self, current: Round) -> bool:
+        return self._early.cleared if self._index.fully_sharded else self._habits.cleared(current)
 
     def _look(self) -> None:
-        self._before = _marks(self._round.plan)
+        self._before = self._early.marks if self._index.fully_sharded else _marks(self._round.plan)
 
     def _on_end(self) -> None:
         if self._task == -1:
@@ -318,7 +353,7 @@ class GradientCapture:
         current = self._round
         before, self._before = self._before, None
         fired = self._fired(before) | self._reader.within.fired if current.sampled else set()
-        if current.sampled and (before is not None or self._nodes is not None):
+        if current.sampled and (before is not None or self._nodes.armed):
             written = bool(fired)
         else:
             written = self._certain or any(mark.moved() for mark in before or ())
@@ -337,16 +372,15 @@ class GradientCapture:
     def _fired(self, before: list[Mark] | None) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
         moved = {i for i, mark in enumerate(before or ()) if mark.moved()}
-        if self._nodes is None:
+        if not self._nodes.armed:
             return moved
-        seen = set(self._nodes_fired)
+        seen = self._nodes.positions(self._round.plan)
         if self.mode is Mode.OUTPUT and seen and (self._unannounced or moved != seen):
             self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
-        return seen if seen or self.mode is Mode.PARAMETER else moved
+        return seen | moved
 
     def _probe_marks(self) -> list[Mark]:
-        probes = (reference() for references in self._habits.probes.values() for reference in references)
-        return [Mark.of(parameter) for parameter in probes if parameter is not None]
+        return [Mark.of(probe) for probes in self._habits.probes.values() for probe in probes]
 
     # Rounds
 
@@ -364,8 +398,8 @@ class GradientCapture:
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         sampled = self._schedule.due(number) or (skipped and not last.sampled)
         self._round = Round(number, self._index.plan, sampled)
-        if self._nodes is not None and not self._round.sampled:
-            self._disarm()
+        if not self._round.sampled:
+            self._nodes.disarm()
 
     def _next_is_sampled(self) -> bool:
         """Whether the backward that comes next belongs to a sampled round."""
@@ -391,21 +425,21 @@ class GradientCapture:
 
     def _step_without_backward(self, optimizer: int) -> None:
         """A step that no backward was seen before: another rung may see what this one does not."""
-        armed = self._nodes is not None
+        armed = self._nodes.armed
         if optimizer in self._round.stepped:
             self._start_round()
         if self.mode is Mode.OPTIMIZER or (self.mode is Mode.PARAMETER and not armed) or not self._has_gradients():
             return
         self._misses += 1
+        self._nodes.disarm()  # they may be those of tensors that were replaced
         if self._misses >= MISSES:
-            if self.mode is Mode.OUTPUT:
+            if self.mode is Mode.OUTPUT and not self._index.fully_sharded:
                 self._fall_to(Mode.PARAMETER, "steps were seen, but no backward through the model's output")
             else:
                 self._fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
 
     def _has_gradients(self) -> bool:
-        parameters = (tracked.reference() for tracked in self._round.plan.tracked)
-        return any(parameter is not None and parameter.grad is not None for parameter in parameters)
+        return any(tracked.gradient() is not None for tracked in self._round.plan.tracked)
 
     def _fall_to(self, mode: Mode, why: str) -> None:
         logger.info("gradients are captured by rung %r from now on: %s", mode.value, why)
@@ -454,9 +488,7 @@ class GradientCapture:
             current.plan = self._index.refresh()
         owners, _ = self._optimizers.owners(current.plan)
         current.fired |= {
-            i
-            for i, tracked in enumerate(current.plan.tracked)
-            if owners[i] == optimizer and (p := tracked.reference()) is not None and p.grad is not None
+            i for i, tracked in enumerate(current.plan.tracked) if owners[i] == optimizer and tracked.gradient() is not None
         }
         if current.fired:
             self._capture(current)
@@ -476,22 +508,15 @@ class GradientCapture:
     def _arm_if_wanted(self) -> None:
         """Hooks the nodes for the next round, which is sampled, if its rung, or a check of it, needs them."""
         wanted = self.mode is Mode.PARAMETER or (self._check_is_next and self.mode is Mode.OUTPUT)
-        if self._nodes is None and wanted:
+        # The nodes of gathered parameters say nothing about the sharded ones.
+        if wanted and not self._nodes.armed and not self._index.fully_sharded:
             self._timed(self._arm)
 
     def _arm(self) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
-        plan = self._index.rescan()
-        parameters = plan.parameters()
-        if parameters is not None:
-            self._nodes_plan = plan
-            self._nodes_fired.clear()
-            self._nodes = NodeHooks(parameters, lambda position: functools.partial(self._node_hook, position))
-
-    def _disarm(self) -> None:
-        nodes, self._nodes = self._nodes, None
-        if nodes is not None:
-            nodes.close()
+        plan = self._index.refresh(within_step=True)
+        if not self._index.fully_sharded:
+            self._nodes.arm(plan)
 
     def _place_probes(self, current: Round) -> None:
         """Chooses the parameters that tell of clearing, and on the rung `parameter` of backwards, until the next sample."""
@@ -505,19 +530,19 @@ class GradientCapture:
             return
         for model, positions in by_model.items():
             step = max(1, len(positions) // PROBES)
-            self._habits.probes[model] = [tracked[i].reference for i in positions[::step][:PROBES]]
+            self._habits.probes[model] = [tracked[i] for i in positions[::step][:PROBES]]
 
     def _place_detectors(self, current: Round, positions: list[int]) -> None:
         """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
         owners, _ = self._optimizers.owners(current.plan)
         for i in positions:
             tracked = current.plan.tracked[i]
-            parameter, owner = tracked.reference(), int(owners[i])
+            parameter, owner = tracked.parameter(), int(owners[i])
             if owner not in self._detectors and parameter is not None and len(self._detectors) < DETECTORS:
                 # A hook on the parameter itself runs before the gradient is written: clearing can still be seen.
                 hook = self._detector_hooks[tracked.model]
                 self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._habits.probes.setdefault(tracked.model, []).insert(0, tracked.reference)
+                self._habits.probes.setdefault(tracked.model, []).insert(0, tracked)
 
     # What it costs
 
@@ -541,8 +566,7 @@ class GradientCapture:
 
 def _marks(plan: Plan) -> list[Mark]:
     """The gradients of all parameters of the plan as they are now."""
-    parameters = plan.parameters()
-    return [] if parameters is None else [Mark.of(parameter) for parameter in parameters]
+    return [Mark.of(tracked) for tracked in plan.tracked]
 
 
 def _capturing_graph() -> bool:

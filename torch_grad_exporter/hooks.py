@@ -8,7 +8,7 @@ exporter only until `close()` disconnects it, so a hook that somebody kept does 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +88,9 @@ class Hooks:
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
-        self._handles.append(module.register_forward_pre_hook(self.guarded("forward_hook", before), with_kwargs=True))
+        # Before FSDP2's own, which gathers the parameters.
+        hook = self.guarded("forward_hook", before)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(self.guarded("forward_hook", after), with_kwargs=True))
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -134,28 +136,3 @@ def graph_is_kept() -> bool:
     """Whether the running backward keeps its graph (private API of torch); true where torch cannot say."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
-
-
-class NodeHooks:
-    """Hooks on the AccumulateGrad nodes of parameters: told which parameter just received its gradient.
-
-    Unlike post-accumulate-grad hooks they leave next to nothing behind when they are removed. A node lives
-    as long as somebody holds it and holds its parameter, so an armed `NodeHooks` keeps the parameters
-    alive: `close()` it at the end of the round.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], hook_of: Callable[[int], Callable[..., None]]) -> None:
-        self._nodes = []
-        self._handles: list[Handle] = []
-        for position, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes.append(node)
-                self._handles.append(node.register_hook(hook_of(position)))
-
-    def close(self) -> None:
-        """Removes the hooks and lets go of the nodes; idempotent."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        self._nodes = []

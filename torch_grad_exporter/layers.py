@@ -71,19 +71,37 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TrackedParameter:
-    """One parameter that the exporter follows; the object stays the same as long as the parameter does."""
+    """One parameter that the exporter follows; the object stays the same as long as the parameter does.
 
-    reference: weakref.ref[torch.nn.Parameter]
+    Known by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
+    so `model.to()` with some kinds of parameters, raises where there is one.
+    """
+
+    identity: int
     module: weakref.ref[torch.nn.Module]
     attribute: str
     model: int
     layer: str
+    shape: tuple[int, ...]
     elements: int
     units: UnitLayout | None
+    sharded: bool
+
+    def parameter(self) -> torch.nn.Parameter | None:
+        """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
+        module = self.module()
+        parameter = None if module is None else module._parameters.get(self.attribute)
+        return parameter if parameter is not None and id(parameter) == self.identity else None
+
+    def gradient(self) -> torch.Tensor | None:
+        """The parameter's gradient, if there are both."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
 
     def stands_at(self, owner: _Owner) -> bool:
-        """Whether the parameter is still where it was, under the same label."""
-        return self.module() is owner.module and (self.attribute, self.layer) == (owner.attribute, owner.layer)
+        """Whether this is the parameter of that place, under the same label."""
+        place = (self.attribute, self.layer, self.shape) == (owner.attribute, owner.layer, tuple(owner.parameter.shape))
+        return place and self.module() is owner.module and self.sharded == is_sharded(owner.parameter)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +121,8 @@ class Plan:
     sharded: BoolArray
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
-        """The parameters by position, or `None` if one of them is gone."""
-        parameters = [tracked.reference() for tracked in self.tracked]
+        """The parameters by position, or `None` if one of them is not in its place."""
+        parameters = [tracked.parameter() for tracked in self.tracked]
         return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
 
 
@@ -118,7 +136,7 @@ def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
         members.setdefault(label, set()).add(one.layer)
     sharded = np.zeros(len(layers), dtype=np.bool_)
     for label, one in zip(labels, tracked, strict=True):
-        sharded[index[label]] |= is_sharded(one.reference())
+        sharded[index[label]] |= one.sharded
     return Plan(
         tracked=tuple(tracked),
         layers=layers,
@@ -193,9 +211,12 @@ class LayerIndex:
         self._models = [(name, weakref.ref(module)) for name, module in models.items()]
         self._filter = layer_filter or LayerFilter()
         self._max_layers = max_layers
-        self._unsettled: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self._structure: list[tuple[weakref.ref[torch.nn.Module], tuple[object, ...]]] = []
+        self._known: dict[int, TrackedParameter] = {}
         self._plan = make_plan((), max_layers)
-        self.rescan()
+        self.fully_sharded = False
+        """Whether FSDP2 manages a module, which then shows its sharded parameters outside of forward and backward only."""
+        self._scan()
 
     @property
     def models(self) -> int:
@@ -207,42 +228,41 @@ class LayerIndex:
         """The plan of the last refresh."""
         return self._plan
 
-    def refresh(self) -> Plan:
-        """The plan as of now: the same object while no tracked parameter was replaced, frozen or unfrozen.
+    def refresh(self, *, within_step: bool = False) -> Plan:
+        """The plan as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
 
-        Looks at the places it knows; modules that were added are found by `rescan`.
+        `within_step`: between the forward and the end of the backward, when FSDP2 shows other parameters.
         """
-        for tracked in self._plan.tracked:
-            module, parameter = tracked.module(), tracked.reference()
-            if (
-                module is None
-                or parameter is None
-                or module._parameters.get(tracked.attribute) is not parameter
-                or not parameter.requires_grad
-            ):
-                return self.rescan()
-        for reference, attribute in self._unsettled:
+        for reference, signature in self._structure:
             module = reference()
-            parameter = None if module is None else module._parameters.get(attribute)
-            if parameter is not None and parameter.requires_grad and not is_lazy(parameter):
-                return self.rescan()
+            if module is None or _signature(module) != signature:
+                return self._plan if within_step and self._is_fully_sharded() else self._scan()
         return self._plan
 
-    def rescan(self) -> Plan:
+    def _scan(self) -> Plan:
         """Walks all modules; returns a new plan if anything changed."""
-        known = {id(t.reference()): t for t in self._plan.tracked if t.reference() is not None}
+        self.fully_sharded = self._is_fully_sharded()
+        self._structure = [(weakref.ref(m), _signature(m)) for m in self._modules()]
         found: list[TrackedParameter] = []
-        self._unsettled = []
         for owner in self._owners():
             parameter = owner.parameter
             if not parameter.requires_grad or is_lazy(parameter):
-                self._unsettled.append((weakref.ref(owner.module), owner.attribute))
                 continue
-            same = known.get(id(parameter))
+            same = self._known.get(id(parameter))
             found.append(same if same is not None and same.stands_at(owner) else _track(owner))
+        # One that is frozen now may thaw, and its units have a past.
+        self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
             self._plan = make_plan(found, self._max_layers)
         return self._plan
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        roots = [root for _, reference in self._models if (root := reference()) is not None]
+        return iter({id(module): module for root in roots for module in root.modules()}.values())
+
+    def _is_fully_sharded(self) -> bool:
+        self.fully_sharded |= any(hasattr(type(module), "set_reshard_after_backward") for module in self._modules())
+        return self.fully_sharded
 
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
@@ -277,15 +297,23 @@ def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
     return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}
 
 
+def _signature(module: torch.nn.Module) -> tuple[object, ...]:
+    """What changes when a module's children or parameters change, or when one is frozen, or initialised at last."""
+    children = [id(child) for child in module._modules.values()]
+    parameters = [(id(p), type(p), p.requires_grad) for p in module._parameters.values() if p is not None]
+    return (*children, *parameters)
+
+
 def _track(owner: _Owner) -> TrackedParameter:
     parameter = owner.parameter
-    elements = parameter.numel() * (2 if parameter.is_complex() else 1)
     return TrackedParameter(
-        weakref.ref(parameter),
-        weakref.ref(owner.module),
-        owner.attribute,
-        owner.model,
-        owner.layer,
-        elements,
-        unit_layout(owner.module, parameter),
+        identity=id(parameter),
+        module=weakref.ref(owner.module),
+        attribute=owner.attribute,
+        model=owner.model,
+        layer=owner.layer,
+        shape=tuple(parameter.shape),
+        elements=parameter.numel() * (2 if parameter.is_complex() else 1),
+        units=unit_layout(owner.module, parameter),
+        sharded=is_sharded(parameter),
     )

@@ -94,6 +94,7 @@ class TrainingLoop:
             clock.leave_step()
             self._capture.step_was_abandoned()
         if module.training and torch.is_grad_enabled():
+            self._capture.forward_began()
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
             if not again:

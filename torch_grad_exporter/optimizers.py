@@ -60,7 +60,7 @@ class Optimizers:
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer owns a tracked parameter."""
-        tracked = {id(t.reference()) for t in self._index.plan.tracked}
+        tracked = {t.identity for t in self._index.plan.tracked}
         return any(id(p) in tracked for group in optimizer.param_groups for p in group["params"])
 
     def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
@@ -76,7 +76,7 @@ class Optimizers:
         seen = hash((self._adopter, *((number, len(parameters), *map(id, parameters[:1])) for number, parameters in groups)))
         if plan is self._plan and seen == self._groups_seen:
             return self._owners, self._groups
-        position = {id(t.reference()): i for i, t in enumerate(plan.tracked)}
+        position = {t.identity: i for i, t in enumerate(plan.tracked)}
         owners, numbers = np.full((2, len(plan.tracked)), -1, dtype=np.int64)
         for group, (number, parameters) in enumerate(groups):
             for parameter in parameters:

@@ -14,14 +14,12 @@ the two look alike, so the first clearings are held back until that is known.
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
-from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.layers import Plan, TrackedParameter
 
 PROBES = 4
 """Parameters per model whose gradient is looked at to see whether it was cleared."""
@@ -37,34 +35,30 @@ PASSES = 3
 class Mark:
     """Which tensor a parameter's gradient was at one moment, and how often it had been written to.
 
-    Holds both weakly: a mark must not keep a gradient's memory.
+    Knows the tensor by its `id`: a mark must not keep a gradient's memory, and a weak reference would forbid
+    `torch.utils.swap_tensors` on it. The first look at a gradient that was cleared finds none, so no other can have taken
+    its `id` by then.
     """
 
-    parameter: weakref.ref[torch.nn.Parameter]
-    gradient: weakref.ref[torch.Tensor] | None
+    tracked: TrackedParameter
+    gradient: int | None
     version: int
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter) -> Mark:
+    def of(cls, tracked: TrackedParameter) -> Mark:
         """The mark of a parameter as it is now."""
-        gradient = parameter.grad
-        if gradient is None:
-            return cls(weakref.ref(parameter), None, -1)
-        return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
+        gradient = tracked.gradient()
+        return cls(tracked, None, -1) if gradient is None else cls(tracked, id(gradient), gradient._version)
 
     def replaced(self) -> bool:
         """Whether the parameter no longer has that gradient."""
-        parameter = self.parameter()
-        return parameter is not None and (parameter.grad is None or self.gradient is None or parameter.grad is not self.gradient())
+        parameter = self.tracked.parameter()
+        return parameter is not None and (parameter.grad is None or id(parameter.grad) != self.gradient)
 
     def moved(self) -> bool:
         """Whether there is a gradient now that is another tensor than then, or was written to."""
-        parameter = self.parameter()
-        now = None if parameter is None else parameter.grad
-        if now is None:
-            return False
-        before = None if self.gradient is None else self.gradient()
-        return now is not before or now._version != self.version
+        now = self.tracked.gradient()
+        return now is not None and (id(now) != self.gradient or now._version != self.version)
 
 
 @dataclass(slots=True)
@@ -99,7 +93,7 @@ class Round:
 class Habits:
     """What was learned from the rounds so far. `probes`: by model, parameters that got a gradient lately."""
 
-    probes: dict[int, list[weakref.ref[torch.nn.Parameter]]] = field(default_factory=dict)
+    probes: dict[int, list[TrackedParameter]] = field(default_factory=dict)
     _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _steppers: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
     _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
@@ -154,15 +148,11 @@ class Habits:
         return len(self._cleared) == MULTI_PASS and all(self._cleared)
 
     def remember(self, models: Iterable[int]) -> None:
-        """Marks the gradients at the end of a backward, of a few parameters of each model."""
+        """Marks the gradients at the end of a backward: two of each model, one of which is looked at before it is written."""
         self._marks = []
         for model in models:
-            for reference in self.probes.get(model, ()):
-                parameter = reference()
-                gradient = None if parameter is None else parameter.grad
-                if gradient is not None:
-                    self._marks.append(Mark(reference, weakref.ref(gradient), gradient._version))
-                    break
+            found = (Mark.of(probe) for probe in self.probes.get(model, ()))
+            self._marks += itertools.islice((mark for mark in found if mark.gradient is not None), 2)
 
     def untouched(self) -> bool:
         """Whether nobody has changed the gradients since the last backward, as far as the probes tell."""

@@ -44,7 +44,7 @@ class WeightProbe:
         """Copies the parameters of the next layers that the optimizer owns."""
         copies = []
         for position in self._choose(plan, optimizer, owners):
-            parameter = plan.tracked[position].reference()
+            parameter = plan.tracked[position].parameter()
             if parameter is not None:
                 copies.append((position, parameter, local(parameter).clone()))
         self._watched[optimizer] = _Watched(plan, copies)

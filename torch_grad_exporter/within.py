@@ -29,7 +29,7 @@ class StepsWithinBackward:
     def read(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         """Reads what the optimizer is about to use; what was read before in this backward is left out."""
         if plan is not self._plan:
-            self._plan, self._position = plan, {id(t.reference()): i for i, t in enumerate(plan.tracked)}
+            self._plan, self._position = plan, {t.identity: i for i, t in enumerate(plan.tracked)}
         gradients = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
