@@ -172,7 +172,7 @@ def test_nothing_changes_while_the_model_stays() -> None:
     model.norm(model.encoder(torch.ones(2, 3))).sum().backward()
     optimizer.step()
     assert index.refresh() is plan
-    assert index.rescan() is plan
+    assert index.refresh() is plan
 
 
 def test_frozen_parameters_come_and_go() -> None:
@@ -198,7 +198,7 @@ def test_a_frozen_layer_is_not_forgotten_by_a_filter() -> None:
     index = LayerIndex({"": model}, LayerFilter(exclude=(re.compile("norm"),)))
     model.norm.requires_grad_(True)
     assert "norm" not in index.refresh().layers
-    assert "norm" not in index.rescan().layers
+    assert "norm" not in index.refresh().layers
 
 
 def test_a_replaced_parameter_is_followed() -> None:
@@ -219,9 +219,9 @@ def test_added_and_removed_modules_are_found_by_a_rescan() -> None:
     model = Root()
     index = LayerIndex({"": model})
     model.head = nn.Linear(2, 2)
-    assert by_layer(index.rescan())["head"] == ["weight", "bias"]
+    assert by_layer(index.refresh())["head"] == ["weight", "bias"]
     del model.norm
-    assert "norm" not in index.rescan().layers
+    assert "norm" not in index.refresh().layers
     assert index.refresh() is index.plan
 
 
@@ -230,8 +230,8 @@ def test_a_parameter_that_moves_is_shown_where_it_stands() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     index = LayerIndex({"": model})
     model[0], model[1] = model[1], model[0]
-    index.rescan()
-    assert {id(t.reference()): t.layer for t in index.plan.tracked} == {
+    index.refresh()
+    assert {id(t.parameter()): t.layer for t in index.plan.tracked} == {
         id(parameter): name.partition(".")[0] for name, parameter in model.named_parameters()
     }
 
