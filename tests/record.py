@@ -25,11 +25,19 @@ GAUGES_OF_A_LAYER = (
     "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_norm_zscore",
     "torch_grad_max_magnitude", "torch_grad_zero_ratio", "torch_grad_zero_units_ratio", "torch_grad_dead_ratio",
     "torch_grad_missing_parameters", "torch_grad_mean", "torch_grad_stddev", "torch_grad_min", "torch_grad_max",
+    "torch_grad_shard_norm",
 )  # fmt: skip
 COUNTERS_OF_A_LAYER = (
     "torch_grad_captures_total", "torch_grad_norm_squared_accumulated_total", "torch_grad_norm_spikes_total",
     "torch_grad_nonfinite_elements_total", "torch_grad_norm_distribution_count",
 )  # fmt: skip
+
+OF_A_WHOLE_LAYER = ("torch_grad_max_magnitude", "torch_grad_norm_recent_max", "torch_grad_norm_distribution")
+OF_ALL_LAYERS = (
+    "torch_grad_global_norm", "torch_grad_global_norm_distribution", "torch_grad_global_norm_after_clip",
+    "torch_grad_clip_coefficient",
+)  # fmt: skip
+"""What a rank cannot know of a layer that it has a part of, or of all layers where one is such."""
 
 MOMENTS = ("torch_grad_mean", "torch_grad_stddev", "torch_grad_min", "torch_grad_max")
 
@@ -45,6 +53,17 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 def norm(tensors: Iterable[torch.Tensor]) -> float:
     """The L2 norm over float64 tensors."""
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
+
+
+def in_parts(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank has only a part of a parameter."""
+    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+
+
+def telling(gradient: torch.Tensor) -> bool:
+    """Whether this rank has elements of a gradient, and not only summands that others have to be added to."""
+    summand = any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
+    return not summand and wide(gradient).numel() > 0
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -149,9 +168,11 @@ class Recorder:
         moments: bool = False,
     ) -> None:
         self.models = dict(model) if isinstance(model, Mapping) else {"": model}
-        named = optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
-        self.optimizers = {name: _Optimizer(_owner(optimizer)) for name, optimizer in named.items()}
+        self.optimizers: dict[str, _Optimizer] = {}
+        self.use(optimizers)
         self.layers: dict[str, _Layer] = {}
+        self._shown: set[str] = set()
+        self._in_parts: set[str] = set()
         self.backwards = 0
         self.skips = 0
         self.unscale = 1.0
@@ -159,8 +180,15 @@ class Recorder:
         self._moments = moments
         self._gradients: dict[int, torch.Tensor] = {}
         self._after: dict[str, list[torch.Tensor]] = {}
+        self._skipping: set[str] = set()
         self._seen: list[Named] = []
         self._started = time.monotonic()
+
+    def use(self, optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]) -> None:
+        """Takes these optimizers from now on, those of a known name in the place of the one before."""
+        named = optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+        for name, optimizer in named.items():
+            self.optimizers.setdefault(name, _Optimizer(_owner(optimizer))).owned = _owner(optimizer)
 
     # In the loop
 
@@ -174,7 +202,8 @@ class Recorder:
         if self._after:
             self._settle("stepped")
         self.backwards += 1
-        self._seen = named_parameters(self.models)
+        # A gradient that says nothing is neither read nor missing.
+        self._seen = [n for n in named_parameters(self.models) if n.parameter.grad is None or telling(n.parameter.grad)]
         skip = set(unused)
         self._gradients = {
             id(n.parameter): wide(n.parameter.grad) * self.unscale
@@ -186,6 +215,8 @@ class Recorder:
         """An optimizer is about to step: looks at what it sees."""
         one = self.optimizers[name]
         one.steps += 1
+        if not self._gradients:  # a step that no backward came before
+            return
         owned = one.owned()
         mine = [n for n in self._seen if id(n.parameter) in owned and id(n.parameter) in self._gradients]
         self._after[name] = [wide(n.parameter.grad) for n in mine if n.parameter.grad is not None]
@@ -195,14 +226,19 @@ class Recorder:
         self.stepping(name)
         optimizer.step()
 
-    def skipped(self, outcome: str = "skipped") -> None:
-        """The step of the last backward does not take place."""
+    def skipped(self, outcome: str = "skipped", name: str | None = None) -> None:
+        """The step of the last backward does not take place, or only that of the optimizer `name`."""
+        if name is not None:
+            self._skipping.add(name)
+            return
         self.skips += outcome == "skipped"
         self._settle(outcome)
 
     def _settle(self, outcome: str) -> None:
-        """The round is over."""
-        stepped = set(self._after) or set(self.optimizers)
+        """The round is over; layers that are frozen or gone are no longer shown."""
+        self._shown = {one.layer for one in self._seen}
+        self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter)}
+        stepped = {*self._after, *self._skipping} or set(self.optimizers)
         owned = set().union(*(self.optimizers[name].owned() for name in stepped))
         for one in self._seen:
             if id(one.parameter) in owned:
@@ -219,8 +255,9 @@ class Recorder:
         for layer, sample in samples.items():
             self.layers[layer].samples.append(sample)
         for name in stepped:
-            self._settle_optimizer(self.optimizers[name], self._after.get(name), outcome)
-        self._after, self._gradients = {}, {}
+            own_outcome = "skipped" if name in self._skipping else outcome
+            self._settle_optimizer(self.optimizers[name], self._after.get(name), own_outcome)
+        self._after, self._gradients, self._skipping = {}, {}, set()
 
     def _settle_optimizer(self, one: _Optimizer, after: list[torch.Tensor] | None, outcome: str) -> None:
         owned = one.owned()
@@ -246,10 +283,22 @@ class Recorder:
             key("torch_train_steps_total"): sum(one.steps for one in self.optimizers.values()),
         }
         for name, layer in self.layers.items():
-            found.update(self._of_layer(name, layer))
+            if name in self._shown:
+                found.update(self._of_layer(name, layer))
         for name, optimizer in self.optimizers.items():
             found.update(_of_optimizer(name, optimizer))
-        return found
+        return {self._as_part(one): value for one, value in found.items() if not self._of_others_too(one)}
+
+    def _as_part(self, one: Key) -> Key:
+        """The norm of a layer's part has a name of its own."""
+        own = one[0] == "torch_grad_norm" and dict(one[1])["layer"] in self._in_parts
+        return ("torch_grad_shard_norm", one[1]) if own else one
+
+    def _of_others_too(self, one: Key) -> bool:
+        """Whether this rank alone cannot know it."""
+        name = one[0].removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
+        part = dict(one[1]).get("layer") in self._in_parts
+        return (part and name in OF_A_WHOLE_LAYER) or (bool(self._in_parts) and name in OF_ALL_LAYERS)
 
     def _of_layer(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
         yield key("torch_grad_missing_parameters", layer=name), layer.missing
@@ -302,17 +351,20 @@ class Recorder:
                 dead += bool(silent) and all(silent[-self._dead_window :])
         return dead
 
-    def check(self, exporter: Exporter, *, without: Iterable[str] = (), rel: float = 1e-5) -> None:
+    def check(self, exporter: Exporter, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5) -> None:
         """Asserts that a scrape shows what was recorded and nothing else, and that nothing failed inside the exporter.
 
-        `rel`: for whatever is a norm; counts, ratios and buckets are exact, and averages close on the scale of the norm.
+        `optional`: beginnings of the names of metrics that may be absent where they cannot be known. `rel`: for whatever
+        is a norm; counts, ratios and buckets are exact, and averages close on the scale of the norm.
         """
-        wrong = self.differences(exporter, without=without, rel=rel)
+        wrong = self.differences(exporter, without=without, optional=optional, rel=rel)
         assert not wrong, "\n" + "\n".join(wrong)
 
-    def differences(self, exporter: Exporter, *, without: Iterable[str] = (), rel: float = 1e-5) -> list[str]:
+    def differences(
+        self, exporter: Exporter, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5
+    ) -> list[str]:
         """What a scrape shows otherwise than it was recorded, a line each."""
-        left_out = tuple(without)
+        left_out, may_be_absent = tuple(without), tuple(optional)
         actual = values(exporter)
         steps = key("torch_train_steps_total")
         actual[steps] = sum(v for k, v in actual.items() if k[0] == steps[0])
@@ -320,12 +372,12 @@ class Recorder:
         wrong = []
         for one, value in expected.items():
             shown = actual.get(one)
-            if not one[0].startswith(left_out) and (
-                shown is None or not _close(one, shown, value, self._scale(one, expected), rel)
-            ):
+            if one[0].startswith(left_out) or (shown is None and one[0].startswith(may_be_absent)):
+                continue
+            if shown is None or not _close(one, shown, value, self._scale(one, expected), rel):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, recorded {value}")
         for one, shown in actual.items():
-            surplus = one[0] in GAUGES_OF_A_LAYER or (one[0] in COUNTERS_OF_A_LAYER and shown)
+            surplus = one[0] in GAUGES_OF_A_LAYER or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
             if surplus and one not in expected and not one[0].startswith(left_out) and not self._unknown(one):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, nothing recorded")
         failures = errors(exporter)
@@ -341,7 +393,7 @@ class Recorder:
         if one[0] in ("torch_grad_mean", "torch_grad_stddev"):
             layer = dict(one[1])["layer"]
             count = sum(g.numel() for _, g in self.layers[layer].samples[-1])
-            return expected["torch_grad_norm", one[1]] / math.sqrt(count)
+            return expected[self._as_part(("torch_grad_norm", one[1]))] / math.sqrt(count)
         if one[0] == "torch_grad_norm_zscore":
             return 10.0
         return abs(expected[one])

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
-from torch_grad_exporter.clipping import Clipping, compare, is_unscaling
+from torch_grad_exporter.clipping import Clipping, compare, is_unscaling, revealed_scale
+from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.ledger import UNOWNED, GradientLedger, GradientSnapshot
@@ -64,12 +65,21 @@ def captured(
     missing: Sequence[int] = (),
     likely_last: bool = True,
     usual: Iterable[int] = (),
+    scale_known: bool = True,
     scale: float | None = None,
 ) -> Captured:
     """A capture in round `number`."""
-    where, own = np.array(missing, dtype=np.int64), np.array(owners, dtype=np.int64)
     return Captured(
-        number, plan, parts(plan, rows), where, own, at, likely_last=likely_last, usual=frozenset(usual), scale=ticket(scale)
+        number,
+        plan,
+        parts(plan, rows),
+        np.array(missing, dtype=np.int64),
+        np.array(owners, dtype=np.int64),
+        at,
+        likely_last=likely_last,
+        usual=frozenset(usual),
+        scale_known=scale_known,
+        scale=ticket(scale),
     )
 
 
@@ -302,6 +312,73 @@ def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
     assert one(snapshot, "bucket_sum") == 7
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_a_scaler_left_out(late: bool) -> None:
+    """Of two optimizers that always step together one does not, and its gradients are not finite: that is its skipped step."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, bad in enumerate((False, False, True, True, False), 1):
+        it.apply(captured(number, {0: row(3.0), 2: row(INF, infs=1) if bad else row(4.0)}, owners=owners))
+        it.apply(after(number, {0: 3.0}))
+        if late:
+            it.expire(NOW + 2)
+        it.apply(closed(number, owners=owners, stepped=(0,) if bad else (0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [5, 5]
+    assert (shown(snapshot, "b", "infs"), shown(snapshot, "b", "bucket_sum")) == (2, 12)
+    assert [one(snapshot, f"nonfinite_{o.value}", 1) for o in Outcome] == [0, 2, 0]
+    assert [one(snapshot, f"nonfinite_{o.value}", 0) for o in Outcome] == [0, 0, 0]
+
+
+def test_a_generators_round_is_no_skipped_step_of_the_discriminator() -> None:
+    """What a generator's backward leaves in the discriminator, be it a NaN, is not shown as its sample."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number in range(1, 9, 2):
+        it.apply(captured(number, {2: row(2.0)}, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=(1,)))
+        it.apply(captured(number + 1, {0: row(3.0), 2: row(NAN, nans=1)}, owners=owners))
+        it.apply(closed(number + 1, owners=owners, stepped=(0,)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [4, 4]
+    assert (shown(snapshot, "b", "nans"), one(snapshot, "nonfinite_skipped", 1)) == (0, 0)
+
+
+def test_an_optimizer_that_steps_now_and_then_is_not_left_out() -> None:
+    """Who did not step on finite gradients before has not been left out when they are not finite."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, both in enumerate((True, False, True, False), 1):
+        rows = {0: row(3.0), 2: row(NAN, nans=1) if number == 4 else row(4.0)}
+        it.apply(captured(number, rows, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=(0, 1) if both else (0,)))
+    assert shown(it.snapshot(NOW), "b", "captures") == 2
+
+
+def test_known_optimizers_have_labels_and_totals_from_the_start() -> None:
+    """Where a second optimizer is known each has its label, and counters at 0 before its first sample; one alone has none."""
+    it = ledger()
+    names = ["g"]
+    collector = GradientCollector(lambda: it.snapshot(NOW), names, dead_window=20)
+
+    def clipped() -> dict[str, float]:
+        family = next(f for f in collector.collect() if f.spec.name == "torch_grad_clipped_steps_total")
+        return {label: float(v) for (label,), v in zip(family.labels.rows, family.values, strict=True)}
+
+    def with_a_norm() -> list[str]:
+        family = next(f for f in collector.collect() if f.spec.name == "torch_grad_global_norm")
+        assert family.present is not None
+        return [label for (label,), there in zip(family.labels.rows, family.present, strict=True) if there]
+
+    assert (clipped(), with_a_norm()) == ({"": 0}, [])
+    names.append("d")
+    assert (clipped(), with_a_norm()) == ({"g": 0, "d": 0}, [])
+    it.apply(captured(1, {2: row(2.0)}, owners=(0, 0, 1)))
+    it.apply(after(1, {2: 1.0}, optimizer=1))
+    it.apply(closed(1, owners=(0, 0, 1), stepped=(1,)))
+    assert (clipped(), with_a_norm()) == ({"g": 0, "d": 1}, ["d"])
+
+
 # Histograms and sums
 
 
@@ -452,14 +529,14 @@ def test_layers_keep_their_totals_when_they_come_and_go() -> None:
     it.apply(closed(1))
     module["a"].requires_grad_(False)
     module["c"] = nn.Linear(2, 2, bias=False)
-    without = index.rescan()
+    without = index.refresh()
     it.apply(captured(2, {0: row(5.0), 1: row(7.0)}, plan=without, owners=(0, 0)))
     it.apply(closed(2, owners=(0, 0)))
     snapshot = it.snapshot(NOW)
     assert snapshot.plan.layers == ("b", "c")
     assert [[shown(snapshot, layer, n) for n in ("norm", "captures", "bucket_sum")] for layer in "bc"] == [[5, 2, 7], [7, 1, 7]]
     module["a"].requires_grad_(True)
-    it.use(index.rescan())
+    it.use(index.refresh())
     snapshot = it.snapshot(NOW)
     assert snapshot.plan.layers == ("a", "b", "c")
     assert [shown(snapshot, layer, "captures") for layer in "abc"] == [1, 2, 1]
@@ -499,13 +576,104 @@ def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
     snapshot = it.snapshot(NOW)
     assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
     assert (one(snapshot, "coefficient"), one(snapshot, "clipped")) == (1, 0)
-    it.apply(captured(2, {0: row(65536.0), 2: row(131072.0)}))
+
+
+def test_a_scale_that_was_revealed_once_is_not_believed_later() -> None:
+    """Where unscaling and clipping come together the scale, which may have grown, is unknown: sizes are absent, the clip counts."""
+    it = ledger()
+    it.apply(captured(1, {0: row(65536.0)}))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(closed(1))
+    it.apply(captured(2, {0: row(131072.0, zeros=6), 2: row(262144.0)}))
     it.apply(after(2, {0: 0.3, 2: 0.6}))
     it.apply(closed(2))
     snapshot = it.snapshot(NOW)
+    assert ([shown(snapshot, layer, "sized") for layer in "ab"], one(snapshot, "sized")) == ([False, False], 0)
+    assert [shown(snapshot, "a", n) for n in ("captures", "zero_ratio", "squared_total", "bucket_sum")] == [2, 6 / 12, 1, 1]
+    assert math.isnan(snapshot.recent_max[0])
+    assert [one(snapshot, n) for n in ("clip_known", "clipped", "bucket_sum")] == [0, 1, 1]
+    it.apply(captured(3, {0: row(262144.0)}))
+    it.apply(closed(3, Outcome.SKIPPED))
+    assert not shown(it.snapshot(NOW), "a", "sized")
+    it.apply(captured(4, {0: row(262144.0)}, at=NOW + 70))
+    it.apply(after(4, {0: 2.0}))
+    it.apply(closed(4))
+    snapshot = it.snapshot(NOW + 70)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "norm"), snapshot.recent_max[0]) == (True, 2, 2)
+
+
+def test_a_scale_by_hand_that_one_optimizer_reveals_holds_for_its_sample() -> None:
+    """Of two optimizers one is clipped together with the unscaling; the other's norms tell the scale of both."""
+    it = ledger()
+    owners = (0, 0, 1)
+    it.apply(captured(1, {0: row(1024.0), 2: row(2048.0)}, owners=owners))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(after(1, {2: 0.6}, optimizer=1))
+    it.apply(closed(1, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
     assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
-    assert (one(snapshot, "coefficient"), one(snapshot, "clipped")) == (pytest.approx(0.3), 1)
-    assert one(snapshot, "after_clip") == pytest.approx(0.3 * math.sqrt(5))
+    assert [one(snapshot, "coefficient", o) for o in (0, 1)] == pytest.approx([1, 0.3])
+
+
+def test_untouched_gradients_have_no_scale_by_hand() -> None:
+    """After a scale was revealed, a sample that reaches the optimizer as it is was not scaled."""
+    it = ledger()
+    for number, (before, seen) in enumerate([(1024.0, 1.0), (3.0, 3.0)], 1):
+        it.apply(captured(number, {0: row(before)}))
+        it.apply(after(number, {0: seen}))
+        it.apply(closed(number))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "norm"), one(snapshot, "coefficient")) == (True, 3, 1)
+
+
+def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
+    """Overflows before anybody could know of the scaler are counted, and what the scale would be in is absent."""
+    it = ledger()
+    rows = {0: row(INF, infs=2, max=INF), 2: row(1459.0, zeros=4)}
+    it.apply(captured(1, rows, scale_known=False))
+    it.apply(closed(1, Outcome.SKIPPED))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "sized") for layer in "ab"] == [False, False]
+    assert [shown(snapshot, "b", n) for n in ("captures", "zero_ratio", "bucket_sum", "squared_total")] == [1, 0.5, 0, 0]
+    assert (shown(snapshot, "a", "infs"), one(snapshot, "nonfinite_skipped"), one(snapshot, "seen")) == (2, 1, 1)
+    assert (one(snapshot, "sized"), one(snapshot, "bucket_sum")) == (0, 0)
+    it.apply(captured(2, {2: row(2048.0)}, scale_known=False))
+    it.apply(after(2, {2: 2.0}, loss_scale=1024.0))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "b", "sized"), shown(snapshot, "b", "norm"), one(snapshot, "norm")) == (True, 2, 2)
+
+
+def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
+    """A scaler skips no step whose gradients are finite: a loop that nobody sees step has its sizes."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}, scale_known=False))
+    it.apply(closed(1, Outcome.SKIPPED))
+    assert shown(it.snapshot(NOW), "a", "sized")
+
+
+def test_sizes_that_are_known_late_are_counted_then() -> None:
+    """A sample that was pending before the first step, for too long, has its sizes when its round is closed, each once."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2048.0)}, scale_known=False))
+    it.expire(NOW + 2)
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("sized", "captures", "bucket_sum")] == [False, 1, 0]
+    it.apply(after(1, {0: 2.0}, loss_scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("sized", "norm", "captures", "bucket_sum")] == [True, 2, 1, 2]
+    assert one(snapshot, "bucket_sum") == 2
+
+
+@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
+def test_a_scale_that_is_none_leaves_no_sizes(scale: float) -> None:
+    """Of gradients that were multiplied by what is no scale only counts are shown."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0, zeros=6)}, scale=scale))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "zero_ratio"), one(snapshot, "sized")) == (False, 0.5, 0)
 
 
 def test_a_scale_that_the_optimizer_divides_by_itself() -> None:
@@ -601,13 +769,14 @@ def test_two_optimizers_are_clipped_apart() -> None:
 
 
 def test_clipping_an_infinite_norm_raises_no_warning() -> None:
-    """After clip_grad_norm_ of an infinite norm all finite gradients are 0; that is counted, silently."""
+    """After clip_grad_norm_ of an infinite norm all finite gradients are 0; that is counted, silently, and is no clipping."""
     it = ledger()
     it.apply(captured(1, {0: row(INF, infs=1), 2: row(4.0)}))
     it.apply(after(1, {0: NAN, 2: 0.0}, full=True))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
     assert (shown(snapshot, "a", "infs"), one(snapshot, "nonfinite_stepped"), one(snapshot, "norm")) == (1, 1, INF)
+    assert (one(snapshot, "clipped"), one(snapshot, "clip_known")) == (0, 0)
 
 
 def test_the_probes_are_the_largest_of_each_group() -> None:
@@ -622,9 +791,9 @@ def test_the_probes_are_the_largest_of_each_group() -> None:
     assert 0 in it.hints.probes
 
 
-def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False, scale: float | None = None) -> Clipping:
+def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False) -> Clipping:
     """Compares norms that were all measured."""
-    return compare(np.array(before), np.array(after_), np.ones(len(before), dtype=np.bool_), full=full, scale=scale)
+    return compare(np.array(before), np.array(after_), np.ones(len(before), dtype=np.bool_), full=full)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.7, 0.5, 1 / 32 * 1.01, 1e-4, 1.5])
@@ -633,28 +802,47 @@ def test_a_common_factor_is_the_coefficient(factor: float) -> None:
     before = [3.0, 1e-9, 4e9]
     found = judge(before, [factor * norm for norm in before])
     assert found.coefficient == pytest.approx(factor, rel=1e-12)
-    assert (found.clipped, found.disagree, found.scale) == (factor < 1, False, None)
+    assert (found.clipped, found.disagree) == (factor < 1, False)
 
 
 def test_rounding_is_no_clipping_and_no_disagreement() -> None:
     """Ratios that differ by the rounding of bfloat16 agree; an untouched norm is not clipped."""
     assert judge([1.0, 2.0], [0.5, 1.0005]).coefficient == pytest.approx(0.5, rel=1e-3)
-    assert judge([1.0, 2.0], [0.5, 1.01]) == Clipping(None, disagree=True)
-    assert judge([1.0, 1.0, 1.0], [2.0**-6, 2.0**-6, 1.0]) == Clipping(None, disagree=True)
+    assert judge([1.0, 2.0], [0.5, 1.01]) == Clipping(None, clipped=True, disagree=True)
+    assert judge([1.0, 1.0, 1.0], [2.0**-6, 2.0**-6, 1.0]) == Clipping(None, clipped=True, disagree=True)
     assert not judge([1.0], [1.0 - 1e-9]).clipped
     assert judge([1.0], [0.999]).clipped
 
 
 def test_probes_without_a_ratio_are_ignored() -> None:
-    """Zero, NaN and infinite norms have no say, and if there are no others nothing is known."""
-    assert judge([0.0, NAN, INF, 2.0, 3.0], [0.0, NAN, NAN, 1.0, NAN]).coefficient == 0.5
-    assert judge([0.0, NAN], [0.0, 1.0]) == Clipping(None)
+    """A norm of zero has no say, and if there are no others nothing is known."""
+    assert judge([0.0, 2.0], [0.0, 1.0]).coefficient == 0.5
+    assert judge([0.0, 0.0], [0.0, 1.0]) == Clipping(None)
     assert judge([], []) == Clipping(None)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_norms_that_are_not_finite_are_not_compared(full: bool) -> None:
+    """If the whole norm was not finite there is no coefficient and no clipping; if the optimizer's is not, neither is its ratio."""
+    for bad in (NAN, INF):
+        assert judge([bad, 2.0], [0.0, 1.0], full=full) == Clipping(None)
+        assert compare(np.array([bad, 2.0]), np.array([0.0, 1.0]), np.array([False, True]), full=False) == Clipping(None)
+        found = judge([4.0, 2.0], [bad, 1.0], full=full)
+        assert (repr(found.coefficient), found.clipped) == (repr(bad), False)
+
+
+def test_what_grows_is_not_clipped() -> None:
+    """Noise that makes gradients longer is no clipping, whether the probes agree or not; what clips makes none longer."""
+    assert not judge([1.0, 2.0], [1.5, 2.1]).clipped
+    assert not judge([1.0, 2.0], [0.9, 2.1]).clipped
+    assert not judge([1.0, 2.0], [0.9, 2.1], full=True).clipped
+    assert not judge([1.0, 2.0], [2.0, 4.0]).clipped
+    assert judge([1.0, 2.0], [1.0, 1.5]).clipped
 
 
 def test_what_was_not_measured_has_no_say() -> None:
     """Only the parameters that were measured again are compared."""
-    found = compare(np.array([1.0, 2.0]), np.array([0.5, 2.0]), np.array([True, False]), full=False, scale=None)
+    found = compare(np.array([1.0, 2.0]), np.array([0.5, 2.0]), np.array([True, False]), full=False)
     assert found.coefficient == 0.5
 
 
@@ -666,12 +854,13 @@ def test_a_full_pass_compares_the_whole_norms() -> None:
     assert (found.disagree, found.clipped) == (True, True)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_unscaling_and_clipping_together(full: bool) -> None:
-    """With a scale found before, a factor of 0.3 / 2**16 is a coefficient of 0.3."""
-    before = [3.0 * 2**16, 4.0 * 2**16]
-    assert judge(before, [0.9, 1.2], full=full, scale=2.0**16).coefficient == pytest.approx(0.3)
-    assert judge(before, [3.0, 4.0], full=full) == Clipping(1.0, scale=2.0**16)
+@pytest.mark.parametrize(("factor", "scale"), [(2.0**-16, 2.0**16), (1.0, 1.0), (0.3 * 2.0**-16, None), (0.5, None)])
+def test_only_a_power_of_two_reveals_a_scale(factor: float, scale: float | None) -> None:
+    """A pure power of two is a scale, untouched norms have none, and of anything else nobody knows; probes must agree."""
+    before, every = np.array([3.0, 4.0, 0.0]), np.ones(3, dtype=np.bool_)
+    assert revealed_scale(before, factor * before, every) == scale
+    assert revealed_scale(before, np.array([3.0, 1.0, 0.0]), every) is None
+    assert revealed_scale(before, factor * before, ~every) is None
 
 
 @pytest.mark.parametrize(
@@ -720,6 +909,22 @@ def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
     it.apply(closed(1, owners=(0, 0, 1), stepped=(0, 1)))
     it.observe_norm(50.0)
     assert [one(it.snapshot(NOW), "norm", o) for o in (0, 1)] == [1, 2]
+
+
+def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_either() -> None:
+    """As soon as a second optimizer is there the captured norms are shown, all of them, from the first on."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, (stepped, norm) in enumerate([((0,), 9.0), ((1,), 8.0), ((0,), 7.0), ((1,), 6.0)], 1):
+        it.observe_norm(norm)
+        it.apply(captured(number, {0: row(float(number)), 2: row(10.0 * number)}, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=stepped))
+        if number == 1:
+            assert (one(it.snapshot(NOW), "norm"), it.snapshot(NOW).norm_observed) == (9, True)
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, "norm", o) for o in (0, 1)] == [3, 40]
+    assert [one(snapshot, "bucket_sum", o) for o in (0, 1)] == [4, 60]
+    assert not snapshot.norm_observed
 
 
 def test_an_observed_spike_is_counted() -> None:

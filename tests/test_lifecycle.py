@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
 import gzip
-import io
 import logging
 import os
-import pickle
 import re
 import socket
 import subprocess
@@ -18,18 +14,15 @@ import textwrap
 import threading
 import traceback
 import urllib.request
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import prometheus_client
 import pytest
 import torch
 from models import Perceptron, batch
-from scrape import errors, key, mode, value, values
+from scrape import errors, key, value, values
 from tools import eventually
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -130,26 +123,6 @@ def can_bind(port: int) -> bool:
 
 
 # The end
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-def test_close_leaves_nothing(rung: str) -> None:
-    """After `close()` the model has no hook, the process no thread and no optimizer hook, the port is free."""
-    model = Perceptron()
-    before = threads_of_ours(), len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
-    exporter = start(model, 0)
-    train(model, 6, RUNGS[rung])
-    assert mode(exporter) == rung
-    port = exporter.port
-    assert port is not None
-    assert hooks_of(model) != []
-    exporter.close()
-    assert hooks_of(model) == []
-    after = threads_of_ours(), len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
-    assert after == before
-    assert can_bind(port)
-    train(model, 3, RUNGS[rung])
-    assert value(exporter, STEPS, optimizer="SGD") == 6
 
 
 def test_close_is_idempotent() -> None:
@@ -279,210 +252,10 @@ def test_two_exporters_on_two_models() -> None:
 # Nothing is held
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("moment", ["stepped", "forward", "backward", "failed backward"])
-def test_the_model_can_go(rung: str, moment: str) -> None:
-    """A model that the user drops is freed while the exporter is attached, whatever it was doing."""
-    model = Perceptron()
-    exporter = start(model, weights=True)
-    backward = RUNGS[rung]
-    optimizer = train(model, 6, backward)
-    assert mode(exporter) == rung
-    optimizer.zero_grad()
-    if moment == "forward":
-        model(batch())
-    elif moment == "backward":
-        backward(model, batch())
-    elif moment == "failed backward":
-
-        def fail(_gradient: torch.Tensor) -> None:
-            raise RuntimeError("the user's own")
-
-        handle = model.first.weight.register_hook(fail)
-        with contextlib.suppress(RuntimeError):
-            backward(model, batch())
-        handle.remove()
-        del handle, fail
-    references = [weakref.ref(model), weakref.ref(model.first), *(weakref.ref(p) for p in model.parameters())]
-    del model, optimizer
-    gc.collect()
-    alive = [reference for reference in references if reference() is not None]
-    values(exporter)
-    exporter.close()
-    assert alive == []
-
-
-def test_the_model_can_go_while_armed_at_the_first_step() -> None:
-    """Nodes that are hooked for the first sample do not keep the parameters alive either."""
-    model = Perceptron()
-    exporter = start(model)
-    model(batch())
-    references = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
-    del model
-    gc.collect()
-    alive = [reference for reference in references if reference() is not None]
-    exporter.close()
-    assert alive == []
-
-
-def test_gradients_are_not_kept() -> None:
-    """Between steps no gradient of before lives on after `zero_grad`."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with start(model):
-        for _ in range(3):
-            by_root(model, batch())
-            optimizer.step()
-            gone = [weakref.ref(p.grad) for p in model.parameters()]
-            optimizer.zero_grad()
-            gc.collect()
-            assert [g for g in gone if g() is not None] == []
-
-
-def test_the_optimizer_can_go() -> None:
-    """An optimizer that the user drops is freed."""
-    model = Perceptron()
-    with start(model):
-        reference = weakref.ref(train(model, 3))
-        gc.collect()
-        assert reference() is None
-
-
 # The model stays ordinary
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_deepcopy(rung: str) -> None:
-    """A deep copy trains alone: nothing that it does reaches the exporter of the original."""
-    model = Perceptron()
-    with start(model) as exporter:
-        train(model, 6, RUNGS[rung])
-        counters = {k for k in values(exporter) if k[0].startswith(("torch_train_", "torch_grad_")) and k[0].endswith("_total")}
-        ours = {k for k in counters if not k[0].endswith("_seconds_total")}
-        before = {k: v for k, v in values(exporter).items() if k in ours}
-        twin = copy.deepcopy(model)
-        train(twin, 5, RUNGS[rung])
-        assert {k: v for k, v in values(exporter).items() if k in ours} == before
-        assert errors(exporter) == {}
-
-
-def test_loads_where_this_package_is_not(tmp_path: Path) -> None:
-    """A model pickled or saved on any rung loads, runs and trains in a process that cannot import the package."""
-    x = batch()
-    for rung in RUNGS:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-        optimizer = sgd(model)
-        with start(model) as exporter:
-            for _ in range(6):
-                optimizer.zero_grad()
-                if rung == "parameter":
-                    model[2](model[1](model[0](x))).square().mean().backward()
-                elif rung == "output":
-                    model(x).square().mean().backward()
-                else:
-                    for p, g in zip(model.parameters(), torch.autograd.grad(model(x).sum(), list(model.parameters())), strict=True):
-                        p.grad = g
-                optimizer.step()
-            assert mode(exporter) == rung
-            (tmp_path / f"{rung}.pickle").write_bytes(pickle.dumps(model))
-            torch.save(model, tmp_path / f"{rung}.saved")
-            model(x)  # armed
-            (tmp_path / f"{rung}-armed.pickle").write_bytes(pickle.dumps(model))
-            torch.save(model(x).detach(), tmp_path / f"{rung}.expected")
-            torch.save(model(x).detach(), tmp_path / f"{rung}-armed.expected")
-    torch.save(x, tmp_path / "inputs")
-    script = """
-        import sys, pathlib
-        class Refuse:
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] == "torch_grad_exporter":
-                    raise ImportError(name)
-        sys.meta_path.insert(0, Refuse())
-        import pickle, torch
-        where = pathlib.Path(sys.argv[1])
-        x = torch.load(where / "inputs")
-        for path in sorted([*where.glob("*.pickle"), *where.glob("*.saved")]):
-            if path.suffix == ".pickle":
-                model = pickle.loads(path.read_bytes())
-            else:
-                model = torch.load(path, weights_only=False)
-            assert torch.equal(model(x), torch.load(path.with_suffix(".expected"))), path
-            model(x).sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            print(path.name)
-        assert "torch_grad_exporter" not in sys.modules
-        print("fine")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split()[-1:] == ["fine"], done.stderr
-    assert len(done.stdout.split()) == 3 * 3 + 1
-
-
-def test_state_dict_is_unchanged() -> None:
-    """The exporter adds nothing to the state of the model."""
-    model = Perceptron()
-    before = list(model.state_dict())
-    with start(model):
-        train(model, 2)
-        assert list(model.state_dict()) == before
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-        buffer.seek(0)
-        model.load_state_dict(torch.load(buffer))
-
-
-def test_averaged_model() -> None:
-    """An `AveragedModel` of the attached model can be made in the run and is not watched itself."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with start(model) as exporter:
-        train(model)
-        average = AveragedModel(model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            by_root(model, batch())
-            optimizer.step()
-            average.update_parameters(model)
-            average(batch())
-        assert value(exporter, "torch_train_backward_passes_total") == 4
-        assert value(exporter, "torch_train_samples_total") == 4 * 5
-        assert errors(exporter) == {}
-
-
 # Forks
-
-
-class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Random rows, made in the worker with a model of its own."""
-
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(6, 6)
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        with torch.no_grad():
-            return self.model(torch.full((6,), float(index)))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-def test_forked_loader_workers() -> None:
-    """Workers that a DataLoader forks while the exporter serves deliver their batches, and training goes on."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with start(model, 0) as exporter:
-        assert exporter.url is not None
-        loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork")
-        for _ in range(2):
-            for inputs in exporter.watch_loader(loader):
-                optimizer.zero_grad()
-                by_root(model, inputs)
-                optimizer.step()
-        assert value(exporter, STEPS, optimizer="SGD") == 12
-        assert f"{STEPS}" in scrape(exporter.url)
-        assert errors(exporter) == {}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")

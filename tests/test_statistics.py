@@ -96,6 +96,30 @@ def test_the_reference_agrees_with_numpy() -> None:
 # Types and shapes
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_types_of_one_byte_are_measured_as_float32(dtype: torch.dtype) -> None:
+    """A gradient of an 8-bit type, with which torch hardly computes, is measured by its values, among others."""
+    gradients = [some((4, 7)).to(dtype), some((4, 7), seed=1), some((300, 200), seed=2).to(dtype)]
+    plan = plan_of(Bare((4, 7), (4, 7), (300, 200)))
+    rows = rows_of(EagerStatistics(9, moments=True), plan, gradients)
+    for position, gradient in enumerate(gradients):
+        assert_agrees(rows[position], gradient.float(), plan, position)
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (7,), (300, 400)], ids=str)
+def test_norms_are_exact_enough_for_a_spread(shape: tuple[int, ...]) -> None:
+    """Where moments are wanted, what is left of a norm without its mean is right to a millionth of it."""
+    for constant, spread in ((1.0, 0.0), (0.3, 0.0), (0.3, 1e-3)):
+        gradient = constant + spread * some(shape)
+        statistics = EagerStatistics(9, moments=True)
+        (row,) = rows_of(statistics, plan_of(Bare(shape)), [gradient]).values()
+        rms, mean = row[Column.NORM] / math.sqrt(gradient.numel()), row[Column.SUM] / gradient.numel()
+        found = rms * math.sqrt(max(0.0, 1 - (mean / rms) ** 2))
+        assert found == pytest.approx(float(gradient.double().std(correction=0)), abs=1e-6 * rms)
+        (again,) = statistics.norms(plan_of(Bare(shape)), [(0, gradient)])
+        assert again.vector.tolist() == [row[Column.NORM]]
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128], ids=str
 )
@@ -490,6 +514,18 @@ def test_a_replaced_capture_with_other_parameters() -> None:
         (measured,) = statistics.measure(plan, gradients, sample)
         found.append(int(measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].sum()))
     assert found == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("strangers", [[0], [1], [0, 1], []], ids=str)
+def test_a_sample_that_is_forgotten_leaves_the_counts_as_they_were(strangers: list[int]) -> None:
+    """Parameters whose sample was another's count on from before it, and the others from it; only the last one can be meant."""
+    statistics, plan = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
+    for sample, states in enumerate(["aa", "zz", "za", "zz"]):
+        rows = rows_of(statistics, plan, [unit_rows(states)] * 2, sample)
+        if sample == 2:
+            statistics.forget(plan, strangers, sample)
+            statistics.forget(plan, [0, 1], sample - 1)
+    assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in strangers else 1 for p in (0, 1)]
 
 
 def test_dead_units_of_a_stack_belong_to_their_parameters() -> None:

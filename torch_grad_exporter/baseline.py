@@ -59,11 +59,6 @@ class Baselines:
             self._count = np.concatenate([self._count, np.zeros(more, dtype=np.int64)])
             self._row_of_spikes = np.concatenate([self._row_of_spikes, np.zeros(more, dtype=np.int64)])
 
-    def forget(self, row: int) -> None:
-        """Empties a row's baseline."""
-        self._values[row] = np.nan
-        self._count[row] = self._row_of_spikes[row] = 0
-
     def judge(self, rows: IntArray, samples: FloatArray) -> Verdict:
         """Judges one sample for each of `rows` and then takes in those that are finite and no spike.
 

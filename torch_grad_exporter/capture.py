@@ -29,7 +29,16 @@ import torch
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Closed, Mailbox, Outcome, Told
 from torch_grad_exporter.fused import FusedSteps
-from torch_grad_exporter.hooks import Handle, Hooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
+from torch_grad_exporter.hooks import (
+    Handle,
+    Hooks,
+    after_backward,
+    at_end_of_backward,
+    backwards_are_compiled,
+    graph_is_kept,
+    graph_task,
+    within_transform,
+)
 from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
 from torch_grad_exporter.nodes import AccumulateGradNodes
 from torch_grad_exporter.optimizers import Optimizers
@@ -94,6 +103,7 @@ class GradientCapture:
         hooks: Hooks,
         errors: ErrorLog,
     ) -> None:
+        self._hooks = hooks
         self._index = index
         self._optimizers = optimizers
         self._reader = reader
@@ -132,13 +142,15 @@ class GradientCapture:
             current = self._round
             again = bool(current.backwards) and not current.stepped and not self._stepping
             self._early.cleared = again and self._habits.cleared(current)
-            plan = self._index.plan
-            looked = self._next_is_sampled() and plan.parameters() is not None
-            self._early.marks = _marks(plan) if looked else None
+            if again and self._early.marks is not None:
+                return  # in the middle of a round FSDP2 may have left them gathered
+            gathered = self._index.plan.parameters() is None
+            looked = self._next_is_sampled() and not gathered
+            self._early.marks = _marks(self._index.refresh()) if looked else None
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of a root is over: hooks its output, so that its backward is seen."""
-        if self.mode is not Mode.OUTPUT or graph_task() != -1:
+        if self.mode is not Mode.OUTPUT or graph_task() != -1 or within_transform():
             return
         self._task = -1  # no backward is running: one that began and did not end has raised
         hook = self._output_hooks[model]
@@ -163,28 +175,38 @@ class GradientCapture:
         self._stepping.add(optimizer)
         if found_inf is not None:
             self._found_inf[optimizer] = found_inf
-        if self.mode is Mode.OPTIMIZER:
-            if closure:
-                self._late.add(optimizer)
-            else:
-                self._timed(self._capture_at_step, optimizer)
-            return
+        if closure:
+            self._late.add(optimizer)
+        elif self.mode is Mode.OPTIMIZER:
+            self._timed(self._capture_at_step, optimizer)
+        else:
+            self._look_at_step(optimizer, grad_scale)
+
+    def tool_steps(self, optimizers: frozenset[int]) -> None:
+        """Optimizers with a closure, in whose steps another one does the work, are about to use what the closure left."""
+        if self.mode is not Mode.OPTIMIZER:
+            for optimizer in self._late & optimizers:
+                self._look_at_step(optimizer)
+
+    def _look_at_step(self, optimizer: int, grad_scale: torch.Tensor | None = None) -> None:
+        """What is left to read of a round that an optimizer is using now, or has just used."""
         current = self._round
         if current.sampled and current.fired and not current.captured:
             self._timed(self._catch_up)
-        if current.captured and current.open:
+        # Where the model's gradients were copied to another optimizer's, nobody knows what that one saw.
+        copied = optimizer in self._optimizers.copying or (current.strangers and not self._optimizers.reporting)
+        if current.captured and current.open and optimizer not in current.read and not copied:
             self._timed(self._read_after, optimizer, grad_scale)
 
     def step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step while the backward runs. Its `step_ended` is due when the backward is over."""
-        if self.mode is not Mode.OPTIMIZER:
-            self._fall_to(Mode.OPTIMIZER, "an optimizer steps within the backward; norms are those that it sees")
         if graph_task() != self._task:
             self._begin(graph_task())
         self._certain = True
         self._stepping.add(number)
+        self._round.read.add(number)  # it sees what is read now
         if self._round.sampled:
-            self._timed(self._errors.guard, "capture", functools.partial(self._reader.within.read, self._round.plan, optimizer))
+            self._timed(self._errors.guard, "capture", lambda: self._reader.within.read_of(self._round.plan, optimizer))
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -194,20 +216,22 @@ class GradientCapture:
         if optimizer not in self._stepping:
             return None
         self._stepping.discard(optimizer)
-        if optimizer in self._late:
-            self._late.discard(optimizer)
+        self._fused.stepped(self._round.number, optimizer, self._found_inf.pop(optimizer, None))
+        if optimizer in self._late and self.mode is Mode.OPTIMIZER:
             self._timed(self._capture_at_step, optimizer)
         if optimizer in self._round.stepped or not self._round.backwards:
             self._step_without_backward(optimizer)
         current = self._round
-        self._fused.stepped(current.number, optimizer, self._found_inf.pop(optimizer, None))
-        if current.captured and current.open and optimizer not in current.read and self.mode is not Mode.OPTIMIZER:
-            self._timed(self._read_after, optimizer)
+        if optimizer in self._late and self.mode is not Mode.OPTIMIZER:
+            self._look_at_step(optimizer)
+        self._late.discard(optimizer)
         first = not current.stepped
         current.stepped.add(optimizer)
         self._tell(Outcome.STEPPED)
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
+        if self._index.fully_sharded:
+            self._hooks.come_first()
         sampled_next = self._next_is_sampled()
         if self.mode is Mode.OUTPUT or not sampled_next:
             self._nodes.disarm()
@@ -216,9 +240,15 @@ class GradientCapture:
             self._arm_if_wanted()
         return first
 
+    @property
+    def stepping(self) -> frozenset[int]:
+        """The optimizers that have begun a step and not ended it."""
+        return frozenset(self._stepping)
+
     def step_was_abandoned(self) -> None:
         """A step that had begun raised and will not end."""
         self._stepping.clear()
+        self._round.abandoned = bool(self._round.backwards)
         self._late.clear()
         self._found_inf.clear()
 
@@ -291,20 +321,20 @@ class GradientCapture:
         start = self._clock.clock()
         self._task = task
         self._reader.within.clear()
+        if not self._clock.stepping:
+            self._stepping.clear()
         self._clock.switch(BACKWARD)
         current = self._round
         if current.stepped:
             self._start_round()
-        elif current.backwards and not self._stepping and self._cleared(current):
-            if self._habits.hold():
-                current.begin_again()
-            else:
-                self._clock.skipped += 1 + self._habits.release()
-                self._start_round(skipped=True)
+        elif current.backwards and (current.abandoned or not self._stepping) and self._cleared(current):
+            self._gradients_were_cleared(current)
         if self._round.sampled and not self._can_look():
             self._round.sampled = False
             self.skipped += 1
         sampled = self._round.sampled
+        # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
+        self._certain = not graph_is_kept()
         if sampled:
             if not self._round.backwards:
                 self._renew_plan()
@@ -312,29 +342,41 @@ class GradientCapture:
             self._unannounced = False
             at_end_of_backward(self._end_hook)
             self._before = None
-            if self.mode is Mode.OUTPUT:
+            if self.mode is not Mode.OPTIMIZER:
                 self._errors.guard("capture", self._look)
         else:
-            # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
-            self._certain = not graph_is_kept()
             self._before = None if self._certain else self._probe_marks()
             after_backward(self._end_hook)
         self._spent(start, sampled=sampled)
 
     def _renew_plan(self) -> None:
-        """Takes the parameters that are trained now; since the nodes were armed, some may have come, gone, frozen or thawed."""
+        """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
         plan = self._round.plan = self._index.refresh(within_step=True)
-        if self._nodes.armed and self._nodes.plan is not plan:
-            if self.mode is Mode.PARAMETER:
-                self._nodes.arm(plan)
-            else:
-                self._nodes.disarm()
+        if self._nodes.armed and not self._nodes.sees_all_of(plan):
+            self._nodes.disarm()
+
+    def _gradients_were_cleared(self, current: Round) -> None:
+        """The gradients of the last backward are gone, and no step was seen."""
+        if not self._reader.knows_scaler and self._habits.hold():
+            current.begin_again()
+        elif self._habits.updated() and not self._optimizers.reporting:
+            # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
+            manual = self._optimizers.manual()
+            for _ in range(1 + self._habits.release()):
+                self._clock.step_done(manual)
+            self._habits.stepped_unseen()
+            current.stepped.add(manual)
+            self._start_round()
+        else:
+            self._clock.skipped += 1 + self._habits.release()
+            self._start_round(skipped=True)
 
     def _can_look(self) -> bool:
         """Whether what this backward writes can be told from what was there before, and be read."""
         if _capturing_graph():
             return False
         if self.mode is Mode.PARAMETER:
+            self._renew_plan()
             return self._nodes.armed
         return self.mode is Mode.OPTIMIZER or not self._index.fully_sharded or self._early.marks is not None
 
@@ -354,7 +396,8 @@ class GradientCapture:
         before, self._before = self._before, None
         fired = self._fired(before) | self._reader.within.fired if current.sampled else set()
         if current.sampled and (before is not None or self._nodes.armed):
-            written = bool(fired)
+            # FSDP2 may keep what it has not reduced yet where nobody sees it.
+            written = bool(fired) or (self._index.fully_sharded and self._certain)
         else:
             written = self._certain or any(mark.moved() for mark in before or ())
         if written:
@@ -364,7 +407,8 @@ class GradientCapture:
             self._clock.backward_passes += 1
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 logger.warning(NO_STEP, UNANSWERED)
-            if fired and current.backwards >= (self._habits.backwards or 1):
+            # Who steps within the backward does not wait for another one.
+            if fired and (self._reader.within.fired or current.backwards >= (self._habits.backwards or 1)):
                 self._capture(current)
             self._habits.remember(current.models)
         self._spent(start, sampled=current.sampled)
@@ -375,7 +419,10 @@ class GradientCapture:
         if not self._nodes.armed:
             return moved
         seen = self._nodes.positions(self._round.plan)
-        if self.mode is Mode.OUTPUT and seen and (self._unannounced or moved != seen):
+        # Those that a hook of the user's has cleared again have no mark to show.
+        left = {i for i in seen if self._round.plan.tracked[i].gradient() is not None}
+        # One that moved and did not fire was written by somebody else: DDP brings gradients of other ranks.
+        if self.mode is Mode.OUTPUT and seen and (self._unannounced or left - moved):
             self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved
 
@@ -391,6 +438,9 @@ class GradientCapture:
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._clock.skipped += self._habits.learn(last)
+        if last.sampled and last.fired and not last.captured:
+            self._lost(last)
+        self._reader.within.clear()
         number = last.number + 1
         skipped |= self._fused.settle(number)
         if last.stepped:
@@ -409,19 +459,25 @@ class GradientCapture:
     def _close_round(self, outcome: Outcome) -> None:
         current = self._round
         current.open = False
-        owners, groups = self._optimizers.owners(current.plan)
+        owners, groups = self._optimizers.owners(current.plan, current.stepped)
         stepped = frozenset(current.stepped) or self._habits.steppers(current.models)
         if not stepped:
             stepped = frozenset(np.unique(owners[sorted(current.fired)]).tolist())
         self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
+        strangers = {i for i in current.fired if int(owners[i]) not in stepped}
+        if strangers:
+            self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
         self._schedule.sampled(self._sample_cost)
         self._sample_cost = 0.0
 
     def _all_stepped(self, current: Round) -> bool:
-        """Whether nobody else will step in this round on gradients that it captured."""
-        owners, _ = self._optimizers.owners(current.plan)
-        usual = self._habits.steppers(current.models)
-        return set(owners[sorted(current.fired)].tolist()) <= current.stepped or (bool(usual) and usual <= current.stepped)
+        """Whether nobody else will step in this round on gradients that it captured, as far as the last rounds tell."""
+        owners, _ = self._optimizers.owners(current.plan, current.stepped)
+        waited = set(owners[sorted(current.fired)].tolist())
+        if self.mode is Mode.OPTIMIZER:  # reads only when each of them steps
+            waited |= {number for number, _ in self._optimizers.numbered()}
+        active = self._habits.active(current.models)
+        return (waited if active is None else waited & active) <= current.stepped
 
     def _step_without_backward(self, optimizer: int) -> None:
         """A step that no backward was seen before: another rung may see what this one does not."""
@@ -430,9 +486,13 @@ class GradientCapture:
             self._start_round()
         if self.mode is Mode.OPTIMIZER or (self.mode is Mode.PARAMETER and not armed) or not self._has_gradients():
             return
+        if not self._habits.written_between_steps(self._round.plan):
+            return
         self._misses += 1
         self._nodes.disarm()  # they may be those of tensors that were replaced
-        if self._misses >= MISSES:
+        if backwards_are_compiled():
+            self._fall_to(Mode.OPTIMIZER, "backwards are compiled; norms are those after clipping")
+        elif self._misses >= MISSES:
             if self.mode is Mode.OUTPUT and not self._index.fully_sharded:
                 self._fall_to(Mode.PARAMETER, "steps were seen, but no backward through the model's output")
             else:
@@ -463,7 +523,7 @@ class GradientCapture:
 
         self._errors.guard("capture", measure)
         if not done:
-            self.skipped += 1
+            self._lost(current)
             return
         self.samples += not current.captured
         self._check_is_next = self.samples < 2 or self.samples % CHECK_EVERY == 0
@@ -475,7 +535,12 @@ class GradientCapture:
         if self._habits.untouched():
             self._capture(self._round)
         else:
-            self.skipped += 1
+            self._lost(self._round)
+
+    def _lost(self, current: Round) -> None:
+        """Counts a sample that was not taken, once."""
+        self.skipped += not current.lost
+        current.lost = True
 
     def _capture_at_step(self, optimizer: int) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
@@ -486,10 +551,9 @@ class GradientCapture:
             return
         if not current.captured:
             current.plan = self._index.refresh()
-        owners, _ = self._optimizers.owners(current.plan)
-        current.fired |= {
-            i for i, tracked in enumerate(current.plan.tracked) if owners[i] == optimizer and tracked.gradient() is not None
-        }
+        owners, _ = self._optimizers.owners(current.plan, {optimizer})
+        self._errors.guard("capture", lambda: self._reader.within.read(current.plan, np.flatnonzero(owners == optimizer)))
+        current.fired |= self._reader.within.fired
         if current.fired:
             self._capture(current)
 
@@ -514,9 +578,9 @@ class GradientCapture:
 
     def _arm(self) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
-        plan = self._index.refresh(within_step=True)
-        if not self._index.fully_sharded:
-            self._nodes.arm(plan)
+        # Not after another look: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
+        if self._index.plan.parameters() is not None:
+            self._nodes.arm(self._index.plan)
 
     def _place_probes(self, current: Round) -> None:
         """Chooses the parameters that tell of clearing, and on the rung `parameter` of backwards, until the next sample."""

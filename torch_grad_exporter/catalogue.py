@@ -99,17 +99,17 @@ GRAD_NONFINITE_ELEMENTS = _counter(
 )
 GRAD_ZERO_RATIO = _gauge(
     "torch_grad_zero_ratio",
-    "Share of the layer's gradient elements that were exactly zero at the last sampled step.",
+    "Share of the layer's gradient elements that were exactly zero at the last sampled step; of this rank's part where the gradient is sharded.",
     "layer",
 )
 GRAD_ZERO_UNITS_RATIO = _gauge(
     "torch_grad_zero_units_ratio",
-    "Share of the layer's output units whose weights' gradient was exactly zero at the last sampled step.",
+    "Share of the layer's output units whose weights' gradient was exactly zero at the last sampled step; of this rank's part where the gradient is sharded.",
     "layer",
 )
 GRAD_DEAD_RATIO = _gauge(
     "torch_grad_dead_ratio",
-    "Share of the layer's output units whose weights' gradient was exactly zero in each of the last dead_window samples; absent before min(20, dead_window) samples.",
+    "Share of the layer's output units whose weights' gradient was exactly zero in each of the last dead_window samples; absent before min(20, dead_window) samples; of this rank's part where the gradient is sharded.",
     "layer",
 )
 GRAD_MISSING_PARAMETERS = _gauge(
@@ -118,16 +118,29 @@ GRAD_MISSING_PARAMETERS = _gauge(
     "layer",
 )
 GRAD_MEAN = _gauge(
-    "torch_grad_mean", "Mean of the gradient's finite or non-finite elements at the last sampled step.", "layer", opt_in="moments"
-)
-GRAD_STDDEV = _gauge(
-    "torch_grad_stddev",
-    "Population standard deviation of the gradient's elements at the last sampled step.",
+    "torch_grad_mean",
+    "Mean of the gradient's finite or non-finite elements at the last sampled step; of this rank's part where the gradient is sharded.",
     "layer",
     opt_in="moments",
 )
-GRAD_MIN = _gauge("torch_grad_min", "Smallest element of the gradient at the last sampled step.", "layer", opt_in="moments")
-GRAD_MAX = _gauge("torch_grad_max", "Largest element of the gradient at the last sampled step.", "layer", opt_in="moments")
+GRAD_STDDEV = _gauge(
+    "torch_grad_stddev",
+    "Population standard deviation of the gradient's elements at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+GRAD_MIN = _gauge(
+    "torch_grad_min",
+    "Smallest element of the gradient at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+GRAD_MAX = _gauge(
+    "torch_grad_max",
+    "Largest element of the gradient at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
 WEIGHT_NORM = _gauge(
     "torch_weight_norm", "L2 norm of the layer's parameters after the last sampled update of the layer.", "layer", opt_in="weights"
 )

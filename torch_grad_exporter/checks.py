@@ -64,7 +64,8 @@ def checked_optimizers(optimizers: object) -> dict[str, torch.optim.Optimizer]:
 
 def check_scaler(scaler: object) -> None:
     """Raises on what is no gradient scaler."""
-    if scaler is not None and not hasattr(scaler, "_scale"):
+    # A disabled one has no scale.
+    if scaler is not None and not hasattr(scaler, "_scale") and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
 
 

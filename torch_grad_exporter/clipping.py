@@ -33,41 +33,48 @@ SMALLEST_UNSCALING = 2.0**-127
 class Clipping:
     """Judgement for one optimizer. `coefficient` is `None` if the probes disagree or there were none.
 
-    `scale`: the loss scale that the comparison revealed, else `None`.
+    `clipped`: whether the optimizer saw smaller gradients than the backward gave.
     """
 
     coefficient: float | None
-    scale: float | None = None
+    clipped: bool = False
     disagree: bool = False
 
-    @property
-    def clipped(self) -> bool:
-        """Whether the optimizer saw smaller gradients than the backward gave."""
-        return self.disagree or (self.coefficient is not None and self.coefficient < 1 - UNTOUCHED)
 
+def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full: bool) -> Clipping:
+    """Compares the unscaled norms of an optimizer's parameters, all of shape (parameters,), with those that were `measured` again.
 
-def compare(
-    before: FloatArray, after: FloatArray, measured: BoolArray, *, full: bool, scale: float | None, unscaled: bool = False
-) -> Clipping:
-    """Compares norms per parameter, shape (parameters,), where `measured`.
-
-    `full`: all of the optimizer's parameters were measured again. `scale`: the loss scale that `before` still
-    contains if it was found in an earlier sample, else `None`. `unscaled`: the scale is known and no longer in them.
+    `full`: that was all of them. Where the norm of the whole is not finite there is nothing to compare.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = (after / before)[measured & (before > 0) & np.isfinite(before) & np.isfinite(after)]
-    ratios = ratios[np.isfinite(ratios)]
+    whole, seen = (float(combined_norm(norms[None, :])[0]) for norms in (before, after[measured]))
+    if not measured.any() or not 0 < whole < math.inf:
+        return Clipping(None)
+    if not math.isfinite(seen):  # then that of the whole is not, either
+        return Clipping(seen / whole)
+    ratios = _ratios(before, after, measured)
     if not ratios.size:
         return Clipping(None)
-    agree = float(ratios.max() - ratios.min()) <= AGREE * float(ratios.max())
-    if agree and not unscaled and is_unscaling(float(np.median(ratios))):
-        return Clipping(1.0, scale=1 / float(np.median(ratios)))
-    factor = scale or 1.0
+    agree = _agree(ratios)
     if full:
-        whole = float(combined_norm(before[measured][None, :])[0])
-        seen = float(combined_norm(after[measured][None, :])[0])
-        return Clipping(seen / whole * factor if whole > 0 else None, scale, disagree=not agree)
-    return Clipping(float(np.median(ratios)) * factor, scale) if agree else Clipping(None, scale, disagree=True)
+        coefficient = seen / whole
+    elif agree:
+        coefficient = float(np.median(ratios))
+    else:
+        coefficient = None  # nobody knows the factor of the whole
+    # What clips makes no gradient longer, and may make only some shorter.
+    cut = not agree and bool(ratios.max() <= 1 + UNTOUCHED)
+    return Clipping(coefficient, clipped=cut or (coefficient or 1.0) < 1 - UNTOUCHED, disagree=not agree)
+
+
+def revealed_scale(before: FloatArray, after: FloatArray, measured: BoolArray) -> float | None:
+    """The loss scale that one optimizer's norms reveal: 1 if they are untouched, `None` if their factor is none of a scaler's."""
+    ratios = _ratios(before, after, measured)
+    if not ratios.size or not _agree(ratios):
+        return None
+    ratio = float(np.median(ratios))
+    if abs(ratio - 1) <= UNTOUCHED:
+        return 1.0
+    return 1 / ratio if is_unscaling(ratio) else None
 
 
 def is_unscaling(ratio: float) -> bool:
@@ -76,3 +83,13 @@ def is_unscaling(ratio: float) -> bool:
         return False
     exponent = math.log2(ratio)
     return abs(exponent - round(exponent)) < 1e-6
+
+
+def _ratios(before: FloatArray, after: FloatArray, measured: BoolArray) -> FloatArray:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratios = (after / before)[measured & (before > 0) & np.isfinite(before)]
+    return ratios[np.isfinite(ratios)]
+
+
+def _agree(ratios: FloatArray) -> bool:
+    return float(ratios.max() - ratios.min()) <= AGREE * float(ratios.max())

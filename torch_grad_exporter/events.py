@@ -40,8 +40,9 @@ class Captured:
 
     `missing`: positions of the parameters that require a gradient and got none in this round. `owners`: as in
     `Closed`, as far as known at the capture. `at`: Unix time. `likely_last`: rounds usually have no more backwards
-    than this. `usual`: the optimizers that usually step after such a backward, as far as known. `scale`: the gradient
-    scaler's loss scale at that moment. `again`: the gradients of the capture before, in the same round, were thrown away.
+    than this. `usual`: the optimizers that usually step after such a backward, as far as known. `scale_known`: whether it
+    is known if there is a gradient scaler, as it is from the first step on. `scale`: its loss scale at that moment.
+    `again`: the gradients of the capture before, in the same round, were thrown away.
     """
 
     round: int
@@ -52,6 +53,7 @@ class Captured:
     at: float
     likely_last: bool
     usual: frozenset[int]
+    scale_known: bool = True
     scale: Ticket | None = None
     again: bool = False
 

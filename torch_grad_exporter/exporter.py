@@ -212,7 +212,6 @@ class Exporter:
             hooks=self._hooks,
             errors=self._errors,
             models=len(self._models),
-            scaler=grad_scaler,
             weights=WeightProbe(post) if settings.weights else None,
         )
         ledger = GradientLedger(settings.dead_window, hints)
@@ -352,6 +351,7 @@ class Exporter:
             self._ending = _Ending("finished")
         for action in (
             self._hooks.close,
+            self._loop.release,
             self._capture.close,
             self._host.close,
             self._registry.close,

@@ -1,18 +1,25 @@
 """Where PyTorch calls us: the module, tensor and optimizer hooks, each guarded, each with an end.
 
-Three rules hold for every hook here. It returns at once while `torch.compile`, `torch.export` or `torch.jit` traces
-it, so it adds no graph break and is traced away. It never raises into the user's code. It holds the
-exporter only until `close()` disconnects it, so a hook that somebody kept does nothing.
+Three rules hold for every hook here. It returns at once while `torch.compile`, `torch.export` or `torch.jit` traces it, so it
+adds no graph break and is traced away; below a compiled function it runs uncompiled. It never raises into the user's code. It
+holds the exporter only until `close()` disconnects it, so a hook that somebody kept does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 
@@ -47,12 +54,15 @@ class GuardedHook:
         action = self._action
         if action is None:
             return
+        compiler = _set_compiler(None)
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
             self._failed(error)
         else:
             self._in_a_row = 0
+        finally:
+            _set_compiler(compiler)
 
     def _failed(self, error: Exception) -> None:
         self._errors.count(self._source, error)
@@ -72,6 +82,27 @@ class GuardedHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+_compiler = torch._C._dynamo.eval_frame
+_set_compiler = _compiler.set_eval_frame
+
+
+def _never_compile(function: Callable[..., None]) -> None:
+    """Keeps a function from being compiled as a frame of its own (private API of torch).
+
+    Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
+    `is_compiling()` would then be true for ever. `torch.compiler.disable` would be a graph break where a hook is inlined.
+    """
+    code = function.__code__
+    if hasattr(_compiler, "set_code_exec_strategy"):
+        strategy = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
+        _compiler.set_code_exec_strategy(code, strategy)
+    elif hasattr(_compiler, "skip_code"):
+        _compiler.skip_code(code)
+
+
+_never_compile(GuardedHook.__call__)
+
+
 class Hooks:
     """Registers guarded hooks and removes them all at `close()`."""
 
@@ -79,6 +110,8 @@ class Hooks:
         self._errors = errors
         self._handles: list[Handle] = []
         self._hooks: list[GuardedHook] = []
+        self._before_step: GuardedHook | None = None
+        self._before_forward: list[tuple[weakref.ref[torch.nn.Module], int]] = []
 
     def guarded(self, source: str, action: Callable[..., None]) -> GuardedHook:
         """A hook around `action` that `close()` disconnects."""
@@ -88,15 +121,29 @@ class Hooks:
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
-        # Before FSDP2's own, which gathers the parameters.
         hook = self.guarded("forward_hook", before)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        self._handles.append(handle)
+        self._before_forward.append((weakref.ref(module), handle.id))
         self._handles.append(module.register_forward_hook(self.guarded("forward_hook", after), with_kwargs=True))
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
-        self._handles.append(register_optimizer_step_pre_hook(self.guarded("optimizer_hook", before)))
+        self._before_step = self.guarded("optimizer_hook", before)
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self.guarded("optimizer_hook", after)))
+
+    def come_first(self) -> None:
+        """Puts what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
+        for reference, number in self._before_forward:
+            module = reference()
+            if module is not None and number in module._forward_pre_hooks:
+                module._forward_pre_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+
+    def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether hooks of somebody else run between the one that `on_optimizers` set and the step."""
+        last = next(reversed(_global_optimizer_pre_hooks.values()), None)
+        return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None)) or last is not self._before_step
 
     def disconnect(self) -> None:
         """Makes every hook do nothing, without unregistering any; idempotent."""
@@ -124,12 +171,25 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     callback; one that is queued by a callback runs after all of those and sees the reduced gradients. This
     is private API of torch that DDP and FSDP2 rely on themselves; it is used nowhere else in the package.
     """
-    after_backward(lambda: after_backward(callback))
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(functools.partial(queue, callback))  # no frame of Python's that could be compiled
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward is done, though perhaps before others who asked for the same."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def within_transform() -> bool:
+    """Whether `torch.func` transforms the running function: its gradients go to nobody's `.grad` (private API of torch)."""
+    level = getattr(torch._C._functorch, "maybe_current_level", None)
+    return level is not None and level() is not None
+
+
+def backwards_are_compiled() -> bool:
+    """Whether compiled autograd has compiled a backward in this process: that runs no hook, and each set of hooks anew."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["compiled_autograd"]["captures"] > 0
 
 
 def graph_is_kept() -> bool:

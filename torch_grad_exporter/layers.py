@@ -58,6 +58,7 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
     absent token is not a dead neuron) and empty tensors.
     """
+    parameter = local(parameter)
     if parameter.dim() < 2 or parameter.numel() == 0:
         return None
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
@@ -65,6 +66,8 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     if isinstance(module, _ConvTransposeNd):
         inputs, outputs = parameter.shape[:2]
         groups = module.groups
+        if inputs != module.in_channels and groups > 1:
+            return None  # a part of the inputs, cut through groups
         return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
     return UnitLayout((parameter.shape[0], -1), (0,))
 
@@ -146,6 +149,17 @@ def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
         folded=sum(len(names) for names in members.values() if len(names) > 1),
         sharded=sharded,
     )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, another tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a summand of the tensor, as of a gradient under sequence parallelism."""
+    placements: Sequence[object] = getattr(tensor, "placements", ())
+    return any("Partial" in type(placement).__name__ for placement in placements)
 
 
 def is_sharded(parameter: torch.nn.Parameter | None) -> bool:
@@ -313,7 +327,7 @@ def _track(owner: _Owner) -> TrackedParameter:
         model=owner.model,
         layer=owner.layer,
         shape=tuple(parameter.shape),
-        elements=parameter.numel() * (2 if parameter.is_complex() else 1),
+        elements=local(parameter).numel() * (2 if parameter.is_complex() else 1),
         units=unit_layout(owner.module, parameter),
         sharded=is_sharded(parameter),
     )

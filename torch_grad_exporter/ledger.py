@@ -40,18 +40,24 @@ LAYER = np.dtype(
         "norm", "max_magnitude", "zero_ratio", "zero_units_ratio", "dead_ratio", "missing", "zscore",
         "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio", *_ALWAYS_NUMBERS,
     )]
-    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (_SECONDS,))]
+    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (_SECONDS,)), ("sized", np.bool_)]
 )  # fmt: skip
-"""One layer's values; NaN where a value was never had, but for the totals."""
+"""One layer's values; NaN where a value was never had, but for the totals.
+
+`sized`: whether the last sample was one whose loss scale is known.
+"""
 
 OPTIMIZER = np.dtype(
     [(name, np.float64) for name in (
         "norm", "after_clip", "coefficient", "sample_step", "spikes", "clipped", "bucket_sum",
         *(f"nonfinite_{outcome.value}" for outcome in Outcome),
     )]
-    + [("buckets", np.float64, (len(HALF_DECADES) + 1,)), ("seen", np.bool_), ("clip_known", np.bool_)]
+    + [("buckets", np.float64, (len(HALF_DECADES) + 1,)), ("seen", np.bool_), ("sized", np.bool_), ("clip_known", np.bool_)]
 )  # fmt: skip
-"""The values over all parameters of one optimizer."""
+"""The values over all parameters of one optimizer. `seen`: whether there was a sample; `sized`: as of a layer."""
+
+_OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")
+"""What an observed norm is the source of."""
 
 _DECADES = np.array(DECADES)
 _HALF_DECADES = np.array(HALF_DECADES)
@@ -94,10 +100,17 @@ class GradientLedger:
     _pending: Sample | None = None
     _after: list[AfterClip] = field(default_factory=list)
     _counted_round: int = -1
-    _found_scale: float | None = None
-    _norm_observed: bool = False
-    _observed_row: int | None = None
-    """The optimizer whose observed norm was not finite and whose step's outcome is to be told."""
+    _counted: frozenset[int] = frozenset()
+    _measured: frozenset[int] = frozenset()
+    """The optimizers whose part of that round was counted, and of those the ones whose sizes were known then."""
+    _scaled_by_hand: set[int] = field(default_factory=set)
+    """The optimizers whose gradients have shown a loss scale that nobody told of."""
+    _faithful: dict[tuple[frozenset[int], int], bool] = field(default_factory=dict)
+    """By the owners of what a round wrote: whether an optimizer stepped in each of them in which its gradients were finite."""
+    _observed: np.ndarray[tuple[int], np.dtype[np.void]] | None = None
+    _observed_baseline: Baselines = field(default_factory=Baselines)
+    _untold: bool = False
+    """Whether the last observed norm was not finite, and what became of its step is still to be told."""
     _probes: dict[int, set[int]] = field(default_factory=dict)
 
     def use(self, plan: Plan) -> None:
@@ -108,7 +121,7 @@ class GradientLedger:
             self._row_of.setdefault(label, len(self._row_of))
         more = np.zeros(len(self._row_of) - len(self._layers), dtype=LAYER)
         for name in LAYER.names or ():
-            if name not in (*_ALWAYS_NUMBERS, "buckets"):
+            if name not in (*_ALWAYS_NUMBERS, "buckets", "sized"):
                 more[name] = np.nan
         self._layers = np.concatenate([self._layers, more])
         self._layer_baseline.grow(len(self._layers))
@@ -133,37 +146,39 @@ class GradientLedger:
                     self._publish(self._pending, event)
                     self._pending = None
             case Told():
-                if self._observed_row is not None:
-                    self._totals[f"nonfinite_{event.outcome.value}"][self._observed_row] += 1
-                    self._observed_row = None
+                if self._untold and self._observed is not None:
+                    self._observed[f"nonfinite_{event.outcome.value}"] += 1
+                    self._untold = False
             case Weights():
                 self._weigh(event)
 
     def observe_norm(self, norm: float) -> None:
         """Takes a global norm that the user computed before clipping; from then on it is the source of that norm.
 
-        With several optimizers it is not known whose norm it is, and the captured ones stay.
+        With several optimizers it is not known whose norm it is, and the captured ones are shown: both are counted, since
+        a second optimizer may come at any time.
         """
-        if len(self._optimizers) > 1:
-            return
+        if self._observed is None:
+            self._observed = np.zeros(1, dtype=OPTIMIZER)
+            self._observed_baseline.grow(1)
         norm = norm if norm >= 0 else np.nan  # DeepSpeed says -1 where the norm is NaN or Inf
-        row = self._optimizer_row(next(iter(self._optimizers), UNOWNED))
-        if not self._norm_observed:
-            # What was counted of captured norms so far would be there twice.
-            self._norm_observed = True
-            for name in ("buckets", "bucket_sum", "spikes"):
-                self._totals[name][row] = 0
-            self._global_baseline.forget(row)
-        self._observed_row = None if np.isfinite(norm) else row
+        self._untold = not np.isfinite(norm)
+        self._observed["norm"], self._observed["sized"] = norm, True
         with np.errstate(all="ignore"):
-            self._count_norm(row, np.array([norm]))
+            _count_norm(self._observed, self._observed_baseline, 0, np.array([norm]))
 
-    def _count_norm(self, row: int, norm: FloatArray) -> None:
-        one = self._totals[row : row + 1]
-        one["norm"], one["seen"] = norm, True
-        finite = np.flatnonzero(np.isfinite(norm))
-        _observe(one, finite, norm[finite], _HALF_DECADES)
-        one["spikes"] += self._global_baseline.judge(np.array([row]), norm).spike
+    def _over_optimizers(self) -> tuple[tuple[int, ...], np.ndarray[tuple[int], np.dtype[np.void]], bool]:
+        """The optimizers, a copy of their values, and whether the norm in it is an observed one."""
+        optimizers, totals = tuple(self._optimizers), self._totals.copy()
+        if self._observed is None or len(optimizers) > 1:
+            return optimizers, totals, False
+        if not optimizers:
+            optimizers, totals = (UNOWNED,), np.zeros(1, dtype=OPTIMIZER)
+        for name in _OF_NORMS:
+            totals[name] = self._observed[name]
+        for outcome in Outcome:
+            totals[f"nonfinite_{outcome.value}"] += self._observed[f"nonfinite_{outcome.value}"]
+        return optimizers, totals, True
 
     def expire(self, now: float) -> None:
         """Counts a sample that has been pending for too long; `now` is Unix time."""
@@ -187,16 +202,16 @@ class GradientLedger:
         table = self._layers[self._rows]
         fresh = self._recent_second > int(now) - _SECONDS
         recent = np.fmax.reduce(table["recent"][:, fresh], axis=1, initial=np.nan)
-        return GradientSnapshot(
-            plan, table, recent, tuple(self._optimizers), self._totals.copy(), self.samples, self.undelivered, self._norm_observed
-        )
+        recent[np.isinf(recent)] = np.nan
+        optimizers, totals, observed = self._over_optimizers()
+        return GradientSnapshot(plan, table, recent, optimizers, totals, self.samples, self.undelivered, observed)
 
     def _replace_pending(self, event: Captured) -> None:
         """Another capture has come: that of another round leaves the outcome of the pending one unknown."""
         pending = self._pending
         if pending is None or pending.captured.round != event.round:
             self._publish_unknown()
-        elif event.again and pending.nonfinite:
+        elif event.again and pending.nonfinite():
             # Nobody goes on from such gradients: this was a skipped step and not the first of two passes.
             self._publish_unknown(Outcome.SKIPPED)
             self._counted_round = -1
@@ -209,61 +224,102 @@ class GradientLedger:
         owners = sample.captured.owners
         stepped = frozenset(event.optimizer for event in self._after) or sample.captured.usual
         stepped = stepped or frozenset(np.unique(owners[sample.present]).tolist())
-        self._publish(sample, Closed(sample.captured.round, outcome, owners, owners, stepped, {}))
+        self._publish(sample, Closed(sample.captured.round, outcome, owners, owners, stepped, {}), over=not keep)
         if not keep:
             self._pending = None
 
-    def _publish(self, sample: Sample, closed: Closed) -> None:
-        """Makes a sample the last one of what the stepping optimizers own, and counts it if it is new."""
-        owners = closed.owners
-        mine = np.isin(owners, list(closed.stepped))
-        new = self._counted_round != sample.captured.round
-        self._observed_row = None  # the sample itself says whether it was finite
-        self._counted_round = sample.captured.round
-        self.samples += new
-        verdicts = self._clipping(sample, closed, owners)
+    def _publish(self, sample: Sample, closed: Closed, *, over: bool = True) -> None:
+        """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new.
+
+        `over`: whether nothing more can come to its round.
+        """
+        self._untold = False  # the sample itself says whether it was finite
+        if self._counted_round != sample.captured.round:
+            self._counted_round, self._counted, self._measured = sample.captured.round, frozenset(), frozenset()
+            self.samples += 1
+        verdicts = self._clipping(sample, closed)
         left_out = {event.optimizer for event in self._after if event.found_inf and values(event.found_inf.ready())[0]}
+        left_out |= self._overflowed(sample, closed)
+        if not self._scale_is_known(sample, closed, over=over):
+            sample = sample.without_sizes()
+            verdicts = {optimizer: replace(verdict, coefficient=None) for optimizer, verdict in verdicts.items()}
+        shown = closed.stepped | left_out
         self.use(sample.captured.plan)
-        self._publish_layers(sample, mine, new=new)
-        for optimizer in sorted(closed.stepped):
+        self._publish_layers(sample, closed.owners, shown)
+        for optimizer in sorted(shown):
             told = replace(closed, outcome=Outcome.SKIPPED) if optimizer in left_out else closed
             clip = None if optimizer in left_out else verdicts.get(optimizer)
-            self._publish_optimizer(sample, told, optimizer, owners == optimizer, clip, new=new)
+            self._publish_optimizer(sample, told, optimizer, clip)
+        self._counted |= shown
+        if sample.sized:
+            self._measured |= shown
         self._hint(sample, closed)
 
-    def _clipping(self, sample: Sample, closed: Closed, owners: IntArray) -> dict[int, clipping.Clipping]:
-        """Compares the norms before and after, and unscales the sample by a scale that this reveals."""
-        after = np.full(len(owners), np.nan)
+    def _overflowed(self, sample: Sample, closed: Closed) -> set[int]:
+        """The optimizers that a gradient scaler left out: they step on gradients such as these whenever theirs are finite.
+
+        A generator's backward writes gradients of the discriminator, too, whose optimizer steps in no such round.
+        """
+        kind = frozenset(closed.owners[sample.present].tolist()) - {UNOWNED}
+        found: set[int] = set()
+        if closed.outcome is not Outcome.STEPPED:
+            return found
+        for optimizer in kind:
+            if optimizer in closed.stepped:
+                self._faithful.setdefault((kind, optimizer), True)
+            elif not sample.nonfinite(closed.owners == optimizer):
+                self._faithful[kind, optimizer] = False
+            elif self._faithful.get((kind, optimizer), False):
+                found.add(optimizer)
+        return found
+
+    def _scale_is_known(self, sample: Sample, closed: Closed, *, over: bool) -> bool:
+        """Whether the sample is free of any loss scale.
+
+        Before the first step nobody knows of a scaler; but one skips no step whose gradients are finite.
+        """
+        if sample.unscaled:
+            return True
+        if closed.stepped & self._scaled_by_hand:
+            return False
+        stepped = closed.outcome is Outcome.STEPPED or bool(self._after)
+        return sample.captured.scale_known or stepped or (over and not sample.nonfinite())
+
+    def _clipping(self, sample: Sample, closed: Closed) -> dict[int, clipping.Clipping]:
+        """Compares the norms before and after, and unscales the sample by a scale that is known only now."""
+        after = np.zeros(len(closed.owners))
+        measured = np.zeros(len(closed.owners), dtype=np.bool_)
         full = bool(self._after)
         for event in self._after:
             full &= event.full
             own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
             for part in event.parts:
                 after[part.positions] = arrived(part)[:, 0] / own_scale
-            if event.loss_scale is not None and not sample.unscaled:
+                measured[part.positions] = True
+            if event.loss_scale is not None:  # of the scaler that stands among the step's callers
                 sample.unscale(float(values(event.loss_scale.ready())[0]))
-        before, measured = sample.columns[:, Column.NORM].copy(), sample.present & ~np.isnan(after)
-        found = {
-            optimizer: clipping.compare(
-                before,
-                after,
-                measured & (owners == optimizer),
-                full=full,
-                scale=None if sample.unscaled else self._found_scale,
-                unscaled=sample.unscaled,
-            )
-            for optimizer in closed.stepped
-        }
-        self.hints.full = any(verdict.disagree for verdict in found.values())
+        measured &= sample.present
+        mine = {optimizer: sample.present & (closed.owners == optimizer) for optimizer in closed.stepped}
         if not sample.unscaled:
-            scales = [verdict.scale for verdict in found.values() if verdict.scale]
-            self._found_scale = scales[0] if scales else self._found_scale
-            if self._found_scale:
-                sample.unscale(self._found_scale)
+            self._reveal_scale(sample, after, measured, mine)
+        before = sample.columns[:, Column.NORM]
+        found = {o: clipping.compare(before[own], after[own], measured[own], full=full) for o, own in mine.items()}
+        self.hints.full = any(verdict.disagree for verdict in found.values())
         return found
 
-    def _publish_layers(self, sample: Sample, mine: BoolArray, *, new: bool) -> None:
-        plan, table = sample.captured.plan, self._layers
+    def _reveal_scale(self, sample: Sample, after: FloatArray, measured: BoolArray, mine: dict[int, BoolArray]) -> None:
+        """Divides by the scale that the norms themselves reveal. Each sample's is its own: the next one's may have grown."""
+        before = sample.columns[:, Column.NORM]
+        found = {o: clipping.revealed_scale(before[own], after[own], measured[own]) for o, own in mine.items()}
+        scales = {optimizer: scale for optimizer, scale in found.items() if scale is not None}
+        by_hand = {optimizer: scale for optimizer, scale in scales.items() if scale != 1}
+        self._scaled_by_hand |= by_hand.keys()
+        if scales:
+            # Clipping makes a scale seem larger than it is.
+            sample.unscale(min((by_hand or scales).values()))
+
+    def _publish_layers(self, sample: Sample, owners: IntArray, shown: frozenset[int]) -> None:
+        plan, table, mine = sample.captured.plan, self._layers, np.isin(owners, list(shown))
         missing = np.zeros(len(plan.tracked), dtype=np.bool_)
         missing[sample.captured.missing] = True
         touched = np.unique(plan.layer_of[mine & (sample.present | missing)])
@@ -271,15 +327,15 @@ class GradientLedger:
         groups = Groups.of(sample, mine & sample.present)
         rows = self._rows[groups.layers]
         norms, elements, units = groups.norms(), groups.total(sample.elements), groups.total(sample.units)
-        table["norm"][rows] = norms
+        table["norm"][rows], table["sized"][rows] = norms, sample.sized
         table["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
         table["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
         share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
         table["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
         table["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
         self._moments(groups, rows, norms, elements)
-        if new:
-            self._count_layers(groups, rows, norms, sample.captured.at)
+        self._count_layers(Groups.of(sample, np.isin(owners, list(shown - self._counted)) & sample.present))
+        self._judge_layers(Groups.of(sample, np.isin(owners, list(shown - self._measured)) & sample.present), sample)
 
     def _moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
         table = self._layers
@@ -292,21 +348,27 @@ class GradientLedger:
         table["minimum"][rows] = groups.smallest(Column.MIN)
         table["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
 
-    def _count_layers(self, groups: Groups, rows: IntArray, norms: FloatArray, at: float) -> None:
-        table = self._layers
-        finite = np.isfinite(norms)
+    def _count_layers(self, groups: Groups) -> None:
+        table, rows = self._layers, self._rows[groups.layers]
         table["captures"][rows] += 1
         table["nans"][rows] += groups.sum(Column.NANS)
         table["infs"][rows] += groups.sum(Column.INFS)
+
+    def _judge_layers(self, groups: Groups, sample: Sample) -> None:
+        """Enters norms that were not known before into the sums and compares them with earlier ones."""
+        table, rows, norms = self._layers, self._rows[groups.layers], groups.norms()
+        finite = np.isfinite(norms)
         fits = np.isfinite(table["squared_total"][rows] + np.square(norms))
         table["squared_total"][rows[fits]] += np.square(norms[fits])
         _observe(table, rows[finite], norms[finite], _DECADES)
         verdict = self._layer_baseline.judge(rows, norms)
         table["zscore"][rows] = verdict.zscore
         table["spikes"][rows] += verdict.spike
-        self._remember(rows[finite], norms[finite], int(at))
+        # A finite norm of unknown size may be the largest: nobody knows the largest until it is no longer recent.
+        recent = finite if sample.sized else groups.sum(Column.NANS) + groups.sum(Column.INFS) == 0
+        self._remember(rows[recent], norms[recent] if sample.sized else np.inf, int(sample.captured.at))
 
-    def _remember(self, rows: IntArray, norms: FloatArray, second: int) -> None:
+    def _remember(self, rows: IntArray, norms: FloatArray | float, second: int) -> None:
         """Enters norms into the sliding minute, which has one place per second."""
         place = second % _SECONDS
         recent = self._layers["recent"]
@@ -315,10 +377,8 @@ class GradientLedger:
             self._recent_second[place] = second
         recent[rows, place] = np.fmax(recent[rows, place], norms)
 
-    def _publish_optimizer(
-        self, sample: Sample, closed: Closed, optimizer: int, mine: BoolArray, clip: clipping.Clipping | None, *, new: bool
-    ) -> None:
-        mine = mine & sample.present
+    def _publish_optimizer(self, sample: Sample, closed: Closed, optimizer: int, clip: clipping.Clipping | None) -> None:
+        mine = (closed.owners == optimizer) & sample.present
         if not mine.any():
             return
         row = self._optimizer_row(optimizer)
@@ -330,16 +390,13 @@ class GradientLedger:
         if clip is not None and clip.coefficient is not None:
             one["coefficient"] = clip.coefficient
             one["after_clip"] = clip.coefficient * norm
-        if not self._norm_observed:
-            if new:
-                self._count_norm(row, norm)
-            else:
-                one["norm"] = norm
         if closed.outcome is not Outcome.UNKNOWN:  # until then nobody knows whether it was clipped
             one["clipped"] += clip is not None and clip.clipped
-        if not new:
-            return
-        one[f"nonfinite_{closed.outcome.value}"] += bool(sample.columns[mine][:, [Column.NANS, Column.INFS]].any())
+        one["norm"], one["seen"], one["sized"] = norm, True, sample.sized
+        if optimizer not in self._measured:
+            _count_norm(one, self._global_baseline, row, norm)
+        if optimizer not in self._counted:
+            one[f"nonfinite_{closed.outcome.value}"] += sample.nonfinite(mine)
 
     def _optimizer_row(self, optimizer: int) -> int:
         """The row of an optimizer; the first one takes over the row of samples before any was known."""
@@ -389,3 +446,10 @@ def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, n
     rows, norms = rows[fits], norms[fits]
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
     table["bucket_sum"][rows] += norms
+
+
+def _count_norm(one: np.ndarray[tuple[int], np.dtype[np.void]], baseline: Baselines, row: int, norm: FloatArray) -> None:
+    """Enters a global norm into the histogram of its row, and compares it with those in that row of the baseline."""
+    finite = np.flatnonzero(np.isfinite(norm))
+    _observe(one, finite, norm[finite], _HALF_DECADES)
+    one["spikes"] += baseline.judge(np.array([row]), norm).spike

@@ -10,7 +10,6 @@ import functools
 import numbers
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +20,7 @@ from torch_grad_exporter.capture import GradientCapture
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Mailbox, Observed
 from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.hooks import Hooks, at_end_of_backward, graph_task
+from torch_grad_exporter.hooks import Handle, Hooks, at_end_of_backward, graph_task
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader, Scaler
@@ -51,7 +50,6 @@ class TrainingLoop:
         optimizers: Optimizers,
         schedule: SamplingSchedule,
         mailbox: Mailbox,
-        scaler: Scaler | None = None,
         hooks: Hooks,
         errors: ErrorLog,
         models: int = 1,
@@ -63,12 +61,14 @@ class TrainingLoop:
         self._optimizers = optimizers
         self._schedule = schedule
         self._mailbox = mailbox
-        self._scaler = None if scaler is None else weakref.ref(scaler)
         self._weights = weights
         self._errors = errors
         self._models = models
         self._transfer = HostTransfer(ring=64)
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
+        self._hooks = hooks
+        self._look_hook = hooks.guarded("optimizer_hook", self._look)
+        self._late_hook: Handle | None = None
         self._within = -1
         self._stepped_within: set[int] = set()
         self._hooked = False
@@ -120,26 +120,45 @@ class TrainingLoop:
     def step_began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself."""
         within = graph_task() != -1
-        number = self._optimizers.number(optimizer, within_backward=within)
+        inside = self._capture.stepping if self._clock.stepping else frozenset()
+        number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
         if number is None:
+            self._capture.current.strangers |= not inside
+            self._capture.tool_steps(inside)
             return
         start = self._clock.clock()
         if within:
             self._step_within_backward(number, optimizer)
             self._clock.own_seconds += self._clock.clock() - start
             return
+        if self._clock.stepping and not called_from_step(sys._getframe(3)):
+            self._clock.leave_step()
+            self._capture.step_was_abandoned()
+        if self._clock.stepping and number in self._capture.stepping:
+            return  # `step` has called `super().step()`
         self._clock.step_began()
+        sampled = self._capture.current.sampled
+        if sampled:
+            self._find_scaler()
+        if sampled and self._hooks.others_follow(optimizer):
+            self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
+        else:
+            self._look(optimizer, args, kwargs)
+        self._clock.own_seconds += self._clock.clock() - start
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Right before an optimizer's step, when nobody will change the gradients any more."""
+        number = self._optimizers.number(optimizer)
+        if number is None:
+            return
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         sampled = self._capture.current.sampled
-        if sampled and not self._reader.knows_scaler:
-            self._find_scaler()
         # A scaler sets both for the time of a fused optimizer's step.
         found_inf = _tensor(getattr(optimizer, "found_inf", None))
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
         self._capture.step_began(number, closure=closure, grad_scale=grad_scale, found_inf=found_inf)
         if sampled and self._weights is not None:
-            self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners()))
-        self._clock.own_seconds += self._clock.clock() - start
+            self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners(number)))
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
@@ -147,6 +166,13 @@ class TrainingLoop:
         if number is not None and graph_task() == -1:
             self._hooked = True
             self._step_ended(number)
+            self.release()
+
+    def release(self) -> None:
+        """Takes back the hook of a single step; idempotent."""
+        hook, self._late_hook = self._late_hook, None
+        if hook is not None:
+            hook.remove()
 
     def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
@@ -185,14 +211,14 @@ class TrainingLoop:
         self._errors.guard("weights", action)
         self._capture.spent_on_sample(self._clock.clock() - start)
 
-    def _owners(self) -> IntArray:
-        return self._optimizers.owners(self._capture.current.plan)[0]
+    def _owners(self, optimizer: int) -> IntArray:
+        return self._optimizers.owners(self._capture.current.plan, {optimizer})[0]
 
     def _find_scaler(self) -> None:
         """Looks for a gradient scaler among the callers of the step that has just begun."""
+        self._reader.steps_seen = True
         scaler = calling_scaler(sys._getframe(1))
         if scaler is not None:
-            self._scaler = weakref.ref(scaler)
             self._reader.use_scaler(scaler)
 
     def _count_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -250,9 +276,8 @@ class TrainingLoop:
                 rate = None if settings.get("lr") is None else self._sent(settings["lr"])
                 if rate is not None:
                     self._mailbox.append(Observed("learning_rate", rate, (self._optimizers.names[number], str(group))))
-        scaler = None if self._scaler is None else self._scaler()
-        if scaler is not None and scaler._scale is not None:
-            self.observe("loss_scale", scaler._scale)
+        if self._reader.scale is not None:
+            self.observe("loss_scale", self._reader.scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):
@@ -323,7 +348,6 @@ def calling_scaler(frame: types.FrameType | None) -> Scaler | None:
         if frame is None:
             return None
         if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            found = frame.f_locals.get("self")
-            return found if hasattr(found, "_scale") else None
+            return frame.f_locals.get("self")
         frame = frame.f_back
     return None

@@ -34,7 +34,7 @@ class AccumulateGradNodes:
         return self.plan is not None
 
     def arm(self, plan: Plan) -> None:
-        """Hooks the nodes of all parameters of the plan that are not hooked yet; within a backward those not reached yet count."""
+        """Hooks the nodes of all parameters of the plan that are not hooked yet."""
         self.plan = plan
         for tracked in plan.tracked:
             parameter = tracked.parameter()
@@ -42,6 +42,16 @@ class AccumulateGradNodes:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[tracked] = node
                 self._handles.append(node.register_hook(functools.partial(self._hook, tracked)))
+
+    def sees_all_of(self, plan: Plan) -> bool:
+        """Whether the node of every parameter of the plan is hooked, and is still the one that a backward runs through."""
+        for tracked in plan.tracked:
+            parameter, node = tracked.parameter(), self._nodes.get(tracked)
+            if parameter is None or node is None or not parameter.requires_grad:
+                return False
+            if torch.autograd.graph.get_gradient_edge(parameter).node is not node:
+                return False
+        return True
 
     def positions(self, plan: Plan) -> set[int]:
         """Where in the plan those stand that fired."""

@@ -21,9 +21,10 @@ from torch_grad_exporter.within import StepsWithinBackward
 
 
 class Scaler(Protocol):
-    """What is needed of a `torch.amp.GradScaler`: its scale as a tensor, `None` before its first use."""
+    """A `torch.amp.GradScaler`: `_scale` is a tensor, `None` before its first use; a disabled one has none."""
 
-    _scale: torch.Tensor | None
+    def is_enabled(self) -> bool:
+        """Whether it scales."""
 
 
 class GradientReader:
@@ -47,6 +48,8 @@ class GradientReader:
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.within = StepsWithinBackward(statistics)
         self.devices: frozenset[str] = frozenset()
+        self.steps_seen = False
+        """Whether a gradient scaler was looked for among the callers of a step."""
 
     def use_scaler(self, scaler: Scaler) -> None:
         """Divides by this gradient scaler's scale from now on."""
@@ -54,8 +57,13 @@ class GradientReader:
 
     @property
     def knows_scaler(self) -> bool:
-        """Whether a gradient scaler was given or found."""
-        return self._scaler is not None
+        """Whether a gradient scaler was given or found, and is alive."""
+        return self._scaler is not None and self._scaler() is not None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The loss scale now, if a scaler is known that has one."""
+        return getattr(None if self._scaler is None else self._scaler(), "_scale", None)
 
     def read(self, current: Round, habits: Habits, at: float) -> bool:
         """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""
@@ -67,7 +75,9 @@ class GradientReader:
         readings = [*early.readings, *self._statistics.read(current.plan, gradients)]
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
         if parts:
-            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in current.fired]
+            # A gradient that a hook of the user's took away as soon as it was there is as good as none.
+            there = early.fired.union(i for i, _ in gradients)
+            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in there]
             owners, _ = self._optimizers.owners(current.plan)
             self._mailbox.append(
                 Captured(
@@ -79,12 +89,17 @@ class GradientReader:
                     at=at,
                     likely_last=habits.backwards is not None,
                     usual=habits.steppers(current.models),
+                    scale_known=self.steps_seen or self.knows_scaler,
                     scale=scale,
                     again=current.again,
                 )
             )
             current.again = False
         return bool(parts)
+
+    def forget(self, current: Round, positions: Iterable[int]) -> None:
+        """Takes back what the round's sample counted of the units of these parameters, whose optimizers had no part in it."""
+        self._statistics.forget(current.plan, positions, current.number)
 
     def read_after(
         self,
@@ -99,7 +114,7 @@ class GradientReader:
         parameters = current.plan.parameters()
         if parameters is None:
             return
-        owners, _ = self._optimizers.owners(current.plan)
+        owners, _ = self._optimizers.owners(current.plan, {optimizer})
         mine = [i for i in sorted(current.fired) if owners[i] == optimizer]
         probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
         full |= self._hints.full or not probes
@@ -114,8 +129,7 @@ class GradientReader:
 
     def _sent(self, measured: Iterable[Measurement]) -> tuple[tuple[Part, ...], Ticket | None]:
         """Starts the copies to the host, one per device; the loss scale rides along with the first of its device."""
-        scaler = None if self._scaler is None else self._scaler()
-        value = None if scaler is None else scaler._scale
+        value = self.scale
         parts, scale = [], None
         for one in measured:
             vector = one.vector

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from torch_grad_exporter.layers import Plan, TrackedParameter
 
 PROBES = 4
@@ -27,47 +29,78 @@ PROBES = 4
 MULTI_PASS = 4
 """Steps in a row with a clearing in between, after which that is how this training works (SAM), not a skip."""
 
+MEMORY = 8
+"""Rounds whose optimizers are remembered."""
+
 PASSES = 3
 """Passes of such a step at most: what is cleared more often was skipped."""
+
+
+_ATTRIBUTE = "_torch_grad_exporter_number"
+_NUMBERS = itertools.count()
+
+
+def _number_of(gradient: torch.Tensor) -> int | None:
+    return getattr(gradient, _ATTRIBUTE, None)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
+    return int(getattr(tensor, "_local_tensor", tensor)._version)
 
 
 @dataclass(slots=True)
 class Mark:
     """Which tensor a parameter's gradient was at one moment, and how often it had been written to.
 
-    Knows the tensor by its `id`: a mark must not keep a gradient's memory, and a weak reference would forbid
-    `torch.utils.swap_tensors` on it. The first look at a gradient that was cleared finds none, so no other can have taken
-    its `id` by then.
+    Knows the tensor by a number that it wears as an attribute: a mark must not keep a gradient's memory, a weak reference
+    would forbid `torch.utils.swap_tensors` on it, and an `id` may by now be that of another one.
     """
 
     tracked: TrackedParameter
     gradient: int | None
     version: int
+    value_version: int
 
     @classmethod
     def of(cls, tracked: TrackedParameter) -> Mark:
         """The mark of a parameter as it is now."""
-        gradient = tracked.gradient()
-        return cls(tracked, None, -1) if gradient is None else cls(tracked, id(gradient), gradient._version)
+        parameter = tracked.parameter()
+        value_version = -1 if parameter is None else _version_of(parameter)
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            return cls(tracked, None, -1, value_version)
+        number = _number_of(gradient)
+        if number is None:
+            number = next(_NUMBERS)
+            setattr(gradient, _ATTRIBUTE, number)
+        return cls(tracked, number, _version_of(gradient), value_version)
 
     def replaced(self) -> bool:
         """Whether the parameter no longer has that gradient."""
         parameter = self.tracked.parameter()
-        return parameter is not None and (parameter.grad is None or id(parameter.grad) != self.gradient)
+        return parameter is not None and (parameter.grad is None or _number_of(parameter.grad) != self.gradient)
+
+    def updated(self) -> bool:
+        """Whether the parameter's value was written to."""
+        parameter = self.tracked.parameter()
+        return parameter is not None and _version_of(parameter) != self.value_version
 
     def moved(self) -> bool:
         """Whether there is a gradient now that is another tensor than then, or was written to."""
         now = self.tracked.gradient()
-        return now is not None and (id(now) != self.gradient or now._version != self.version)
+        return now is not None and (_number_of(now) != self.gradient or _version_of(now) != self.version)
 
 
 @dataclass(slots=True)
 class Round:
     """One round. `sampled`: whether its gradients are read.
 
-    `fired`: positions in the plan of the parameters that got a gradient; `read`: optimizers whose view of the
-    gradients was taken; `observed`: the user gave its global norm, and the outcome of that is still to be told; `open`:
-    the same of what was captured; `again`: what was there before in this round was thrown away.
+    `fired`: positions in the plan of the parameters that got a gradient. `again`: what was there before in this round was
+    thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `strangers`: one
+    stepped that owns nothing of ours. `lost`: there was something to read that could not be read; `abandoned`: a step raised
+    after a backward. `observed`: the user gave the global norm, and its outcome is still to be told; `open`:
+    the same of what was captured.
     """
 
     number: int
@@ -80,6 +113,9 @@ class Round:
     stepped: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     captured: bool = False
+    lost: bool = False
+    abandoned: bool = False
+    strangers: bool = False
     observed: bool = False
     open: bool = True
 
@@ -95,7 +131,9 @@ class Habits:
 
     probes: dict[int, list[TrackedParameter]] = field(default_factory=dict)
     _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    _steppers: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
+    _backwards_to_a_step: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    _steppers: dict[frozenset[int], deque[frozenset[int]]] = field(default_factory=dict)
+    _between_steps: list[Mark] = field(default_factory=list)
     _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
     _cleared_since_step: bool = False
     _plain: bool = False
@@ -112,17 +150,26 @@ class Habits:
 
     def steppers(self, models: Iterable[int]) -> frozenset[int]:
         """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
-        return self._steppers.get(frozenset(models), frozenset())
+        rounds = self._steppers.get(frozenset(models))
+        return rounds[-1] if rounds else frozenset()
+
+    def active(self, models: Iterable[int]) -> frozenset[int] | None:
+        """The optimizers that stepped in the last `MEMORY` rounds with backwards of these models; `None` while there are fewer."""
+        rounds = self._steppers.get(frozenset(models), ())
+        return frozenset().union(*rounds) if len(rounds) == MEMORY else None
 
     def learn(self, over: Round) -> int:
         """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
         self._held_here = 0
+        if over.backwards:
+            self._backwards.append(over.backwards)
         if not over.stepped:
             return 0
         if over.backwards:
-            self._backwards.append(over.backwards)
-        if len(self._steppers) < 64 or frozenset(over.models) in self._steppers:
-            self._steppers[frozenset(over.models)] = frozenset(over.stepped)
+            self._backwards_to_a_step.append(over.backwards)
+        models = frozenset(over.models)
+        if len(self._steppers) < 64 or models in self._steppers:
+            self._steppers.setdefault(models, deque(maxlen=MEMORY)).append(frozenset(over.stepped))
         self._plain |= not self._cleared_since_step
         self._cleared.append(self._cleared_since_step)
         self._cleared_since_step = False
@@ -148,11 +195,11 @@ class Habits:
         return len(self._cleared) == MULTI_PASS and all(self._cleared)
 
     def remember(self, models: Iterable[int]) -> None:
-        """Marks the gradients at the end of a backward: two of each model, one of which is looked at before it is written."""
+        """Marks the gradients at the end of a backward, one of each model."""
         self._marks = []
         for model in models:
             found = (Mark.of(probe) for probe in self.probes.get(model, ()))
-            self._marks += itertools.islice((mark for mark in found if mark.gradient is not None), 2)
+            self._marks += itertools.islice((mark for mark in found if mark.gradient is not None), 1)
 
     def untouched(self) -> bool:
         """Whether nobody has changed the gradients since the last backward, as far as the probes tell."""
@@ -160,9 +207,24 @@ class Habits:
 
     def cleared(self, current: Round) -> bool:
         """Whether the gradients of the last backward were thrown away: its step was skipped."""
-        found = self._gone() or (self._written() and self.backwards is not None and current.backwards >= self.backwards)
+        usual = min(self._backwards_to_a_step, default=None)
+        found = self._gone() or (self._written() and usual is not None and current.backwards >= usual)
         self._cleared_since_step |= found
         return found and not self._several_passes
+
+    def updated(self) -> bool:
+        """Whether the parameters were written to since the last backward."""
+        return any(mark.updated() for mark in self._marks)
+
+    def stepped_unseen(self) -> None:
+        """What looked like cleared gradients was a step that no hook saw."""
+        self._cleared_since_step = False
+
+    def written_between_steps(self, plan: Plan) -> bool:
+        """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""
+        before = self._between_steps
+        self._between_steps = [Mark.of(tracked) for tracked in plan.tracked[:PROBES]]
+        return not before or any(mark.moved() or mark.tracked.parameter() is None for mark in before)
 
     def _gone(self) -> bool:
         """Whether a gradient is gone, or is another tensor: on the rung `parameter` this may look after the write."""

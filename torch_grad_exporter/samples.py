@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +22,11 @@ class Sample:
     present: BoolArray
     elements: IntArray
     units: IntArray
+    scale: float = 1.0
     unscaled: bool = False
     """Whether the loss scale was known and has been divided out."""
+    sized: bool = True
+    """Whether what is proportional to the gradient is that of the unscaled one; else it is NaN."""
 
     @classmethod
     def of(cls, captured: Captured) -> Sample:
@@ -41,15 +44,24 @@ class Sample:
             sample.unscale(float(values(captured.scale.ready())[0]))
         return sample
 
-    @property
-    def nonfinite(self) -> bool:
-        """Whether any gradient has a NaN or Inf."""
-        return bool(self.columns[:, [Column.NANS, Column.INFS]].any())
+    def nonfinite(self, wanted: BoolArray | None = None) -> bool:
+        """Whether any gradient, of the wanted parameters only, has a NaN or Inf."""
+        columns = self.columns if wanted is None else self.columns[wanted]
+        return bool(columns[:, [Column.NANS, Column.INFS]].any())
 
     def unscale(self, scale: float) -> None:
         """Divides what is proportional to the gradient by the loss scale; by one that is none, nothing of it is known."""
         self.unscaled = True
-        self.columns[:, _PROPORTIONAL] /= scale if 0 < scale < np.inf else np.nan
+        self.sized = 0 < scale < np.inf
+        if scale != self.scale:  # another one than it was divided by before
+            self.columns[:, _PROPORTIONAL] *= self.scale / scale if self.sized else np.nan
+            self.scale = scale
+
+    def without_sizes(self) -> Sample:
+        """The same without what is proportional to the gradient, for as long as the loss scale is not known."""
+        columns = self.columns.copy()
+        columns[:, _PROPORTIONAL] = np.nan
+        return replace(self, columns=columns, sized=False)
 
 
 def arrived(part: Part) -> FloatArray:

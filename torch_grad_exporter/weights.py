@@ -14,6 +14,7 @@ import torch
 from torch_grad_exporter.events import Mailbox, Weights
 from torch_grad_exporter.families import IntArray
 from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.statistics.batches import dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.transfer import HostTransfer
 
@@ -82,7 +83,4 @@ class WeightProbe:
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's own plain, real tensor of a parameter."""
-    tensor = parameter.detach()
-    to_local = getattr(tensor, "to_local", None)
-    tensor = tensor if to_local is None else to_local()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return dense_local(parameter, keep_sparse=False)

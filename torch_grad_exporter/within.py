@@ -6,6 +6,8 @@ gradients are read in its step's pre-hook, and put together to one sample at the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from torch_grad_exporter.layers import Plan
@@ -13,7 +15,7 @@ from torch_grad_exporter.statistics.eager import EagerStatistics, Reading
 
 
 class StepsWithinBackward:
-    """What was read in the running backward. `fired`: positions in the plan of what was read."""
+    """What was read in the running backward, or before the steps of a round. `fired`: positions in the plan of what was read."""
 
     def __init__(self, statistics: EagerStatistics) -> None:
         self._statistics = statistics
@@ -26,15 +28,16 @@ class StepsWithinBackward:
         """A backward begins."""
         self.readings, self.fired = [], set()
 
-    def read(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-        """Reads what the optimizer is about to use; what was read before in this backward is left out."""
+    def read_of(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+        """Reads what this optimizer is about to use."""
         if plan is not self._plan:
             self._plan, self._position = plan, {t.identity: i for i, t in enumerate(plan.tracked)}
-        gradients = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                position = self._position.get(id(parameter))
-                if position is not None and position not in self.fired and parameter.grad is not None:
-                    gradients.append((position, parameter.grad))
+        owned = (self._position.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+        self.read(plan, (position for position in owned if position is not None))
+
+    def read(self, plan: Plan, positions: Iterable[int]) -> None:
+        """Reads the gradients at these positions of the plan that are there and were not read before in this backward."""
+        found = ((i, plan.tracked[i].gradient()) for i in positions if i not in self.fired)
+        gradients = [(int(i), gradient) for i, gradient in found if gradient is not None]
         self.readings += self._statistics.read(plan, gradients)
         self.fired |= {position for position, _ in gradients}

@@ -1,6 +1,19 @@
 """The regimes of training: importing this enters all of them into `harness.REGIMES`."""
 
-from matrix import loops
+from matrix import architectures, changing, clipping, closures, compiled, graphs, loops, optimizers, outcomes, precision, several
 from matrix.harness import REGIMES
 
-__all__ = ["REGIMES", "loops"]
+__all__ = [
+    "REGIMES",
+    "architectures",
+    "changing",
+    "clipping",
+    "closures",
+    "compiled",
+    "graphs",
+    "loops",
+    "optimizers",
+    "outcomes",
+    "precision",
+    "several",
+]

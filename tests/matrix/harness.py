@@ -40,6 +40,15 @@ class Naive(enum.Flag):
     """In a pre-hook of the optimizer's step."""
 
 
+CUMULATIVE = (
+    "torch_grad_captures_total", "torch_grad_norm_squared_accumulated_total", "torch_grad_norm_distribution",
+    "torch_grad_global_norm_distribution", "torch_grad_norm_recent_max", "torch_grad_dead_ratio",
+)  # fmt: skip
+"""What depends on every sample so far, and so on those that a rung of the ladder missed before it was left."""
+
+UNSEEN = ("torch_train_backward_passes_total", "torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
+"""What nobody can know on the rung `optimizer`, where gradients are first read when the optimizer steps."""
+
 EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3}
 
 
@@ -60,7 +69,7 @@ class Run:
 
     @contextlib.contextmanager
     def watching(
-        self, model: MODELS, optimizers: OPTIMIZERS, *, watched: MODELS | None = None, **options: object
+        self, model: MODELS, optimizers: OPTIMIZERS, /, *, watched: MODELS | None = None, **options: object
     ) -> Iterator[None]:
         """The exporter over the loop. `watched`: what it is started with, where that is not `model` itself.
 
@@ -158,17 +167,29 @@ class Regime:
 
 REGIMES: dict[str, Regime] = {}
 NOTHING = Naive(0)
+Catches = Naive | Mapping[Any, Naive]
 
 
-def regime(catches: Naive = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enters a function into `REGIMES`, once for each value of the one keyword argument in `variants`, if any."""
+def regime(catches: Catches = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enters a function into `REGIMES`, once for each value of the one keyword argument in `variants`, if any.
+
+    `catches`: the naive captures that its checks notice; by value of that argument where they differ.
+    """
+    return enter_into(REGIMES, catches, variants)
+
+
+def enter_into(
+    table: dict[str, Regime], catches: Catches, variants: Mapping[str, Iterable[Any]]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `regime`, into any table."""
 
     def enter(body: Callable[..., None]) -> Callable[..., None]:
         cases = [{name: one} for name, many in variants.items() for one in many] or [{}]
         for case in cases:
+            noticed = catches if isinstance(catches, Naive) else catches.get(next(iter(case.values())), NOTHING)
             suffix = "".join(f"[{name}={_short(one)}]" for name, one in case.items())
-            assert body.__name__ + suffix not in REGIMES
-            REGIMES[body.__name__ + suffix] = Regime(body, case, catches)
+            assert body.__name__ + suffix not in table
+            table[body.__name__ + suffix] = Regime(body, case, noticed)
         return body
 
     return enter

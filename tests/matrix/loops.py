@@ -1,11 +1,17 @@
-"""Loops: how backwards and steps follow each other."""
+"""Loops: how forwards, backwards and steps follow each other."""
 
 from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
 
 import torch
 from models import Perceptron, batch, sgd
 
-from matrix.harness import Naive, Run, regime
+from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+
+# Backwards and steps
 
 
 @regime(set_to_none=[True, False])
@@ -16,6 +22,45 @@ def plain(run: Run, set_to_none: bool) -> None:
     with run.watching(model, optimizer):
         for _ in range(25):
             optimizer.zero_grad(set_to_none=set_to_none)
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(set_to_none=[True, False])
+def zero_grad_after_the_step(run: Run, set_to_none: bool) -> None:
+    """Gradients that are cleared right after the step have been read by then."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            run.check()
+
+
+@regime()
+def zero_grad_before_the_backward(run: Run) -> None:
+    """Gradients that are cleared between the forward and the backward."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            loss = model(batch()).square().mean()
+            optimizer.zero_grad()
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def never_cleared(run: Run) -> None:
+    """Without any `zero_grad` each gradient is the sum of all before, and each step is a round of its own."""
+    model = Perceptron()
+    optimizer = sgd(model, lr=0.01)
+    with run.watching(model, optimizer):
+        for _ in range(6):
             run.backward(model(batch()).square().mean())
             run.step(optimizer)
             run.check()
@@ -35,36 +80,477 @@ def accumulation(run: Run, set_to_none: bool) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
-def clip_grad_norm(run: Run) -> None:
-    """Norms are those before `clip_grad_norm_`; the coefficient is its factor."""
+@regime(set_to_none=[True, False])
+def accumulation_with_a_shorter_last_round(run: Run, set_to_none: bool) -> None:
+    """Epochs of 4, 4 and 1 micro-batches to a step give a sample for each step, the short ones too."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
-        for step in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for micro_batches in (4, 4, 1, 4, 4, 1, 4, 2):
+            for _ in range(micro_batches):
+                run.backward(model(batch()).square().mean() / micro_batches)
+            run.step(optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            run.check()
+
+
+@regime(set_to_none=[True, False])
+def accumulation_that_begins_short(run: Run, set_to_none: bool) -> None:
+    """Rounds of ever more backwards, as where the number of micro-batches grows in the run."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for micro_batches in (1, 1, 2, 3, 5):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for _ in range(micro_batches):
+                run.backward(model(batch()).square().mean() / micro_batches)
             run.step(optimizer)
             run.check()
 
 
 @regime()
-def gan(run: Run) -> None:
-    """A generator and a discriminator in turn; of each round only what the stepping optimizer owns is shown."""
-    generator = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    discriminator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    of_generator = torch.optim.SGD(generator.parameters(), lr=0.01)
-    of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    models = {"generator": generator, "discriminator": discriminator}
-    with run.watching(models, {"SGD": of_generator, "Adam": of_discriminator}):
-        for _ in range(4):
-            of_discriminator.zero_grad()
-            fake = generator(torch.randn(5, 3)).detach()
-            loss = discriminator(fake).mean() - discriminator(torch.randn(5, 4)).mean()
-            run.backward(loss, unused=[f"generator.{n}" for n, _ in generator.named_parameters()])
-            run.step(of_discriminator, "Adam")
-            of_generator.zero_grad()
-            run.backward(-discriminator(generator(torch.randn(5, 3))).mean())
-            run.step(of_generator, "SGD")
-    run.check()  # after `close`, since the last round is open until the next backward
+def accumulation_of_one_forward_each(run: Run) -> None:
+    """All forwards first, then their backwards in the opposite order, as a pipeline has it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            losses = [model(batch()).square().mean() for _ in range(3)]
+            for loss in reversed(losses):
+                run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def two_losses_of_two_forwards(run: Run) -> None:
+    """Two forwards with a loss each, whose backwards are run one by one: one sample of their sum."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.backward(model(batch()).abs().mean())
+            run.step(optimizer)
+            run.check()
+
+
+class TwoHeads(torch.nn.Module):
+    """Two parts that share nothing, so that their losses have graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Linear(6, 3)
+        self.right = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(x)
+
+
+RIGHT = ("right.weight", "right.bias")
+
+
+@regime(Naive.STEP)
+def two_graphs_of_one_forward(run: Run) -> None:
+    """One forward with two separate graphs, each with a backward of its own; now and then the second has none."""
+    model = TwoHeads()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=False)
+            left, right = model(batch())
+            run.backward(left.square().mean(), unused=RIGHT)
+            if step % 4 != 3:
+                run.backward(right.square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def a_backward_for_each_graph_at_once(run: Run) -> None:
+    """`torch.autograd.backward` of several losses is one backward."""
+    model = TwoHeads()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            left, right = model(batch())
+            torch.autograd.backward([left.square().mean(), right.square().mean()])
+            run.passed()
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def retain_graph(run: Run) -> None:
+    """Three backwards through one graph, two of which keep it, are one sample."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            out = model(batch())
+            run.backward(out.square().mean(), retain_graph=True)
+            run.backward(out.abs().mean(), retain_graph=True)
+            run.backward(out.exp().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def retain_graph_of_one_loss(run: Run) -> None:
+    """The same loss twice, kept the first time: the gradient doubles, and it is one sample."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            run.backward(loss, retain_graph=True)
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def untouched_modules(run: Run) -> None:
+    """Of a part that a backward does not reach the zeros that `zero_grad(set_to_none=False)` left are no gradient."""
+    model = TwoHeads()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=False)
+            left, right = model(batch())
+            if step % 2:
+                run.backward(left.square().mean(), unused=RIGHT)
+            else:
+                run.backward(left.square().mean() + right.square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def zero_gradients(run: Run) -> None:
+    """A part whose loss has a factor of zero got a gradient, which is zero."""
+    model = TwoHeads()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad()
+            left, right = model(batch())
+            run.backward(left.square().mean() + (step % 2) * right.square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+# Between steps
+
+
+@contextlib.contextmanager
+def with_gradients() -> Iterator[None]:
+    """Nothing: an evaluation that nobody has told that it needs no graph."""
+    yield
+
+
+@regime(evaluation=[torch.no_grad, torch.inference_mode, with_gradients])
+def evaluation_between_epochs(run: Run, evaluation: type) -> None:
+    """Evaluation between epochs, and after the last step of one, changes nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(3):
+            model.train()
+            for _ in range(3):
+                optimizer.zero_grad()
+                run.backward(model(batch()).square().mean())
+                run.step(optimizer)
+            model.eval()
+            with evaluation():
+                for _ in range(2):
+                    run.losses.append(model(batch(7)).square().mean().detach())
+            run.check()
+
+
+@regime()
+def evaluation_before_the_backward(run: Run) -> None:
+    """An evaluation forward with gradients on, between forward and backward of training, changes nothing."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            model.eval()
+            model(batch(7))
+            model.train()
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def average_by_deepcopy(run: Run) -> None:
+    """A copy of the model every step, and a forward of the copy, as moving averages are made, changes nothing."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    average = copy.deepcopy(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            latest = copy.deepcopy(model)
+            run.step(optimizer)
+            with torch.no_grad():
+                for old, new in zip(average.parameters(), latest.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+            run.losses.append(average(batch()).square().mean().detach())
+            run.check()
+    run.state += [p.detach().clone() for p in average.parameters()]
+
+
+@regime()
+def a_copy_is_trained_beside_it(run: Run) -> None:
+    """A copy that was made in the run and has an optimizer of its own is nobody's business."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(6):
+            if step == 2:
+                twin = copy.deepcopy(model)
+                of_twin = sgd(twin)
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            if step >= 2:
+                of_twin.zero_grad()
+                twin(batch()).square().mean().backward()
+                of_twin.step()
+            run.step(optimizer)
+            run.check()
+    run.state += [p.detach().clone() for p in twin.parameters()]
+
+
+# Steps
+
+
+class CallsSuper(torch.optim.SGD):
+    """An optimizer whose `step` calls the one it inherits: PyTorch's hooks run twice."""
+
+    def step(self, closure: object = None) -> object:
+        return super().step(closure)
+
+
+@regime()
+def step_that_calls_super(run: Run) -> None:
+    """A step within which the inherited step runs is one step."""
+    model = Perceptron()
+    optimizer = CallsSuper(model.parameters(), lr=0.05)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that owns the parameters of another one, which it calls."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: object = None) -> object:
+        return self.inner.step(closure)
+
+
+@regime()
+def optimizer_around_another(run: Run) -> None:
+    """A round in which a wrapper and the optimizer in it step is one sample and one step; the inner one is its tool."""
+    model = Perceptron()
+    inner = sgd(model)
+    optimizer = Wrapper(inner)
+    with run.watching(model, inner):
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+            run.shows(step, "torch_train_steps_total", optimizer="Wrapper")
+
+
+@regime(kind=[torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.OneCycleLR])
+def scheduler(run: Run, kind: type) -> None:
+    """A learning-rate scheduler replaces the optimizer's `step` by a wrapper; hooks run all the same."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rates = kind(optimizer, 2) if kind is torch.optim.lr_scheduler.StepLR else kind(optimizer, 0.1, total_steps=10)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            rate = optimizer.param_groups[0]["lr"]
+            run.step(optimizer)
+            rates.step()
+            run.check()
+            run.shows(rate, "torch_train_learning_rate", optimizer="SGD", group="0")
+
+
+@regime(around=[True, False])
+def patched_step(run: Run, around: bool) -> None:
+    """A `step` that somebody put in the place of the optimizer's own: around that, or instead and with `exporter.step()`."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    own = optimizer.step if around else torch.optim.SGD.step.__wrapped__.__get__(optimizer)
+    optimizer.step = lambda closure=None: own(closure)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            if run.exporter is not None:
+                run.exporter.step()
+            run.check()
+
+
+class HandMade:
+    """An optimizer that is no `torch.optim.Optimizer`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self._parameters:
+            parameter.sub_(0.05 * parameter.grad)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+@regime(Naive.STEP, numbered=[False, True])
+def duck_typed_optimizer(run: Run, numbered: bool) -> None:
+    """With `exporter.step()`, with and without a number, a hand-made optimizer is seen like any other."""
+    model = Perceptron()
+    optimizer = HandMade(model)
+    with run.watching(model, sgd(model)):
+        for step in range(5):
+            run.backward(model(batch()).square().mean() * 10)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            run.stepping()
+            optimizer.step()
+            if run.exporter is not None:
+                run.exporter.step(*[100 + step] * numbered)
+            optimizer.zero_grad()
+            run.check()
+
+
+def written_by_hand(run: Run, model: torch.nn.Module, loss: torch.Tensor) -> None:
+    """Gradients by `torch.autograd.grad`, put in place by hand."""
+    run.losses.append(loss.detach())
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient * 3
+    run.passed()
+
+
+@regime(Naive.ACCUMULATE)
+def by_hand(run: Run) -> None:
+    """Where neither the output nor a parameter sees a backward, gradients are read at the step: rung `optimizer`."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            written_by_hand(run, model, model(batch()).square().mean())
+            run.step(optimizer)
+            if step >= 5:  # by then two rungs have seen steps without a backward, twice each, and so `optimizer` is reached
+                run.check(without=[*UNSEEN, *CUMULATIVE])
+        run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
+
+
+@regime(Naive.ACCUMULATE)
+def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
+    """Where neither a backward nor a step is seen, `exporter.step()` alone tells of both: gradients are read there."""
+    model = Perceptron()
+    optimizer = HandMade(model)
+    with run.watching(model, sgd(model)):
+        for step in range(8):
+            written_by_hand(run, model, model(batch()).square().mean())
+            run.stepping()
+            optimizer.step()
+            if run.exporter is not None:
+                run.exporter.step()
+            if step >= 5:  # as above
+                run.check(without=[*UNSEEN, *CUMULATIVE])
+            run.shows(step + 1, "torch_train_steps_total", optimizer="manual")
+        run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
+
+
+# Two passes to a step
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: climbs along the gradient, and steps with the one that is found there."""
+
+    def __init__(self, base: torch.optim.Optimizer, rho: float = 0.05) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.rho = rho
+        self._climbed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        length = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters]))
+        self._climbed = [(p, p.grad * self.rho / (length + 1e-12)) for p in parameters]
+        for parameter, way in self._climbed:
+            parameter.add_(way)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        if closure is not None:
+            self.climb()
+            with torch.enable_grad():
+                closure()
+        for parameter, way in self._climbed:
+            parameter.sub_(way)
+        self.base.step()
+        self.zero_grad()
+
+
+@regime()
+def two_passes(run: Run) -> None:
+    """A loop that climbs, clears and runs a second backward before each step shows the gradient of the second."""
+    model = Perceptron()
+    base = sgd(model)
+    optimizer = SharpnessAware(base)
+    with run.watching(model, base):
+        for _ in range(10):
+            inputs = batch()
+            run.backward(model(inputs).square().mean())
+            optimizer.climb()
+            run.backward(model(inputs).square().mean())
+            run.step(optimizer)
+            run.check(without=["torch_train_steps_total"])
+
+
+@regime(Naive.STEP)
+def two_passes_with_a_closure(run: Run) -> None:
+    """A step that climbs and then calls its closure shows the gradient that the closure found."""
+    model = Perceptron()
+    base = sgd(model)
+    optimizer = SharpnessAware(base)
+    with run.watching(model, base):
+        for _ in range(6):
+            inputs = batch()
+            run.backward(model(inputs).square().mean())
+
+            def closure(inputs: torch.Tensor = inputs) -> None:
+                run.backward(model(inputs).square().mean())
+                run.stepping()
+
+            optimizer.step(closure)
+            run.check(without=["torch_train_steps_total"])

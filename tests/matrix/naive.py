@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from torch_grad_exporter.capture import GradientCapture, Mode
-from torch_grad_exporter.rounds import Round
 
 
 class AtStep(GradientCapture):
@@ -28,20 +27,19 @@ class AtAccumulation(AtStep):
         self._copies[id(parameter)] = parameter.grad.detach().clone()
 
     def _capture_at_step(self, optimizer: int) -> None:
-        super()._capture_at_step(optimizer)
-        self._copies.clear()
-
-    def _capture(self, current: Round) -> None:
-        parameters = current.plan.parameters() or []
+        plan = self._index.refresh()
+        owners, _ = self._optimizers.owners(plan, {optimizer})
+        parameters = plan.parameters() or []
         kept = [p.grad for p in parameters]
-        current.fired &= {i for i, p in enumerate(parameters) if id(p) in self._copies}
         try:
             for parameter in parameters:
                 parameter.grad = self._copies.get(id(parameter))
-            super()._capture(current)
+            super()._capture_at_step(optimizer)
         finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
+            for parameter, gradient, owner in zip(parameters, kept, owners, strict=True):
                 parameter.grad = gradient
+                if owner == optimizer:
+                    self._copies.pop(id(parameter), None)
 
     def close(self) -> None:
         """Removes the hooks too."""

@@ -64,16 +64,17 @@ class GradientCollector:
         layers = self._layers.get(tuple((layer,) for layer in snapshot.plan.layers))
         table = snapshot.table
         read = table["captures"] > 0
+        sized = read & table["sized"]
         # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
         whole = ~snapshot.plan.sharded
         judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
             # The norm itself may be NaN; where NaN means that there is no value, it is left out.
             present = ~np.isnan(table[column]) if spec in judged else read
-            yield Family(spec, table[column], layers, present & whole if spec in _OF_THE_WHOLE else present)
-        yield Family(c.GRAD_SHARD_NORM, table["norm"], layers, read & ~whole)
+            yield Family(spec, table[column], layers, sized & whole if spec in _OF_THE_WHOLE else present)
+        yield Family(c.GRAD_SHARD_NORM, table["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
-            yield Family(c.GRAD_NORM_SQUARED, np.square(table["norm"]), layers, read)
+            yield Family(c.GRAD_NORM_SQUARED, np.square(table["norm"]), layers, sized)
         for spec, column in _TOTALS.items():
             yield Family(spec, table[column], layers)
         yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, whole, sums=table["bucket_sum"])
@@ -83,24 +84,23 @@ class GradientCollector:
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in snapshot.plan.layers))
         yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([table["nans"], table["infs"]]), kinds)
         if self._moments:
-            yield from (Family(spec, table[column], layers, read) for spec, column in _MOMENTS.items())
+            yield from (Family(spec, table[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
                 yield Family(spec, table[column], layers, ~np.isnan(table[column]))
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
-        totals = snapshot.totals if len(snapshot.totals) else np.zeros(1, dtype=snapshot.totals.dtype)
-        names = self._labels_of(snapshot.optimizers)
+        totals, names = self._labelled(snapshot)
         rows = self._optimizers.get(tuple((name,) for name in names))
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.plan.sharded.any())
-        seen, clip = totals["seen"], totals["clip_known"] & whole
-        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, seen & whole)
+        clip = totals["clip_known"] & whole
+        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
         yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"])
         yield Family(c.GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
         yield Family(c.GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
         yield Family(c.GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
         yield Family(c.GRAD_CLIPPED_STEPS, totals["clipped"], rows)
-        yield Family(c.GRAD_SAMPLE_STEP, totals["sample_step"], rows, seen)
+        yield Family(c.GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
         yield self._nonfinite(totals, names)
 
     def _nonfinite(self, totals: np.ndarray[tuple[int], np.dtype[np.void]], names: list[str]) -> Family:
@@ -109,8 +109,16 @@ class GradientCollector:
         spec: Spec = c.GRAD_NONFINITE_STEPS
         return Family(spec, values, rows)
 
-    def _labels_of(self, optimizers: tuple[int, ...]) -> list[str]:
-        """The label of each optimizer: none, which is the empty one, while there is only one."""
+    def _labelled(self, snapshot: GradientSnapshot) -> tuple[np.ndarray[tuple[int], np.dtype[np.void]], list[str]]:
+        """The values over each optimizer's parameters and its label: none, which is the empty one, while only one is known.
+
+        Of an optimizer that is known and has no sample yet there are the totals, which are 0.
+        """
+        names, optimizers = list(self._names), snapshot.optimizers
+        if len(names) > 1:
+            optimizers += tuple(number for number in range(len(names)) if number not in optimizers)
+        more = np.zeros(max(1, len(optimizers)) - len(snapshot.totals), dtype=snapshot.totals.dtype)
+        totals = np.concatenate([snapshot.totals, more])
         if len(optimizers) <= 1:
-            return [""]
-        return [self._names[number] if 0 <= number < len(self._names) else "" for number in optimizers]
+            return totals, [""]
+        return totals, [names[number] if 0 <= number < len(names) else "" for number in optimizers]

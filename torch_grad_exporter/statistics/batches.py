@@ -46,7 +46,8 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
-    return gradient.resolve_neg()
+    # Of the types of one byte torch knows little more than how to convert them; float32 holds each of their values.
+    return gradient.float() if gradient.element_size() == 1 else gradient.resolve_neg()
 
 
 def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.layers import Plan, TrackedParameter
+from torch_grad_exporter.layers import Plan, TrackedParameter, is_partial
 from torch_grad_exporter.statistics import COLUMNS, Column, device, host
 from torch_grad_exporter.statistics.batches import Batch, batches
 from torch_grad_exporter.statistics.units import UnitState
@@ -100,11 +100,18 @@ class EagerStatistics:
             if not parts:
                 continue
             if where.type == "cpu":
-                vector = torch.from_numpy(np.concatenate([host.norms(batch) for batch in parts]))
+                vector = torch.from_numpy(np.concatenate([host.norms(batch, moments=self._moments) for batch in parts]))
             else:
                 vector = torch.cat([device.norms(batch) for batch in parts]).to(device.wide(where))
             found.append(Measurement(*_shapes(parts), vector, 1))
         return found
+
+    @torch.no_grad()
+    def forget(self, plan: Plan, positions: Iterable[int], sample: int) -> None:
+        """Takes back what the sample counted of the units of these parameters: it was none of theirs."""
+        strangers = {plan.tracked[position] for position in positions}
+        for state in self._units.values():
+            state.forget(strangers, sample)
 
     def _packed(self, reading: Reading, sample: int) -> Measurement:
         columns, members = reading.columns, reading.members
@@ -134,6 +141,8 @@ class EagerStatistics:
 def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
     groups: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for position, gradient in gradients:
+        if is_partial(gradient):
+            continue  # nobody can tell the norm of a sum from one summand
         groups.setdefault(gradient.device, []).append((position, gradient))
     return list(groups.items())
 

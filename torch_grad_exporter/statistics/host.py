@@ -57,12 +57,12 @@ def measure(batch: Batch, *, moments: bool) -> tuple[FloatArray, RowFlags]:
     return columns, flags
 
 
-def norms(batch: Batch) -> FloatArray:
+def norms(batch: Batch, *, moments: bool) -> FloatArray:
     """Only the norm of each tensor, shape (tensors,), bit-equal to that of `measure` on equal gradients."""
     parts = []
     for block in _split(batch):
         rows = block.reshape(block.shape[0] * block.shape[1], -1)
-        values = _row_norms(rows)
+        values = _row_norms(rows, exact=moments)
         suspicious = _suspicious(values, rows.dtype)
         if suspicious.size:
             values[suspicious] = _exact_norms(rows[torch.from_numpy(suspicious)].double())[0]
@@ -105,7 +105,7 @@ def _measure_block(block: torch.Tensor, *, moments: bool) -> _Block:
     columns[:, Column.ZEROS] = _zeros(block)
     if moments:
         columns[:, Column.SUM] = per_tensor.sum(dim=1, dtype=torch.float64).numpy()
-    row_norms = _row_norms(flat)
+    row_norms = _row_norms(flat, exact=moments)
     flags = RowFlags(np.zeros(tensors * rows, dtype=np.bool_), np.ones(tensors * rows, dtype=np.bool_))
     suspicious = _suspicious(row_norms, flat.dtype)
     if suspicious.size:
@@ -119,8 +119,13 @@ def _measure_block(block: torch.Tensor, *, moments: bool) -> _Block:
     return _Block(columns, row_norms, flags)
 
 
-def _row_norms(rows: torch.Tensor) -> FloatArray:
-    """The norm of each row; long rows in pieces, which are added up in float64 so that no rounding piles up."""
+def _row_norms(rows: torch.Tensor, *, exact: bool) -> FloatArray:
+    """The norm of each row; long rows in pieces, which are added up in float64 so that no rounding piles up.
+
+    `exact`: all in float64, as a standard deviation needs it, which is what little is left when the mean is taken from the norm.
+    """
+    if exact:
+        rows = rows.double()
     accumulate = rows.dtype if rows.dtype in _SAFE_NORM else torch.float32
     if rows.stride(1) != 1:
         rows = rows.contiguous()  # along any other dimension torch sums up in one accumulator, and rounding piles up

@@ -3,13 +3,14 @@
 Each unit counts the samples since it last had a gradient that was not zero. It starts at `window - 1`, so
 that "zero in each of the last `window` samples", or in every sample so far while there are fewer, is one
 comparison. A unit with a NaN neither counts on nor starts anew: an overflow is no sign of life and no
-silence. A second capture of the same sample replaces the first, so the counts before it are kept.
+silence. A second capture of the same sample replaces the first, so the counts before it are kept; and so that what
+belongs to another's step, as a generator's backward through a discriminator, can be taken back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -44,6 +45,21 @@ class UnitState:
         counts = torch.stack((zero, self._after >= self._window)).cumsum(dim=1, dtype=torch.int64)
         return counts.index_select(1, self._ends).diff(dim=1, prepend=counts.new_zeros((2, 1)))
 
+    def forget(self, strangers: Collection[TrackedParameter], sample: int) -> None:
+        """Takes back what the last sample counted of these parameters, if it is the one that is meant."""
+        meant = [tracked in strangers for tracked, _ in self._members]
+        if sample != self._sample or not any(meant):
+            return
+        units = torch.tensor([n for _, n in self._members], device="cpu")
+        mask = torch.tensor(meant, device="cpu").repeat_interleave(units)
+        self._after = torch.where(self._sent(mask), self._before, self._after)
+
+    def _sent(self, of_the_host: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device of the counts, without waiting."""
+        if self._device.type == "cuda":
+            of_the_host = of_the_host.pin_memory()
+        return of_the_host.to(self._device, non_blocking=True)
+
     def _arrange(self, members: tuple[tuple[TrackedParameter, int], ...]) -> None:
         """Brings the counts into the order of `members`; those of other parameters are kept for later."""
         for (tracked, _), counts in zip(self._members, torch.split(self._before, [n for _, n in self._members]), strict=True):
@@ -56,10 +72,7 @@ class UnitState:
             parts.append(kept)
         self._members = members
         self._before = torch.cat(parts)
-        ends = torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1
-        if self._device.type == "cuda":
-            ends = ends.pin_memory()
-        self._ends = ends.to(self._device, non_blocking=True)
+        self._ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
 
 
 def _same(a: Sequence[tuple[TrackedParameter, int]], b: Sequence[tuple[TrackedParameter, int]]) -> bool:

@@ -1,0 +1,764 @@
+"""Architectures: layers, and ways to put them together, whose gradients have a shape or a timing of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from models import Perceptron, batch, sgd
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from matrix.harness import Naive, Run, regime
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    data: Callable[[], torch.Tensor] = batch,
+    *,
+    steps: int = 5,
+    of: Callable[[torch.Tensor], torch.Tensor] = lambda out: out.square().mean(),
+    clip: float | None = None,
+) -> None:
+    """Some ordinary steps, with a check after each. `of`: the loss of the model's output."""
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            run.backward(of(model(data())))
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            run.step(optimizer)
+            run.check()
+
+
+def parameters_of(model: nn.Module, *layers: str) -> list[str]:
+    """The names of the parameters under these layers."""
+    return [name for name, _ in model.named_parameters() if name.startswith(tuple(f"{layer}." for layer in layers))]
+
+
+# Convolutions and normalisation
+
+
+class Autoencoder(nn.Module):
+    """Convolutions down and, transposed, up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2))
+        self.up = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.ConvTranspose2d(6, 3, 3, stride=2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x).relu())
+
+
+@regime(Naive.STEP)
+def convolutions(run: Run) -> None:
+    """Convolutions, grouped and transposed ones, and norms between them."""
+    train(run, Autoencoder(), lambda: torch.randn(2, 3, 9, 9), clip=0.01)
+
+
+@regime()
+def channels_last(run: Run) -> None:
+    """Weights and gradients that lie in memory with the channels last."""
+    model = Autoencoder().to(memory_format=torch.channels_last)
+    train(run, model, lambda: torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last))
+
+
+@regime()
+def convolutions_of_other_dimensions(run: Run) -> None:
+    """Convolutions over one and three dimensions, and depthwise ones."""
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=4), nn.ReLU(), nn.ConvTranspose1d(4, 3, 2),
+        nn.Unflatten(2, (1, 2, 4)), nn.Conv3d(3, 2, (1, 2, 2)), nn.PReLU(2), nn.Flatten(), nn.Linear(6, 2),
+    )  # fmt: skip
+    train(run, model, lambda: torch.randn(3, 2, 11))
+
+
+@regime()
+def batch_norm(run: Run) -> None:
+    """Batch norm, whose buffers every forward changes, with evaluation in between."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            model.train()
+            if step >= 5:
+                model[1].eval()  # frozen statistics, as in fine-tuning
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            model.eval()
+            with torch.no_grad():
+                model(batch())
+            run.check()
+
+
+# Attention
+
+
+@regime(Naive.STEP)
+def multi_head_attention(run: Run) -> None:
+    """An attention layer, whose projections are its own parameters beside those of a module within."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)
+            self.cross = nn.MultiheadAttention(8, 2, batch_first=True, kdim=5, vdim=4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.attention(x, x, x)[0]
+            return self.cross(x, x[..., :5], x[..., :4])[0]
+
+    train(run, Attention(), lambda: torch.randn(2, 4, 8), clip=0.02)
+
+
+@regime()
+def transformer(run: Run) -> None:
+    """A small transformer encoder with dropout and a mask, seen through an ordinary loop."""
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(13, 8, padding_idx=0)
+            self.places = nn.Parameter(torch.randn(1, 5, 8) / 10)
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+            self.head = nn.Linear(8, 13)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(5)
+            return self.head(self.encoder(self.tokens(x) + self.places, mask=mask, is_causal=True))
+
+    train(run, Transformer(), lambda: torch.randint(0, 13, (2, 5)))
+
+
+# Recurrence
+
+
+@regime(kind=[nn.RNN, nn.LSTM, nn.GRU])
+def recurrent(run: Run, kind: type[nn.RNNBase]) -> None:
+    """Recurrent layers, two deep and in both directions."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(6, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(x)[0])
+
+    train(run, Recurrent(), lambda: torch.randn(3, 5, 6))
+
+
+@regime(to_root=[True, False])
+def packed_sequences(run: Run, to_root: bool) -> None:
+    """Packed sequences within a model, and as what a root takes and returns."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(6, 4, batch_first=True, proj_size=3)
+
+        def forward(self, x: PackedSequence | torch.Tensor) -> PackedSequence | torch.Tensor:
+            if isinstance(x, PackedSequence):
+                return self.layers(x)[0]
+            packed = pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
+            return pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
+
+    model = Packed()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            x = torch.randn(3, 5, 6)
+            optimizer.zero_grad()
+            packed = pack_padded_sequence(x, torch.tensor([4, 4, 1]), batch_first=True)
+            out = model(packed).data if to_root else model(x)
+            run.backward(out.square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP, each=[True, False])
+def truncated_backpropagation(run: Run, each: bool) -> None:
+    """Pieces of a sequence with a detached state between them: a step after each piece, or after all of them."""
+
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(6, 4)
+            self.head = nn.Linear(4, 2)
+
+        def forward(
+            self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+            outs = []
+            for part in x.unbind(1):
+                state = self.cell(part, state)
+                outs.append(self.head(state[0]))
+            return torch.stack(outs, 1), state
+
+    model = Stateful()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(4):
+            state = None
+            for piece in range(3):
+                if each or piece == 0:
+                    optimizer.zero_grad()
+                out, state = model(torch.randn(3, 4, 6), state)
+                state = tuple(t.detach() for t in state)
+                run.backward(out.square().mean())
+                if each or piece == 2:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    run.step(optimizer)
+                    run.check()
+
+
+@regime()
+def recurrent_state_that_is_not_detached(run: Run) -> None:
+    """One backward through several forwards of the root, each of which took the state of the one before."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(6, 6)
+
+        def forward(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+            return self.cell(x, state)
+
+    model = Cell()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            state, loss = None, torch.zeros(())
+            for _ in range(4):
+                state = model(batch(), state)
+                loss = loss + state.square().mean()
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+# Parts that are idle in some steps
+
+
+class Experts(nn.Module):
+    """Each token goes to the one expert that the router prefers."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, experts)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(experts))
+        self.head = nn.Linear(6, 2)
+        self.idle: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for position, expert in enumerate(self.experts):
+            if (here := chosen == position).any():
+                out = out.index_put((here.nonzero()[:, 0],), expert(x[here]) * weight[here].unsqueeze(-1))
+        self.idle = [f"experts.{i}" for i in range(len(self.experts)) if not (chosen == i).any()]
+        return self.head(x + out)
+
+
+@regime(Naive.STEP)
+def mixture_of_experts(run: Run) -> None:
+    """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
+    model = Experts()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(batch(3)).square().mean()
+            run.backward(loss, unused=parameters_of(model, *model.idle))
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def mixture_of_experts_without_gradients(run: Run) -> None:
+    """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
+    model = Experts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with run.watching(model, optimizer):
+        for _ in range(10):
+            optimizer.zero_grad()
+            run.backward(model(batch(3)).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def mixture_of_experts_accumulated(run: Run) -> None:
+    """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
+    model = Experts(6)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=False)
+            idle = set(parameters_of(model, "experts"))
+            for _ in range(2):
+                loss = model(batch(2)).square().mean()
+                idle &= set(parameters_of(model, *model.idle))
+                run.backward(loss, unused=idle)
+            run.step(optimizer)
+            run.check()
+
+
+class Skipping(nn.Module):
+    """Residual blocks of which each forward in training skips some."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(blocks))
+        self.head = nn.Linear(6, 2)
+        self.skipped: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.skipped = []
+        for position, block in enumerate(self.blocks):
+            if torch.rand(()) < 0.4:
+                self.skipped.append(f"blocks.{position}")
+            else:
+                x = x + block(x).relu()
+        return self.head(x)
+
+
+@regime(Naive.STEP)
+def stochastic_depth(run: Run) -> None:
+    """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
+    model = Skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with run.watching(model, optimizer):
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(batch()).square().mean()
+            run.backward(loss, unused=parameters_of(model, *model.skipped))
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def alternating_branches(run: Run) -> None:
+    """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, *, right: bool) -> torch.Tensor:
+            return self.right(x) if right else self.left(x)
+
+    model = Branches()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for right in (False, True, True, False, True, False, False, True):
+            used, idle = ("right", "left") if right else ("left", "right")
+            model.get_submodule(used).zero_grad()
+            run.backward(model(batch(), right=right).square().mean(), unused=parameters_of(model, idle))
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def heads_of_several_tasks(run: Run) -> None:
+    """A shared body and one head per task, each step of which trains one task, with all gradients zeroed in place."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+            self.heads = nn.ModuleDict({name: nn.Linear(6, 2) for name in ("a", "b", "c")})
+
+        def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+            return self.heads[task](self.body(x).relu())
+
+    model = Tasks()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(9):
+            task = "abc"[step % 3]
+            optimizer.zero_grad(set_to_none=False)
+            idle = [f"heads.{other}" for other in "abc" if other != task]
+            run.backward(model(batch(), task).square().mean(), unused=parameters_of(model, *idle))
+            run.step(optimizer)
+            run.check()
+
+
+# Tied weights
+
+
+@regime(Naive.STEP)
+def tied_embedding(run: Run) -> None:
+    """An embedding that is the decoder too has one gradient, of both uses, under its first name."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.hidden = nn.Linear(6, 6)
+            self.decoder = nn.Linear(6, 11, bias=False)
+            self.decoder.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.decoder(self.hidden(self.embedding(x)).tanh())
+
+    train(run, Language(), lambda: torch.randint(0, 11, (3, 4)), clip=0.05)
+
+
+@regime(uses=[1, 2, 3])
+def tied_layers(run: Run, uses: int) -> None:
+    """A weight that two modules share, of which only the first, only the second or both are used."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).tanh() if uses & 1 else x
+            return self.second(x) if uses & 2 else x
+
+    train(run, Tied())
+
+
+@regime()
+def module_used_twice(run: Run) -> None:
+    """One module under two names, and as a layer that is applied over and over, counts once."""
+
+    class Universal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.again = self.layer
+            self.norm = nn.LayerNorm(6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = self.norm(x + self.again(self.layer(x).relu()))
+            return x
+
+    train(run, Universal(), of=lambda out: (out * torch.arange(6)).square().mean())
+
+
+@regime()
+def module_in_two_roots(run: Run) -> None:
+    """A body that two watched models share stands under the first one's name, whichever of them ran."""
+    body = nn.Linear(6, 6)
+    models = {"a": nn.Sequential(body, nn.Tanh(), nn.Linear(6, 2)), "b": nn.Sequential(body, nn.ReLU(), nn.Linear(6, 3))}
+    optimizer = torch.optim.SGD([*models["a"].parameters(), *models["b"][2].parameters()], lr=0.05)
+    with run.watching(models, optimizer):
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = models["a"](batch()).square().mean() if step % 3 != 1 else torch.zeros(())
+            if step % 3 != 0:
+                loss = loss + models["b"](batch()).square().mean()
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
+
+
+# Sparse gradients and complex numbers
+
+
+class Sparse(nn.Module):
+    """A sparse embedding, a sparse bag of another one, and a dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(15, 4, sparse=True, mode="sum")
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat((self.words(x).mean(1), self.bag(x)), 1))
+
+
+@regime(clear=[True, False])
+def sparse_embeddings(run: Run, clear: bool) -> None:
+    """Sparse gradients with repeated indices, of one backward or of two, beside an optimizer for what is dense."""
+    model = Sparse()
+    sparse = torch.optim.SparseAdam([model.words.weight, model.bag.weight], lr=0.01)
+    dense = torch.optim.Adam(model.head.parameters(), lr=0.01)
+    named = {"sparse": sparse, "dense": dense}
+    with run.watching(model, named, optimizers=named):
+        for _ in range(5):
+            sparse.zero_grad()
+            dense.zero_grad()
+            for _ in range(1 if clear else 2):
+                run.backward(model(torch.randint(0, 6, (4, 3))).square().mean())
+            run.step(sparse, "sparse")
+            run.step(dense, "dense")
+            run.check()
+
+
+@regime()
+def sparse_embedding_with_sgd(run: Run) -> None:
+    """Sparse and dense gradients under one optimizer that takes both."""
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
+    train(run, model, lambda: torch.randint(0, 5, (6, 3)))
+
+
+@regime()
+def sparse_embedding_tied(run: Run) -> None:
+    """An embedding whose gradient is sparse where it is looked up and dense where it decodes."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x) @ self.words.weight.t()
+
+    train(run, Tied(), lambda: torch.randint(0, 9, (3, 2)))
+
+
+@regime()
+def embedding_scaled_by_frequency(run: Run) -> None:
+    """Embeddings with padding, with gradients by frequency and with a largest norm, which changes the weight in the forward."""
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0, scale_grad_by_freq=True, max_norm=1.5), nn.Flatten(), nn.Linear(8, 2))
+    train(run, model, lambda: torch.randint(0, 9, (5, 2)))
+
+
+class Complex(nn.Module):
+    """A complex linear layer, a complex scale and a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5, dtype=torch.complex64)
+        self.scale = nn.Parameter(torch.tensor(1.0 + 0.5j))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.to(torch.complex64)) * self.scale.conj()
+        return self.last(hidden.abs() + hidden.imag)
+
+
+@regime(Naive.STEP)
+def complex_parameters(run: Run) -> None:
+    """Complex parameters beside real ones; a complex element is two real numbers in every metric."""
+    model = Complex()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)  # the other way refuses a conjugated gradient
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def complex_network(run: Run) -> None:
+    """A network that is complex throughout, in double precision, with Adam."""
+    model = nn.Sequential(nn.Linear(6, 4, dtype=torch.complex128), nn.Tanh(), nn.Linear(4, 2, dtype=torch.complex128))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch().to(torch.complex128)).abs().square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+# Parametrizations
+
+
+def _weight_norm(layer: nn.Module) -> nn.Module:
+    return parametrizations.weight_norm(layer)
+
+
+def _spectral_norm(layer: nn.Module) -> nn.Module:
+    return parametrizations.spectral_norm(layer)
+
+
+def _orthogonal(layer: nn.Module) -> nn.Module:
+    return parametrizations.orthogonal(layer)
+
+
+@regime(kind=[_weight_norm, _spectral_norm, _orthogonal])
+def parametrized(run: Run, kind: Callable[[nn.Module], nn.Module]) -> None:
+    """Layers whose weight is computed from other parameters, which are those that have the gradients."""
+    train(run, nn.Sequential(kind(nn.Linear(6, 8)), nn.ReLU(), kind(nn.Linear(8, 3))))
+
+
+@regime(Naive.ACCUMULATE)
+def parametrized_in_the_run(run: Run) -> None:
+    """A parametrization that is registered in the run, and taken off again."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    params = optimizer.param_groups[0]["params"]
+    with run.watching(model, optimizer):
+        for step in range(9):
+            if step == 3:
+                parametrizations.weight_norm(model.first)
+            if step == 6:
+                nn.utils.parametrize.remove_parametrizations(model.first, "weight")
+            if step in (3, 6):
+                params[:] = model.parameters()
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+# Parameters in unusual places and of unusual shapes
+
+
+class Odd(nn.Module):
+    """Parameters of the root itself, in lists and dictionaries, scalars, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.offset = nn.Parameter(torch.randn(6))
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.matrices = nn.ParameterList(torch.randn(6, 6) / 3 for _ in range(2))
+        self.named = nn.ParameterDict({"gain": torch.ones(6), "shift": torch.zeros(1)})
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.offset
+        for matrix in self.matrices:
+            x = (x @ matrix).relu()
+        x = x * self.named["gain"] + self.named["shift"] + self.nothing.sum()
+        return self.out(x) / self.temperature
+
+
+@regime()
+def odd_parameters(run: Run) -> None:
+    """Parameters of the root itself, scalars, empty ones, and those in lists and dictionaries."""
+    train(run, Odd())
+
+
+@regime()
+def empty_layer(run: Run) -> None:
+    """A layer without any element, and one whose gradient has elements in only one of its parameters."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.void = nn.ParameterList([torch.zeros(0), torch.zeros(3, 0)])
+            self.part = nn.ParameterList([torch.zeros(0, 2), torch.ones(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.part[1] + sum(p.sum() for p in (*self.void, self.part[0]))
+
+    train(run, Empty())
+
+
+@regime()
+def a_single_scalar(run: Run) -> None:
+    """A model of one scalar parameter."""
+
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    train(run, Scalar())
+
+
+@regime()
+def deep_nesting(run: Run) -> None:
+    """A chain of modules within modules, thirty deep, with parameters on each level."""
+
+    class Level(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6) + torch.randn(6) / 10)
+            self.inner = Level(depth - 1) if depth else nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * self.scale)
+
+    train(run, Level(30), steps=3)
+
+
+@regime()
+def parameters_shared_as_views(run: Run) -> None:
+    """Parameters that are views of one flat buffer, and gradients that are views of another."""
+    model = Perceptron()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    gradient = torch.zeros_like(flat)
+    optimizer = sgd(model)
+    with torch.no_grad():
+        start = 0
+        for parameter in model.parameters():
+            end = start + parameter.numel()
+            parameter.data = flat[start:end].view_as(parameter)
+            parameter.grad = gradient[start:end].view_as(parameter)
+            start = end
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            gradient.zero_()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+# Wrappers and companions
+
+
+@regime(inner=[True, False])
+def data_parallel(run: Run, inner: bool) -> None:
+    """`nn.DataParallel` without a GPU, with either the wrapper or the model inside of it watched."""
+    model = nn.DataParallel(Perceptron())
+    optimizer = sgd(model)
+    with run.watching(model, optimizer, watched=model.module if inner else model):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(watched=[True, False])
+def averaged_model(run: Run, watched: bool) -> None:
+    """An average of the weights kept by `AveragedModel`, which is evaluated in the loop and may be watched too."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average.requires_grad_(False)
+    optimizer = sgd(model)
+    with run.watching({"model": model, "average": average} if watched else model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                target = average(batch())
+            run.backward((model(batch()) - target).square().mean())
+            run.step(optimizer)
+            average.update_parameters(model)
+            run.check()
+    run.state += [t.clone() for t in average.state_dict().values()]
+
+
+@regime()
+def average_made_in_the_loop(run: Run) -> None:
+    """`AveragedModel` copies a model that is watched: its copy trains nothing and changes nothing."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        average = None
+        for step in range(8):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            if step == 2:
+                average = torch.optim.swa_utils.AveragedModel(model)
+            if average is not None:
+                average.update_parameters(model)
+                average(batch()).sum().backward()  # gradients of the copy are none of the model's
+            run.check()

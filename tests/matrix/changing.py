@@ -1,0 +1,558 @@
+"""Models that change in the run: what is frozen, added, replaced, removed or converted between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from models import Perceptron, batch, sgd
+from torch import nn
+
+from matrix.harness import Naive, Run, regime
+
+
+class Stack(nn.Module):
+    """Layers that may come and go, and a head."""
+
+    def __init__(self, depth: int = 2, width: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+def train(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, data: Callable[[], torch.Tensor] = batch
+) -> None:
+    """Some ordinary steps, with a check after each."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        run.backward(model(data()).square().mean())
+        run.step(optimizer)
+        run.check()
+
+
+# Freezing
+
+
+@regime()
+def frozen_from_the_start(run: Run) -> None:
+    """A layer that was frozen before the start has no series, and the others are right."""
+    model = Perceptron()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 5)
+
+
+@regime()
+def frozen_bias(run: Run) -> None:
+    """Of a layer that is frozen in part only the rest is shown, counted and missed."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        model.first.bias.requires_grad_(False)
+        train(run, model, optimizer)
+
+
+@regime(Naive.ACCUMULATE)
+def unfrozen_one_by_one(run: Run) -> None:
+    """Layers that are unfrozen from the head down are each shown from the next sample on."""
+    model = Stack(depth=3)
+    model.blocks.requires_grad_(False)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        for block in reversed(model.blocks):
+            block.requires_grad_(True)
+            train(run, model, optimizer)
+
+
+@regime(stale=[True, False])
+def frozen_in_the_run(run: Run, stale: bool) -> None:
+    """A layer that is frozen in the run leaves the scrape, also with an old `.grad` that still moves it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        model.first.requires_grad_(False)
+        for _ in range(4):
+            if stale:
+                model.second.zero_grad()
+            else:
+                optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP, zeroed=[True, False])
+def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
+    """A branch that is frozen and unfrozen again keeps its old `.grad`, which counts as a gradient only where it is added to."""
+    model = Perceptron()
+    extra = nn.Linear(6, 3)
+    whole = nn.ModuleDict({"main": model, "extra": extra})
+    whole.forward = lambda x, with_extra: model(x) + extra(x) if with_extra else model(x)
+    optimizer = sgd(whole)
+    with run.watching(whole, optimizer):
+        for step in range(9):
+            if zeroed:
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                model.zero_grad()
+            extra.requires_grad_(not 3 <= step < 6)
+            used = step % 3 != 0
+            unused = [] if used else ["extra.weight", "extra.bias"]
+            run.backward(whole(batch(), used).square().mean(), unused=unused)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def frozen_between_backward_and_step(run: Run) -> None:
+    """What is frozen after its backward still steps on that gradient, and is shown with it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            model.first.requires_grad_(True)
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            model.first.requires_grad_(False)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def unfrozen_between_backward_and_step(run: Run) -> None:
+    """What is unfrozen after a backward had no gradient in it and is not missed, whatever old one it holds."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 2)
+        for _ in range(4):
+            model.second.zero_grad()
+            model.first.requires_grad_(False)
+            run.backward(model(batch()).square().mean())
+            model.first.requires_grad_(True)
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def frozen_every_other_step(run: Run) -> None:
+    """A layer that is frozen in every other step remembers over the gaps which of its units are silent."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(16):
+            model.first.requires_grad_(step % 2 == 0)
+            optimizer.zero_grad()
+            run.backward(model(batch(2)).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def gan_that_freezes_its_discriminator(run: Run) -> None:
+    """A GAN whose discriminator is frozen in the generator's backward, as image translation does."""
+    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    discriminator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = {"g": sgd(generator), "d": torch.optim.Adam(discriminator.parameters(), lr=0.01)}
+    with run.watching({"generator": generator, "discriminator": discriminator}, optimizers, optimizers=optimizers):
+        for step in range(6):
+            fake = generator(torch.randn(2, 3))
+            discriminator.requires_grad_(False)
+            optimizers["g"].zero_grad()
+            run.backward(-discriminator(fake).mean())
+            run.step(optimizers["g"], "g")
+            if step:  # until two optimizers have stepped nothing has a label of its own
+                run.check()
+            discriminator.requires_grad_(True)
+            optimizers["d"].zero_grad()
+            loss = discriminator(fake.detach()).mean() - discriminator(torch.randn(2, 4)).mean()
+            run.backward(loss, unused=[f"generator.{name}" for name, _ in generator.named_parameters()])
+            run.step(optimizers["d"], "d")
+            run.check()
+
+
+# Adding
+
+
+@regime(Naive.ACCUMULATE)
+def module_added_with_its_own_group(run: Run) -> None:
+    """A module that joins model and optimizer by `add_param_group` is shown from its first step on."""
+
+    class Growing(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more: nn.Module | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + (0 if self.more is None else self.more(x))
+
+    model = Growing()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 4)
+        model.more = nn.Linear(6, 3)
+        optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.1})
+        train(run, model, optimizer, 4)
+
+
+@regime(Naive.ACCUMULATE)
+def layer_appended(run: Run) -> None:
+    """A layer appended to a `ModuleList` in the run is shown, and counts in the global norm, from its first step on."""
+    model = Stack()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 4)
+        for _ in range(2):
+            model.blocks.append(nn.Linear(6, 6))
+            optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+            train(run, model, optimizer)
+
+
+@regime(Naive.ACCUMULATE)
+def layer_inserted(run: Run) -> None:
+    """A layer inserted below another one takes over its name: a name's numbers are those of who bears it."""
+    model = Stack()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 4)
+        model.blocks.insert(0, nn.Linear(6, 6))
+        optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+        train(run, model, optimizer, 4)
+
+
+BEFORE_THE_TAKEOVER = (
+    "torch_grad_captures_total",
+    "torch_grad_norm_",
+    "torch_grad_global_norm_distribution",
+    "torch_grad_dead_ratio",
+)
+"""What counts on from rounds in which a layer had no optimizer of its own, and went with the only one there was."""
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def optimizer_that_takes_over(run: Run) -> None:
+    """An optimizer that trained something else gets a group of the watched model, which nobody trained until then."""
+    model, other = Perceptron(), nn.Linear(3, 3)
+    optimizers = {"SGD": sgd(model.first), "Adam": torch.optim.Adam(other.parameters(), lr=0.01)}
+    with run.watching(model, {"SGD": optimizers["SGD"]}):
+        for step in range(8):
+            if step == 4:
+                optimizers["Adam"].add_param_group({"params": list(model.second.parameters())})
+                run.uses(optimizers)
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            model.second.zero_grad()
+            run.backward(other(model(batch())).square().mean())
+            run.step(optimizers["SGD"], "SGD")
+            if step < 4:
+                optimizers["Adam"].step()
+            else:
+                run.step(optimizers["Adam"], "Adam")
+            if step >= 5:  # until two optimizers have stepped nothing has a label of its own
+                run.check(without=BEFORE_THE_TAKEOVER)
+
+
+@regime()
+def parameters_that_change_owner(run: Run) -> None:
+    """Two optimizers that exchange a parameter in their lists show what they own now."""
+    model = Perceptron()
+    optimizers = {
+        "a": torch.optim.SGD([model.first.weight, model.first.bias], lr=0.05),
+        "b": torch.optim.SGD([model.second.weight, model.second.bias], lr=0.05),
+    }
+    with run.watching(model, optimizers, optimizers=optimizers):
+        for step in range(6):
+            if step == 3:
+                a, b = (optimizer.param_groups[0]["params"] for optimizer in optimizers.values())
+                a[1], b[1] = b[1], a[1]
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            for name, optimizer in optimizers.items():
+                run.step(optimizer, name)
+            run.check()
+
+
+class Adapted(nn.Module):
+    """A linear layer with a product of two thin ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@regime(Naive.ACCUMULATE, frozen=[True, False])
+def adapters_injected(run: Run, frozen: bool) -> None:
+    """Low-rank adapters that are put around layers in the run are shown; so is what they are around, by its new name."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        model.first, model.second = Adapted(model.first), Adapted(model.second)
+        for layer in (model.first, model.second):
+            layer.base.requires_grad_(not frozen)
+            optimizer.add_param_group({"params": [layer.down.weight, layer.up.weight]})
+        train(run, model, optimizer)
+
+
+# Replacing
+
+
+@regime(Naive.ACCUMULATE, position=[0, 1])
+def parameter_replaced(run: Run, position: int) -> None:
+    """A new `nn.Parameter` in the place of an old one is the one that is read, whether the old one lives on or not."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    kept = []
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        for keep in (True, False):
+            old = list(model.first.parameters())[position]
+            new = nn.Parameter(torch.randn_like(old) / 3)
+            setattr(model.first, ("weight", "bias")[position], new)
+            optimizer.param_groups[0]["params"][position] = new
+            if keep:
+                kept.append(old)
+            del old
+            train(run, model, optimizer)
+
+
+@regime(Naive.ACCUMULATE)
+def module_replaced(run: Run) -> None:
+    """A new head in the place of an old one that somebody still holds, with the optimizer's list changed in place."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        old = model.second
+        model.second = nn.Linear(8, 5)
+        optimizer.param_groups[0]["params"][2:] = model.second.parameters()
+        train(run, model, optimizer)
+        assert old.weight.grad is None or old.weight.grad is not model.second.weight.grad
+
+
+class Language(nn.Module):
+    """An embedding, a hidden layer and a decoder over the same vocabulary, tied or not."""
+
+    def __init__(self, tokens: int = 11, width: int = 6, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.hidden = nn.Linear(width, width)
+        self.decoder = nn.Linear(width, tokens, bias=False)
+        if tied:
+            self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.hidden(self.embedding(tokens)).tanh())
+
+
+def tokens() -> torch.Tensor:
+    """A few token numbers."""
+    return torch.randint(0, 11, (3, 4))
+
+
+@regime(Naive.ACCUMULATE, tied=[True, False])
+def resized_embedding(run: Run, tied: bool) -> None:
+    """An embedding that is exchanged for a larger one, with its old rows and its tie to the decoder."""
+    model = Language(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, data=tokens)
+        old, new = model.embedding, nn.Embedding(16, 6)
+        with torch.no_grad():
+            new.weight[:11] = old.weight
+        model.embedding = new
+        groups = optimizer.param_groups[0]["params"]
+        groups[0] = new.weight
+        optimizer.state.pop(old.weight)
+        if tied:
+            model.decoder = nn.Linear(6, 16, bias=False)
+            model.decoder.weight = new.weight
+        train(run, model, optimizer, data=tokens)
+
+
+@regime()
+def tied_and_untied(run: Run) -> None:
+    """Weights that are tied in the run count once, and twice again when the tie is cut."""
+    model = Language(tied=False)
+    optimizer = sgd(model)
+    own = model.decoder.weight
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, data=tokens)
+        model.decoder.weight = model.embedding.weight
+        train(run, model, optimizer, data=tokens)
+        model.decoder.weight = own
+        train(run, model, optimizer, data=tokens)
+
+
+# Removing
+
+
+@regime(held=[True, False])
+def layer_removed(run: Run, held: bool) -> None:
+    """A layer that is taken out of the model leaves the scrape, whether or not somebody still holds it."""
+    model = Stack(depth=3)
+    optimizer = sgd(model)
+    kept = []
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 4)
+        removed = model.blocks.pop(1)
+        if held:
+            kept.append(removed)
+        del removed
+        train(run, model, optimizer, 4)
+
+
+@regime(held=[True, False])
+def layer_removed_and_its_group(run: Run, held: bool) -> None:
+    """A layer that is taken out of the model and out of the optimizer leaves no number behind."""
+    model = Stack(depth=2)
+    optimizer = torch.optim.SGD(
+        [{"params": list(part.parameters())} for part in (model.blocks[1], model.blocks[0], model.head)], lr=0.05
+    )
+    kept = []
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 4)
+        removed = model.blocks.pop(1)
+        del optimizer.param_groups[0]
+        if held:
+            kept.append(removed)
+        del removed
+        train(run, model, optimizer, 4)
+
+
+@regime()
+def bias_dropped(run: Run) -> None:
+    """A parameter that is set to `None` is gone."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        old = model.first.bias
+        model.first.bias = None
+        train(run, model, optimizer)
+        assert old is not None
+
+
+# Converting
+
+
+@regime(dtype=[torch.float64, torch.bfloat16])
+def converted_in_the_run(run: Run, dtype: torch.dtype) -> None:
+    """A model whose parameters are given another type in place, and the first one back."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        model.to(dtype)
+        train(run, model, optimizer, data=lambda: batch().to(dtype))
+        model.float()
+        train(run, model, optimizer)
+
+
+@regime(Naive.ACCUMULATE)
+def converted_by_swapping(run: Run) -> None:
+    """A conversion that swaps the tensors of parameters, which nothing may refer to weakly."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with run.watching(model, optimizer):
+            train(run, model, optimizer)
+            optimizer.zero_grad()
+            model.double()
+            train(run, model, optimizer, data=lambda: batch().double())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@regime(Naive.ACCUMULATE)
+def tensors_swapped(run: Run) -> None:
+    """A parameter whose content is exchanged by `torch.utils.swap_tensors` stays the same object and is still read."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer)
+        optimizer.zero_grad()
+        torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.randn(8, 6)))
+        train(run, model, optimizer)
+
+
+@regime()
+def data_replaced(run: Run) -> None:
+    """A parameter whose `.data` is set to another tensor is the same parameter."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(3):
+            train(run, model, optimizer, 2)
+            model.first.weight.data = torch.randn(8, 6)
+
+
+@regime()
+def checkpoint_loaded(run: Run) -> None:
+    """A checkpoint that is loaded in the run, into the parameters."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        saved = copy.deepcopy(model.state_dict())
+        train(run, model, optimizer)
+        model.load_state_dict(saved)
+        train(run, model, optimizer)
+
+
+@regime(Naive.ACCUMULATE)
+def checkpoint_assigned(run: Run) -> None:
+    """A checkpoint whose tensors are put in the place of the parameters."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        saved = copy.deepcopy(model.state_dict())
+        train(run, model, optimizer)
+        model.load_state_dict(saved, assign=True)
+        optimizer.param_groups[0]["params"][:] = model.parameters()
+        train(run, model, optimizer)
+
+
+# Lazily initialised
+
+
+@regime(Naive.ACCUMULATE)
+def lazy_modules(run: Run) -> None:
+    """Lazy layers get their shapes in the first forward, after the exporter was started, and their optimizer after that."""
+    model = nn.Sequential(nn.LazyConv1d(4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
+
+    def inputs() -> torch.Tensor:
+        return torch.randn(4, 3, 7)
+
+    with run.watching(model, {}):
+        model(inputs())
+        optimizer = sgd(model)
+        run.uses(optimizer)
+        train(run, model, optimizer, 6, data=inputs)
+
+
+@regime(Naive.ACCUMULATE)
+def lazy_modules_in_the_loop(run: Run) -> None:
+    """Lazy layers that are initialised by the first forward of training, with an optimizer from before."""
+    model = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        train(run, model, optimizer, 6)

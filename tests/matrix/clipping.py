@@ -1,0 +1,301 @@
+"""Clipping: what happens to gradients between the backward and the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from models import Perceptron, batch, sgd
+
+from matrix.harness import CUMULATIVE, Naive, Run, regime
+
+COEFFICIENT = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
+
+
+@regime()
+def not_clipped(run: Run) -> None:
+    """Where nothing is clipped the coefficient is 1 and not nearly 1, and no step counts as clipped."""
+    model = Perceptron(40, 64, 10)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(20):
+            optimizer.zero_grad()
+            run.backward(model(batch(8, 40)).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            run.step(optimizer)
+            run.check()
+            run.shows(1.0, "torch_grad_clip_coefficient")
+
+
+@regime(Naive.STEP, norm_type=[2.0, 1.0, math.inf])
+def clip_grad_norm(run: Run, norm_type: float) -> None:
+    """Norms are those before `clip_grad_norm_`, whatever kind it uses; the coefficient is its factor."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
+    """Steps that nobody scrapes between are judged all the same: every clipped step is counted."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(24):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            run.step(optimizer)
+        run.check()
+
+
+@regime(Naive.STEP)
+def clip_grad_value(run: Run) -> None:
+    """`clip_grad_value_` in every step shows the norm after it and the ratio, also where only some parameters are cut."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().sum() * 10)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def clip_grad_value_now_and_then(run: Run) -> None:
+    """A clip by value that cuts every fifth step is counted each time; its coefficient is right or absent."""
+    model = Perceptron()
+    optimizer = sgd(model, lr=1e-4)
+    with run.watching(model, optimizer):
+        for step in range(24):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().sum() * (1.0 if step % 5 == 4 else 1e-6))
+            torch.nn.utils.clip_grad_value_(model.parameters(), 2.0)
+            run.step(optimizer)
+            run.check(optional=COEFFICIENT)
+
+
+@regime(Naive.STEP)
+def clip_of_one_group(run: Run) -> None:
+    """Clipping one of an optimizer's parameter groups shows the ratio of the whole norms."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
+    with run.watching(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().sum())
+            torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.5)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def clip_of_each_group(run: Run) -> None:
+    """Each parameter group clipped to a norm of its own."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
+    with run.watching(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().sum())
+            for limit, group in zip((0.5, 2.0), optimizer.param_groups, strict=True):
+                torch.nn.utils.clip_grad_norm_(group["params"], limit)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def clip_of_each_parameter(run: Run) -> None:
+    """Each parameter clipped on its own, as adaptive clipping does."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().sum())
+            for parameter in model.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def clip_of_one_optimizer_of_two(run: Run) -> None:
+    """Of two optimizers that share a backward, one is clipped: each has a coefficient of its own."""
+    model = Perceptron()
+    weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
+    biases = torch.optim.SGD([model.first.bias, model.second.bias], lr=0.01)
+    named = {"weights": weights, "biases": biases}
+    with run.watching(model, named, optimizers=named):
+        for _ in range(8):
+            weights.zero_grad()
+            biases.zero_grad()
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_([model.first.weight, model.second.weight], 0.01)
+            run.step(weights, "weights")
+            run.step(biases, "biases")
+            run.check()
+
+
+@regime(Naive.STEP, set_to_none=[True, False])
+def accumulation_that_clips(run: Run, set_to_none: bool) -> None:
+    """Clipping once, after the last of three backwards: the sample is the whole sum, unclipped."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(10):
+            for _ in range(3):
+                run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            run.step(optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            run.check()
+
+
+@regime(Naive.STEP)
+def accumulation_with_a_shorter_last_round_that_clips(run: Run) -> None:
+    """The first round that is shorter than all before and clips is lost, which shows; the ones after it are right."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step, micro_batches in enumerate((4, 4, 1, 4, 4, 1, 4, 2)):
+            for _ in range(micro_batches):
+                run.backward(model(batch()).square().mean() / micro_batches)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            run.step(optimizer)
+            optimizer.zero_grad()
+            if not run.tolerant:
+                run.shows(float(step >= 2), "torch_grad_exporter_captures_skipped_total")
+            if step != 2:  # nobody could know that this backward was its round's last before the gradients were clipped
+                run.check(without=("torch_grad_clipped_steps_total", *CUMULATIVE) if step > 2 else ())
+
+
+@regime(Naive.STEP, set_to_none=[True, False])
+def accumulation_that_clips_each_backward(run: Run, set_to_none: bool) -> None:
+    """Clipping after each of three backwards, in place, is neither a skipped step nor a sample of its own."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            for _ in range(3):
+                run.backward(model(batch()).square().mean())
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            run.step(optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            run.check()
+
+
+@regime(Naive.STEP)
+def mean_of_an_accumulation(run: Run) -> None:
+    """Gradients that are divided by hand before the step are shown as the backwards left them; the factor as the coefficient."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            for _ in range(3):
+                run.backward(model(batch()).square().mean())
+            for parameter in model.parameters():
+                parameter.grad.div_(3)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def nan_before_clipping(run: Run) -> None:
+    """One NaN element is counted as one, though `clip_grad_norm_` makes every gradient NaN."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 3:
+                model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.nan, g[1:])))
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def inf_before_clipping(run: Run) -> None:
+    """One infinite element is counted as one, though `clip_grad_norm_` leaves zeros and a NaN."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 3:
+                model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.inf, g[1:])))
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def nan_replaced_before_the_step(run: Run) -> None:
+    """A loop that writes zeros over the NaN of a backward, and steps, has had that NaN all the same."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * (math.nan if step in (1, 4) else 1.0))
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_(0.0)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.STEP)
+def noise_before_the_step(run: Run) -> None:
+    """Noise that is added after the backward is none of the backward's norm: it shows in what the optimizer saw."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            for parameter in model.parameters():
+                parameter.grad.add_(0.1 * torch.randn_like(parameter))
+            run.step(optimizer)
+            run.check(optional=COEFFICIENT)
+
+
+@regime(Naive.STEP)
+def gradients_replaced_before_the_step(run: Run) -> None:
+    """Gradients that are replaced by other tensors after the backward, half as long, show as a coefficient of a half."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 0.5
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def clipped_by_a_hook(run: Run) -> None:
+    """Clipping in a hook on the parameter is part of the backward: norms are those that it leaves."""
+    model = Perceptron()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer)
+            run.check()

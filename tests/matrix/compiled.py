@@ -1,0 +1,396 @@
+"""`torch.compile`: what is compiled, how, and whether the exporter came before or after.
+
+Each run starts and ends without compiled code. How many graphs, graph breaks and recompilations it took counts as state, so
+that a run beside the exporter must have taken as many as one without.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from models import Perceptron, batch, sgd
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch.utils.checkpoint import checkpoint
+
+from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+
+EAGER = "aot_eager"
+"""The backend that traces and partitions as every one does, and runs what it got without compiling it."""
+
+STEPS = 8
+
+
+@functools.cache
+def cache_directory() -> str:
+    """Where inductor keeps what it compiled, until this process ends."""
+    directory = tempfile.TemporaryDirectory()
+    atexit.register(directory.cleanup)
+    return directory.name
+
+
+def need_compiler() -> None:
+    """Skips the test where inductor has no C++ compiler to call; a CI machine must have one."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++")):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("inductor needs a C++ compiler (g++, clang++ or $CXX)")
+
+
+@contextlib.contextmanager
+def dynamo(backend: str = EAGER) -> Iterator[None]:
+    """A scene in which nothing was compiled before, and of which nothing stays."""
+    if backend == "inductor":
+        need_compiler()
+    # One compile thread: inductor's worker processes would outlive the test.
+    chosen = {"TORCHINDUCTOR_CACHE_DIR": cache_directory(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with mock.patch.dict(os.environ, chosen), warnings.catch_warnings():
+        # Parts of torch that the compiler imports, or inlines, warn of each other.
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    counters.clear()
+
+
+def compilations() -> dict[str, int]:
+    """How often dynamo compiled since the scene began, how often it had to again, and where it broke a graph."""
+    reasons = [one.recompile_reason for one in get_compilation_metrics()]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "recompilations": sum(reason is not None for reason in reasons),
+        "backwards": counters["compiled_autograd"]["captures"],
+    }
+
+
+@contextlib.contextmanager
+def compiling(run: Run, backend: str = EAGER) -> Iterator[None]:
+    """A scene of dynamo, whose compilations become part of what the run leaves."""
+    with dynamo(backend):
+        yield
+        run.state.append(torch.tensor(list(compilations().values())))
+
+
+def train(
+    run: Run, model: Callable[[torch.Tensor], torch.Tensor], parameters: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Trains with clipping; each round is compared."""
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        run.backward(model(batch()).square().mean() * 10)
+        torch.nn.utils.clip_grad_norm_(parameters.parameters(), 0.5)
+        run.step(optimizer)
+        run.check()
+
+
+@regime(Naive.STEP, first=["compile", "exporter"])
+def compiled_root(run: Run, first: str) -> None:
+    """`torch.compile(model)`, the exporter on the model itself, started before or after."""
+    with compiling(run), contextlib.ExitStack() as stack:
+        model = Perceptron()
+        optimizer = sgd(model)
+        if first == "exporter":
+            stack.enter_context(run.watching(model, optimizer))
+        compiled = torch.compile(model, backend=EAGER)
+        if first == "compile":
+            stack.enter_context(run.watching(model, optimizer))
+        train(run, compiled, model, optimizer)
+
+
+@regime(Naive.STEP, first=["compile", "exporter"])
+def compiled_in_place(run: Run, first: str) -> None:
+    """`model.compile()`, before or after the exporter started."""
+    with compiling(run), contextlib.ExitStack() as stack:
+        model = Perceptron()
+        optimizer = sgd(model)
+        if first == "exporter":
+            stack.enter_context(run.watching(model, optimizer))
+        model.compile(backend=EAGER)
+        if first == "compile":
+            stack.enter_context(run.watching(model, optimizer))
+        train(run, model, model, optimizer)
+
+
+@regime(Naive.STEP)
+def compiled_and_watched(run: Run) -> None:
+    """The exporter on what `torch.compile` returned; its layers have the names that they have in the model."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+        compiled = torch.compile(model, backend=EAGER, fullgraph=True)
+        with run.watching(model, optimizer, watched=compiled):
+            train(run, compiled, model, optimizer)
+
+
+@regime(Naive.STEP, in_place=[False, True])
+def compiled_submodules(run: Run, in_place: bool) -> None:
+    """Only the layers are compiled, the root runs eagerly."""
+    with compiling(run):
+        model = Perceptron()
+        if in_place:
+            model.first.compile(backend=EAGER)
+            model.second.compile(backend=EAGER)
+        else:
+            model.first = torch.compile(model.first, backend=EAGER)
+            model.second = torch.compile(model.second, backend=EAGER)
+        optimizer = sgd(model)
+        with run.watching(model, optimizer):
+            train(run, model, model, optimizer)
+
+
+@regime(Naive.STEP)
+def compiled_parent(run: Run) -> None:
+    """The compiled function calls the watched model: its hooks are traced with it, and the nodes of the parameters tell."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+
+        @torch.compile(backend=EAGER, fullgraph=True)
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean() * 10
+
+        with run.watching(model, optimizer):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                run.backward(loss_of(batch()))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                run.step(optimizer)
+                settled(run, step)
+
+
+def settled(run: Run, step: int) -> None:
+    """Compares the gauges of a round once capture has found its rung.
+
+    A root whose hooks are traced announces no backward. The first round is therefore not seen; its step makes capture hook
+    the parameters' nodes, and the second backward is seen there. Whatever adds up lacks that one round.
+    """
+    if step >= 1:
+        run.check(without=(*CUMULATIVE, "torch_train_backward_passes_total", "torch_grad_clipped_steps_total"))
+
+
+@regime(Naive.STEP)
+def compiled_forward_and_backward(run: Run) -> None:
+    """A function that runs forward and backward is compiled; dynamo breaks the graph at the backward, as without us."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+
+        @torch.compile(backend=EAGER)
+        def forward_and_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean() * 10
+            loss.backward()
+            return loss.detach()
+
+        with run.watching(model, optimizer):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                run.losses.append(forward_and_backward(batch()).clone())
+                run.passed()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                run.step(optimizer)
+                settled(run, step)
+
+
+@regime(Naive.ACCUMULATE)
+def compiled_backward(run: Run) -> None:
+    """Dynamo traces the backward, too: no hook runs, and gradients are read at the step."""
+    with compiling(run), torch._dynamo.config.patch(trace_autograd_ops=True):
+        model = Perceptron()
+        optimizer = sgd(model)
+
+        @torch.compile(backend=EAGER, fullgraph=True)
+        def forward_and_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean() * 10
+            loss.backward()
+            return loss.detach()
+
+        with run.watching(model, optimizer):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                run.losses.append(forward_and_backward(batch()).clone())
+                run.passed()
+                run.step(optimizer)
+                # Two rounds on each of the rungs `output` and `parameter`, neither of which sees anything.
+                if step >= 4:
+                    run.check(without=(*CUMULATIVE, *UNSEEN))
+
+
+@regime(told=[False, True])
+def compiled_training_step(run: Run, told: bool) -> None:
+    """Clearing, forward, backward and step in one compiled function.
+
+    All hooks of the module and of the optimizer are traced away, so that nothing is shown, unless the loop calls
+    `exporter.step()`.
+    """
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+
+        @torch.compile(backend=EAGER)
+        def training_step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * 10
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        with run.watching(model, optimizer):
+            for step in range(STEPS):
+                run.losses.append(training_step(batch()).clone())
+                run.passed()
+                run.stepping()
+                if told and run.exporter is not None:
+                    run.exporter.step()
+                    settled(run, step)
+                elif not told:
+                    run.shows(None, "torch_grad_norm", layer="first")
+                    run.shows(None, "torch_grad_global_norm")
+                    run.shows(0, "torch_train_skipped_steps_total")
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def compiled_optimizer(run: Run) -> None:
+    """`torch.compile(optimizer.step)` traces the hooks of the step away: that makes it no skipped step."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step = torch.compile(optimizer.step, backend=EAGER)
+        with run.watching(model, optimizer):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                run.backward(model(batch()).square().mean() * 10)
+                run.stepping()
+                step()
+        # After `close`: where no step is seen, the last sample is open until the next backward. What is read or counted at a step
+        # is unknown, and the first two rounds might have been passes of one step: their samples are not shown.
+        run.check(
+            without=(
+                *CUMULATIVE,
+                "torch_train_steps_total",
+                "torch_grad_sample_step",
+                "torch_grad_clip",
+                "torch_grad_global_norm_after",
+            )
+        )
+
+
+@regime(Naive.STEP)
+def compiled_optimizer_and_told(run: Run) -> None:
+    """As `compiled_optimizer`; the loop calls `exporter.step()`, and nothing is unknown."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step = torch.compile(optimizer.step, backend=EAGER)
+        with run.watching(model, optimizer):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                run.backward(model(batch()).square().mean() * 10)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                run.stepping()
+                step()
+                if run.exporter is not None:
+                    run.exporter.step()
+                run.check()
+
+
+@regime()
+def compiled_dynamic_shapes(run: Run) -> None:
+    """Batch sizes change: one recompilation for any size, no more than without us."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+        compiled = torch.compile(model, backend=EAGER)
+        with run.watching(model, optimizer):
+            for size in (5, 5, 6, 7, 5, 9, 3, 6):
+                optimizer.zero_grad()
+                run.backward(compiled(batch(size)).square().mean())
+                run.step(optimizer)
+                run.check()
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks, the first of which is recomputed in the backward, under autocast if told, the second not compiled."""
+
+    def __init__(self, *, recompute: bool = False, autocast: bool = False, break_graph: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU())
+        self.second = torch.nn.Linear(8, 3)
+        self.recompute, self.autocast = recompute, autocast
+        self.last = torch.compiler.disable(self.second) if break_graph else self.second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            x = checkpoint(self.first, x, use_reentrant=False) if self.recompute else self.first(x)
+            return self.last(x).float()
+
+
+@regime(Naive.STEP, what=["recompute", "autocast", "break_graph"])
+def compiled_blocks(run: Run, what: str) -> None:
+    """Activation checkpointing, autocast, and a part that is not to be compiled, all inside of the compiled model."""
+    with compiling(run):
+        model = Blocks(**{what: True})
+        optimizer = sgd(model)
+        compiled = torch.compile(model, backend=EAGER)
+        with run.watching(model, optimizer):
+            train(run, compiled, model, optimizer)
+
+
+@regime(Naive.STEP, stance=[False, True])
+def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
+    """Every other step is eager, by calling the model itself or by `torch.compiler.set_stance`."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+        compiled = torch.compile(model, backend=EAGER)
+        with run.watching(model, optimizer):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                eager = step % 2
+                with torch.compiler.set_stance("force_eager" if stance and eager else "default"):
+                    run.backward((model if eager and not stance else compiled)(batch()).square().mean() * 10)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                run.step(optimizer)
+                run.check()
+
+
+@regime()
+def compiled_accumulation(run: Run) -> None:
+    """Three backwards of the compiled model to a step."""
+    with compiling(run):
+        model = Perceptron()
+        optimizer = sgd(model)
+        compiled = torch.compile(model, backend=EAGER)
+        with run.watching(model, optimizer):
+            for _ in range(4):
+                for _ in range(3):
+                    run.backward(compiled(batch()).square().mean())
+                run.step(optimizer)
+                optimizer.zero_grad()
+                run.check()
+
+
+@regime(Naive.STEP, mode=["default", "reduce-overhead"])
+def inductor(run: Run, mode: str) -> None:
+    """The backend that compiles to C++; on a CPU the mode for CUDA graphs changes nothing."""
+    with compiling(run, "inductor"):
+        model = Perceptron()
+        optimizer = sgd(model)
+        compiled = torch.compile(model, mode=mode)
+        with run.watching(model, optimizer):
+            train(run, compiled, model, optimizer)

@@ -1,0 +1,630 @@
+"""Precision: mixed precision, loss scales, and the types of parameters and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from models import Perceptron, batch, sgd
+
+from matrix.harness import CUMULATIVE, Naive, Run, regime
+
+TOLD = ["given", "found"]
+"""Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""
+
+AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
+
+SIZES = (
+    "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_max_magnitude", "torch_grad_mean",
+    "torch_grad_stddev", "torch_grad_min", "torch_grad_max", "torch_grad_global_norm", *AFTER,
+)  # fmt: skip
+"""What is proportional to the gradient, and so must be absent where the loss scale is not known."""
+
+SUMS_OF_SIZES = (
+    "torch_grad_norm_distribution", "torch_grad_global_norm_distribution", "torch_grad_norm_squared_accumulated_total",
+)  # fmt: skip
+
+
+def new_scaler(scale: float = 2.0**14, growth_interval: int = 3, **options: bool | float) -> torch.amp.GradScaler:
+    """A gradient scaler for the CPU."""
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval, **options)
+
+
+def backward(run: Run, scaler: torch.amp.GradScaler, loss: torch.Tensor) -> None:
+    """A backward of the scaled loss."""
+    scaled = scaler.scale(loss)
+    run.unscale(1 / scaler.get_scale())
+    run.backward(scaled)
+
+
+def tell_before_each_step(run: Run, optimizer: torch.optim.Optimizer, name: str = "") -> None:
+    """Tells the run of steps that a scaler takes after it has unscaled the gradients itself."""
+    optimizer.register_step_pre_hook(lambda *_: run.stepping(name))
+
+
+class TwoParts(torch.nn.Module):
+    """Two layers that share no gradient: what overflows in the one leaves the other finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.safe = torch.nn.Linear(6, 4)
+        self.risky = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, *, overflow: bool = False) -> torch.Tensor:
+        risky = self.risky(x * math.inf if overflow else x)
+        return self.safe(x).square().mean() + risky.mean()
+
+
+# Scalers
+
+
+@regime(told=TOLD)
+def autocast(run: Run, told: str) -> None:
+    """Under autocast to bfloat16 the gradients of float32 parameters are float32; a disabled scaler is like none."""
+    autocast_loop(run, new_scaler(enabled=False), told)
+
+
+@regime(Naive.STEP, told=TOLD)
+def autocast_and_scaler(run: Run, told: str) -> None:
+    """Autocast to bfloat16 with a scaler that does scale."""
+    autocast_loop(run, new_scaler(), told)
+
+
+def autocast_loop(run: Run, scaler: torch.amp.GradScaler, told: str) -> None:
+    """The loop of PyTorch's own recipe for mixed precision."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    tell_before_each_step(run, optimizer)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch()).float().square().mean()
+            backward(run, scaler, loss)
+            scaler.step(optimizer)
+            scaler.update()
+            run.check()
+
+
+@regime(Naive.STEP, told=TOLD)
+def scale_that_grows(run: Run, told: str) -> None:
+    """A scale that doubles every third step is divided out of each sample as it was at its backward."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scaler = new_scaler()
+    tell_before_each_step(run, optimizer)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for _ in range(8):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            scaler.step(optimizer)
+            run.check()
+            run.shows(scaler.get_scale(), "torch_train_loss_scale")
+            scaler.update()
+
+
+@regime(Naive.STEP, told=TOLD)
+def scaler_and_clipping(run: Run, told: str) -> None:
+    """Clipping after `unscale_` shows its own factor and not the scale's, even one that is a power of two."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scaler = new_scaler()
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            scaler.unscale_(optimizer)
+            total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
+            run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+def scaler_and_accumulation(run: Run, told: str) -> None:
+    """Three scaled backwards to a step, one of which overflows now and then."""
+    model = TwoParts()
+    optimizer = sgd(model)
+    scaler = new_scaler(growth_interval=2)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(8):
+            overflow = step in (3, 6)
+            optimizer.zero_grad()
+            for part in range(3):
+                backward(run, scaler, model(batch(), overflow=overflow and part == 1) / 3)
+            scaler.unscale_(optimizer)
+            run.skipped() if overflow else run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            if not overflow:  # a skip is known when the next backward begins
+                run.check()
+
+
+def overflowing(run: Run, told: str, at: str) -> None:
+    """A loop some of whose steps overflow in one of two parts."""
+    model = TwoParts()
+    optimizer = sgd(model)
+    scaler = new_scaler()
+    tell_before_each_step(run, optimizer)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(10):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch(), overflow=step in OVERFLOWS[at]))
+            if step in OVERFLOWS[at]:
+                run.skipped()
+            scaler.step(optimizer)
+            scaler.update()
+            if step not in OVERFLOWS[at]:  # a skip is known when the next backward begins
+                # A clearing before the first step may be another pass of that; a whole round that has none tells.
+                run.check(without=["torch_train_skipped_steps_total"] if at == "first" and step < 3 else ())
+    # After `close`, which ends the last round: it cannot tell a skipped step from one that is yet to come.
+    run.check(without=["torch_train_skipped_steps_total", "torch_grad_nonfinite_steps_total"] if at == "last" else ())
+
+
+OVERFLOWS = {"once": (4,), "in a row": (3, 4, 5), "first": (0,), "first three": (0, 1, 2), "last": (9,)}
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, at=OVERFLOWS)
+def overflow(run: Run, at: str) -> None:
+    """Steps that a given scaler skips are counted, with their infinities, and the scale that backs off is divided out."""
+    overflowing(run, "given", at)
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, at=["once", "in a row", "last"])
+def overflow_and_nobody_told(run: Run, at: str) -> None:
+    """The same where the scaler was found among the callers of the first step."""
+    overflowing(run, "found", at)
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, at=["first", "first three"])
+def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
+    """Before the first step nobody can know the scale: all sizes are absent, the infinities are counted, the rest is right."""
+    model = TwoParts()
+    optimizer = sgd(model)
+    scaler = new_scaler()
+    tell_before_each_step(run, optimizer)
+    # What no scale was known of may be in no sum and no histogram, or be unscaled later.
+    uncertain = [*SUMS_OF_SIZES, "torch_grad_captures_total", "torch_grad_norm_recent_max"]
+    with run.watching(model, optimizer):
+        for step in range(8):
+            overflow = step in OVERFLOWS[at]
+            optimizer.zero_grad()
+            # The smaller ones come first, so that the largest of late is known in any case.
+            backward(run, scaler, model(batch(), overflow=overflow) * (0.1 if overflow else 1.0))
+            if overflow:
+                run.skipped()
+            scaler.step(optimizer)
+            scaler.update()
+            if not overflow:
+                # A clearing before the first step may be another pass of that; a whole round that has none tells.
+                run.check(without=[*uncertain, *(["torch_train_skipped_steps_total"] if at == "first" and step < 3 else [])])
+            elif step:
+                run.check(
+                    optional=[*SIZES, "torch_grad_zero", "torch_grad_dead", "torch_grad_missing"],
+                    without=[*uncertain, "torch_train_", "torch_grad_nonfinite"],
+                )
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
+    """Of two optimizers under one scaler only that one is skipped whose gradients overflowed, and these are counted."""
+    model = TwoParts()
+    optimizers = {"safe": sgd(model.safe), "risky": torch.optim.Adam(model.risky.parameters(), lr=0.01)}
+    scaler = new_scaler()
+    for name, optimizer in optimizers.items():
+        tell_before_each_step(run, optimizer, name)
+    with run.watching(model, optimizers, optimizers=optimizers, grad_scaler=scaler if told == "given" else None):
+        for step in range(10):
+            overflow = step in (3, 6, 7)
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            backward(run, scaler, model(batch(), overflow=overflow))
+            if overflow:
+                run.skipped(name="risky")
+            for optimizer in optimizers.values():
+                scaler.step(optimizer)
+            scaler.update()
+            if not overflow:  # that nobody else will step is known when the next backward begins
+                run.check()
+
+
+@regime(Naive.STEP, told=TOLD)
+def scaler_that_was_restored(run: Run, told: str) -> None:
+    """A scaler that takes its state from a checkpoint, before the loop and in it, scales by what it restored."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scaler = new_scaler()
+    saved = {"scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
+    scaler.load_state_dict(saved)
+    tell_before_each_step(run, optimizer)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(8):
+            if step == 5:
+                scaler.load_state_dict(saved)
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            scaler.step(optimizer)
+            scaler.update()
+            run.check()
+
+
+@regime(Naive.STEP, told=TOLD)
+def scale_of_a_thousand(run: Run, told: str) -> None:
+    """A scaler whose scale is no power of two, and does not change, is divided out like any other."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scaler = new_scaler(scale=1000.0, growth_factor=1.5)
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for _ in range(6):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            run.check()
+
+
+@regime(Naive.STEP, told=[*TOLD, "found and kept"])
+def a_new_scaler_every_epoch(run: Run, told: str) -> None:
+    """A scaler that takes the place of the first one, as where a function that trains an epoch makes it, is found again."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scalers = [new_scaler()]
+    with run.watching(model, optimizer, grad_scaler=scalers[0] if told == "given" else None):
+        for epoch in range(3):
+            if epoch:
+                scalers = [new_scaler(2.0 ** (14 - 2 * epoch)), *(scalers if told == "found and kept" else ())]
+            for _ in range(3):
+                optimizer.zero_grad()
+                backward(run, scalers[0], model(batch()).square().mean())
+                scalers[0].unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                run.stepping()
+                scalers[0].step(optimizer)
+                scalers[0].update()
+                run.check()
+
+
+# Fused optimizers divide by the scale themselves, and leave their update out themselves
+
+FUSED = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, fused=True),
+}
+
+
+@regime(kind=FUSED)
+def fused_under_a_scaler(run: Run, kind: str) -> None:
+    """A fused optimizer that divides by the scale in its step has clipped nothing."""
+    fused(run, kind, "given")
+
+
+@regime(kind=FUSED)
+def fused_under_a_scaler_and_nobody_told(run: Run, kind: str) -> None:
+    """The same where the scaler was found."""
+    fused(run, kind, "found")
+
+
+def fused(run: Run, kind: str, told: str) -> None:
+    """A loop with a fused optimizer under a scaler that grows."""
+    model = Perceptron()
+    optimizer = FUSED[kind](model.parameters())
+    scaler = new_scaler()
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for step in range(6):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            # The record looks before the step, where the gradients are still scaled.
+            run.check(without=AFTER)
+            run.shows(1.0, "torch_grad_clip_coefficient")
+            run.shows(0.0, "torch_grad_clipped_steps_total")
+            run.shows(step + 1, "torch_train_steps_total", optimizer=kind)
+
+
+@regime(Naive.STEP, told=TOLD)
+def fused_and_clipping(run: Run, told: str) -> None:
+    """A fused optimizer whose gradients were unscaled and clipped before shows the factor of the clipping."""
+    model = Perceptron()
+    optimizer = FUSED["AdamW"](model.parameters())
+    scaler = new_scaler()
+    with run.watching(model, optimizer, grad_scaler=scaler if told == "given" else None):
+        for _ in range(6):
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch()).square().mean())
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
+def fused_overflow(run: Run, kind: str) -> None:
+    """A step that a fused optimizer runs and leaves without effect is a skipped one, as with any other optimizer."""
+    model = TwoParts()
+    optimizer = FUSED[kind](model.parameters())
+    scaler = new_scaler()
+    with run.watching(model, optimizer, grad_scaler=scaler):
+        for step in range(8):
+            overflow = step in (2, 5, 6)
+            optimizer.zero_grad()
+            backward(run, scaler, model(batch(), overflow=overflow))
+            run.skipped() if overflow else run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            if not overflow:
+                run.check(without=AFTER)
+                run.shows(1.0, "torch_grad_clip_coefficient")
+
+
+# Loss scales that are not a scaler's
+
+
+@regime(Naive.STEP, scale=[3.0, 8.0, 1000.0])
+def scale_by_hand(run: Run, scale: float) -> None:
+    """A loss scale that nobody told of and is no scaler's: norms are those of the scaled loss, and it shows as a clip."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * scale)
+            for parameter in model.parameters():
+                parameter.grad.div_(scale)
+            run.step(optimizer)
+            run.check()
+
+
+@regime(Naive.ACCUMULATE, scale=[32.0, 1024.0])
+def power_of_two_by_hand(run: Run, scale: float) -> None:
+    """A loss scale that looks like a scaler's is divided out, though nobody told of it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        run.unscale(1 / scale)
+        for _ in range(6):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean() * scale)
+            for parameter in model.parameters():
+                parameter.grad.div_(scale)
+            run.step(optimizer)
+            run.check()
+
+
+class ScalerByHand:
+    """A dynamic loss scale as older toolkits wrote it: powers of two, growing, and divided out together with the clipping."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0**12
+        self._good = 0
+
+    def unscale_and_clip(self, model: torch.nn.Module, most: float) -> None:
+        total = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) / self.scale
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, most / total) / self.scale)
+
+    def update(self) -> None:
+        self._good += 1
+        if self._good % 2 == 0:
+            self.scale *= 2
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def scaler_by_hand_with_clipping(run: Run) -> None:
+    """A growing scale that nobody told of, with clipping in between: sizes are absent or right, never wrong by the scale."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    scaler = ScalerByHand()
+    with run.watching(model, optimizer):
+        for step in range(10):
+            optimizer.zero_grad()
+            run.unscale(1 / scaler.scale)
+            run.backward(model(batch()).square().mean() * scaler.scale)
+            scaler.unscale_and_clip(model, math.inf if step < 3 or step == 8 else 0.1)
+            run.step(optimizer)
+            scaler.update()
+            run.check(optional=SIZES, without=SUMS_OF_SIZES)
+
+
+# Types of parameters
+
+
+@regime(Naive.STEP, dtype=[torch.bfloat16, torch.float16, torch.float64])
+def parameters_of(run: Run, dtype: torch.dtype) -> None:
+    """Parameters, and so gradients, of another type than float32, clipped."""
+    model = Perceptron().to(dtype)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch().to(dtype)).float().square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            run.step(optimizer)
+            # Clipping rounds each element to the type: probes may disagree on its factor.
+            run.check(without=AFTER)
+            run.check(optional=AFTER, rel=1e-2)
+
+
+class MixedTypes(torch.nn.Module):
+    """Layers of three types, and one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(6, 8, dtype=torch.bfloat16)
+        self.normed = torch.nn.LayerNorm(8)
+        self.large = torch.nn.Linear(8, 5, dtype=torch.float64)
+        self.both = torch.nn.Linear(5, 3, dtype=torch.float16)
+        self.both.bias = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.normed(self.small(x.bfloat16()).float().relu())
+        x = self.large(x.double()).float()
+        return torch.nn.functional.linear(x, self.both.weight.float(), self.both.bias)
+
+
+@regime(Naive.STEP)
+def parameters_of_several_types(run: Run) -> None:
+    """Norms over layers of several types, and over one layer with two of them."""
+    model = MixedTypes()
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            run.step(optimizer)
+            run.check(without=AFTER)
+            run.check(optional=AFTER, rel=1e-2)
+
+
+@regime(dtype=[torch.float16, torch.float32])
+def norms_beyond_the_type(run: Run, dtype: torch.dtype) -> None:
+    """Gradients whose elements fit their type and whose norm does not, and some whose squares vanish in it."""
+    model = torch.nn.Linear(40, 30, bias=False, dtype=dtype)
+    optimizer = sgd(model, lr=0.0)
+    signs = torch.randn(1, 30).sign().to(dtype)
+    largest = torch.finfo(dtype).max
+    with run.watching(model, optimizer):
+        for size in (largest / 2, torch.finfo(dtype).tiny, 1.0, largest / 2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 40, dtype=dtype)).backward(signs * size)
+            run.passed()
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def constant_gradients(run: Run) -> None:
+    """Elements that are all, or nearly, the same have no spread, or hardly any."""
+    model = torch.nn.Linear(40, 30, bias=False)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for constant, spread in ((1.0, 0.0), (0.3, 0.0), (0.7, 0.0), (0.3, 1e-3)):
+            optimizer.zero_grad()
+            run.backward(model(constant + spread * torch.randn(1, 40)).sum())
+            run.step(optimizer)
+            run.check()
+
+
+class Float8(torch.nn.Module):
+    """A layer whose weight, and so its gradient, is of an 8-bit type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 6).to(dtype))
+        self.last = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((x @ self.weight.to(torch.float32).T).relu())
+
+
+@regime(dtype=[torch.float8_e4m3fn, torch.float8_e5m2])
+def parameters_of_8_bits(run: Run, dtype: torch.dtype) -> None:
+    """Gradients of an 8-bit type, which torch can hardly compute with, beside float32 ones; no optimizer can own them."""
+    model = Float8(dtype)
+    optimizer = sgd(model.last)
+    with run.watching(model, sgd(model)):
+        for step in range(5):
+            model.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.stepping()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.copy_((model.weight.float() - 0.05 * model.weight.grad.float()).to(dtype))
+            if step:  # what no optimizer owns goes with the only one there is, once a round is over
+                run.check(without=CUMULATIVE)
+
+
+# Master weights: the optimizer owns float32 copies of the model's parameters
+
+
+class MasterWeights:
+    """Copies of a model's parameters in float32, which an ordinary optimizer updates."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = list(model.parameters())
+        self.masters = [torch.nn.Parameter(p.detach().float()) for p in self.model]
+        self.optimizer = torch.optim.SGD(self.masters, lr=0.05)
+
+    def take_gradients(self) -> None:
+        for master, parameter in zip(self.masters, self.model, strict=True):
+            master.grad = parameter.grad.float()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model, strict=True):
+                parameter.copy_(master)
+
+
+def with_master_weights(run: Run, clip: float, *, told: bool) -> Iterator[None]:
+    """A loop whose masters' gradients are clipped; pauses after each step."""
+    model = Perceptron().bfloat16()
+    masters = MasterWeights(model)
+    with run.watching(model, sgd(model)):
+        for _ in range(5):
+            model.zero_grad()
+            run.backward(model(batch().bfloat16()).float().square().mean())
+            masters.take_gradients()
+            torch.nn.utils.clip_grad_norm_(masters.masters, clip)
+            run.stepping()
+            masters.step()
+            if told and run.exporter is not None:
+                run.exporter.step()
+            yield
+
+
+@regime(told=[True, False])
+def master_weights(run: Run, told: bool) -> None:
+    """The model's gradients are shown and the masters' steps are counted, with `exporter.step()` and without."""
+    for _ in with_master_weights(run, math.inf, told=told):
+        run.check(optional=AFTER)
+
+
+@regime(told=[True, False])
+def master_weights_that_are_clipped(run: Run, told: bool) -> None:
+    """The masters' clipping cannot be seen in the model's gradients: its factor is absent, and never 1."""
+    for _ in with_master_weights(run, 0.01, told=told):
+        run.check(without=AFTER)
+        for metric in AFTER:
+            run.shows(None, metric)
+
+
+# Other switches
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The type of new tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@regime(Naive.STEP, dtype=[torch.float64, torch.bfloat16])
+def new_tensors_of(run: Run, dtype: torch.dtype) -> None:
+    """A default type other than float32 changes no number, whether the model is of it or not."""
+    model = Perceptron().float()
+    optimizer = sgd(model)
+    with default_dtype(dtype), run.watching(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(model(batch().float()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            run.step(optimizer)
+            run.check()

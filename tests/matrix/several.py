@@ -1,0 +1,355 @@
+"""Several models, several optimizers: of each round only what the stepping optimizers own is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from models import Perceptron, batch, sgd
+
+from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from matrix.loops import written_by_hand
+
+
+def all_of(models: Mapping[str, torch.nn.Module], *names: str) -> list[str]:
+    """The full names of all parameters of the models of these names."""
+    return [f"{name}.{n}" for name in names for n, _ in models[name].named_parameters()]
+
+
+# Optimizers that share a model
+
+
+@regime({False: Naive.ACCUMULATE | Naive.STEP}, named=[False, True])
+def optimizers_that_share_a_backward(run: Run, named: bool) -> None:
+    """With weights in one optimizer and biases in another each shows the norm of what it owns."""
+    model = Perceptron()
+    weights = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.01)
+    biases = torch.optim.AdamW([model.first.bias, model.second.bias], lr=0.01)
+    optimizers = {"weights": weights, "biases": biases} if named else {"SGD": weights, "AdamW": biases}
+    with run.watching(model, optimizers, **({"optimizers": optimizers} if named else {})):
+        for _ in range(5):
+            weights.zero_grad()
+            biases.zero_grad()
+            run.backward(model(batch()).square().mean())
+            for name, optimizer in optimizers.items():
+                run.step(optimizer, name)
+        run.check()  # a found optimizer's part of the first round is shown only once it has stepped
+
+
+@regime(Naive.STEP)
+def optimizers_that_share_a_backward_and_clip(run: Run) -> None:
+    """Three optimizers of one kind, all clipped together, are told apart and have the same coefficient."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    optimizers = {name: torch.optim.SGD(model[i].parameters(), lr=0.05) for name, i in (("a", 0), ("b", 2), ("c", 3))}
+    with run.watching(model, optimizers, optimizers=optimizers):
+        for _ in range(5):
+            model.zero_grad()
+            run.backward(model(batch()).square().mean())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            for name, optimizer in optimizers.items():
+                run.step(optimizer, name)
+            run.check()
+
+
+@regime()
+def an_optimizer_that_steps_every_other_time(run: Run) -> None:
+    """Of two optimizers that share a backward one steps each time, the other after two: each shows what it steps with."""
+    model = Perceptron()
+    often, rarely = sgd(model.second), torch.optim.AdamW(model.first.parameters(), lr=0.01)
+    named = {"often": often, "rarely": rarely}
+    with run.watching(model, named, optimizers=named):
+        for step in range(8):
+            often.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(often, "often")
+            if step % 2:
+                run.step(rarely, "rarely")
+                rarely.zero_grad()
+    run.check()  # after `close`: whether the second still steps on the same backward shows at the next one
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, alive=[True, False])
+def another_optimizer_from_then_on(run: Run, alive: bool) -> None:
+    """Adam first and SGD from the fifth step on, over the same parameters; the norm is that of who steps."""
+    model = Perceptron()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = adam
+    with run.watching(model, {"Adam": adam, "SGD": sgd(model)}):
+        for step in range(10):
+            if step == 4:
+                optimizer = sgd(model)
+                if not alive:
+                    del adam
+            optimizer.zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizer, type(optimizer).__name__)
+        run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, named=[False, True])
+def optimizers_by_turns_on_the_same_parameters(run: Run, named: bool) -> None:
+    """Two optimizers that own the same parameters and step by turns each show the gradients that they stepped with."""
+    model = Perceptron()
+    optimizers = {"Adam": torch.optim.Adam(model.parameters(), lr=0.01), "SGD": sgd(model)}
+    with run.watching(model, optimizers, **({"optimizers": optimizers} if named else {})):
+        for step in range(8):
+            name = "SGD" if step % 2 else "Adam"
+            optimizers[name].zero_grad()
+            run.backward(model(batch()).square().mean())
+            run.step(optimizers[name], name)
+            if step:
+                run.check()
+
+
+@regime(Naive.ACCUMULATE)
+def by_hand_with_two_optimizers(run: Run) -> None:
+    """Gradients that the loop writes itself, for two optimizers that share each layer: a layer's norm is of both parts."""
+    model = Perceptron()
+    parameters = list(model.parameters())
+    weights, biases = torch.optim.SGD(parameters[::2], lr=0.01), torch.optim.AdamW(parameters[1::2], lr=0.01)
+    named = {"weights": weights, "biases": biases}
+    with run.watching(model, named, optimizers=named):
+        for step in range(8):
+            written_by_hand(run, model, model(batch()).square().mean())
+            for name, optimizer in named.items():
+                run.step(optimizer, name)
+            if step >= 5:  # by then two rungs have seen steps without a backward, and so `optimizer` is reached
+                run.check(without=[*UNSEEN, *CUMULATIVE])
+
+
+# Models that are trained side by side, or one after the other
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, named=[False, True])
+def models_one_after_the_other(run: Run, named: bool) -> None:
+    """Two models that are trained one after the other in one process, under one exporter."""
+    models = {"teacher": Perceptron(), "student": Perceptron()}
+    optimizers = {"Adam": torch.optim.Adam(models["teacher"].parameters(), lr=0.01), "SGD": sgd(models["student"])}
+    with run.watching(models, optimizers, **({"optimizers": optimizers} if named else {})):
+        for name, optimizer in zip(models, optimizers, strict=True):
+            for step in range(5):
+                optimizers[optimizer].zero_grad()
+                loss = models[name](batch()).square().mean()
+                run.backward(loss, unused=all_of(models, *set(models) - {name}))
+                run.step(optimizers[optimizer], optimizer)
+                if name == "student" and step:
+                    run.check()  # an optimizer has a label from the first sample on that another has, too
+
+
+@regime()
+def models_with_a_backward_each(run: Run) -> None:
+    """Two models with a loss, a backward and an optimizer each; both steps follow both backwards."""
+    models = {"left": Perceptron(), "right": Perceptron()}
+    optimizers = {name: sgd(model) for name, model in models.items()}
+    with run.watching(models, optimizers, optimizers=optimizers):
+        for _ in range(5):
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            run.backward(models["left"](batch()).square().mean(), unused=all_of(models, "right"))
+            run.backward(models["right"](batch()).square().mean())
+            for name, optimizer in optimizers.items():
+                run.step(optimizer, name)
+            run.check()
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP)
+def models_by_turns(run: Run) -> None:
+    """Two models, each with forward, backward and step in turn; gradients of the other are left from before."""
+    models = {"left": Perceptron(), "right": Perceptron()}
+    optimizers = {name: sgd(model) for name, model in models.items()}
+    with run.watching(models, optimizers, optimizers=optimizers):
+        for step in range(8):
+            name, other = ("right", "left") if step % 2 else ("left", "right")
+            optimizers[name].zero_grad()
+            run.backward(models[name](batch()).square().mean(), unused=all_of(models, other))
+            run.step(optimizers[name], name)
+            if step:
+                run.check()
+
+
+@regime()
+def models_with_one_optimizer(run: Run) -> None:
+    """An encoder and a decoder under one optimizer: one backward through both roots is one sample."""
+    models = {"encoder": Perceptron(outputs=4), "decoder": Perceptron(inputs=4)}
+    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.05)
+    with run.watching(models, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            run.backward(models["decoder"](models["encoder"](batch())).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@regime()
+def actor_and_critic(run: Run) -> None:
+    """A critic's loss, then an actor's through the critic, cleared in between: the critic's share of that is not its own."""
+    models = {"actor": Perceptron(outputs=2), "critic": Perceptron(inputs=8, outputs=1)}
+    optimizers = {"actor": sgd(models["actor"]), "critic": torch.optim.Adam(models["critic"].parameters(), lr=0.01)}
+    with run.watching(models, optimizers, optimizers=optimizers):
+        for _ in range(5):
+            state = batch()
+            with torch.no_grad():
+                action = models["actor"](state)
+            optimizers["critic"].zero_grad()
+            loss = models["critic"](torch.cat((state, action), 1)).square().mean()
+            run.backward(loss, unused=all_of(models, "actor"))
+            run.step(optimizers["critic"], "critic")
+            optimizers["actor"].zero_grad()
+            run.backward(-models["critic"](torch.cat((state, models["actor"](state)), 1)).mean())
+            run.step(optimizers["actor"], "actor")
+    run.check()  # after `close`, since the last round is open until the next backward
+
+
+# Generative adversarial networks
+
+
+class Gan(torch.nn.Module):
+    """A generator and a discriminator with an optimizer each. `whole`: how they are found and called.
+
+    `mapping`: two models; `root`: one model that holds both, whose forward takes the part; `parts`: one whose parts are called.
+    """
+
+    def __init__(self, run: Run, whole: str = "mapping", names: Iterable[str] = ("SGD", "Adam")) -> None:
+        super().__init__()
+        self.generator = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        self.discriminator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.parts = {"generator": self.generator, "discriminator": self.discriminator}
+        self.watched = self.parts if whole == "mapping" else self
+        self.whole = whole
+        self.run = run
+        self.of_generator, self.of_discriminator = names
+        self.optimizers = {
+            self.of_generator: torch.optim.SGD(self.generator.parameters(), lr=0.01),
+            self.of_discriminator: torch.optim.Adam(self.discriminator.parameters(), lr=0.01),
+        }
+
+    def forward(self, part: str, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[part](x)
+
+    def called(self, part: str, x: torch.Tensor) -> torch.Tensor:
+        """The part of that name, called as the models are to be."""
+        return self(part, x) if self.whole == "root" else self.parts[part](x)
+
+    def fake(self) -> torch.Tensor:
+        return self.called("generator", torch.randn(5, 3))
+
+    def judged(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called("discriminator", x).mean()
+
+    def train_discriminator(self, *, backwards: int = 1, clip: bool = False) -> None:
+        """A round of the discriminator, with one backward or with one each of fake and real."""
+        self.optimizers[self.of_discriminator].zero_grad()
+        losses = self.judged(self.fake().detach()), -self.judged(torch.randn(5, 4))
+        for loss in losses if backwards == 2 else [losses[0] + losses[1]]:
+            self.run.backward(loss, unused=all_of(self.parts, "generator"))
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.discriminator.parameters(), 0.05)
+        self.run.step(self.optimizers[self.of_discriminator], self.of_discriminator)
+
+    def train_generator(self) -> None:
+        """A round of the generator, whose backward leaves gradients in the discriminator, too."""
+        self.optimizers[self.of_generator].zero_grad()
+        self.run.backward(-self.judged(self.fake()))
+        self.run.step(self.optimizers[self.of_generator], self.of_generator)
+
+
+@regime(critics=[1, 2, 3, 5])
+def gan(run: Run, critics: int) -> None:
+    """Some rounds of the discriminator to one of the generator, from the first on."""
+    gan = Gan(run)
+    with run.watching(gan.watched, gan.optimizers):
+        for _ in range(4):
+            for _ in range(critics):
+                gan.train_discriminator()
+            gan.train_generator()
+    run.check()  # after `close`, since the last round is open until the next backward
+
+
+@regime(Naive.ACCUMULATE | Naive.STEP, critics=[1, 2, 3, 5])
+def gan_with_named_optimizers(run: Run, critics: int) -> None:
+    """With optimizers that were named at the start each round of the discriminator can be checked at once."""
+    gan = Gan(run, names=("of_generator", "of_discriminator"))
+    with run.watching(gan.watched, gan.optimizers, optimizers=gan.optimizers):
+        for iteration in range(4):
+            for _ in range(critics):
+                gan.train_discriminator()
+                if iteration:  # before, one optimizer has no sample yet, and the other's has no label
+                    run.check()
+            gan.train_generator()
+    run.check()
+
+
+@regime()
+def gan_with_two_backwards(run: Run) -> None:
+    """A discriminator that accumulates from fake and real in two backwards has one sample of both."""
+    gan = Gan(run)
+    with run.watching(gan.watched, gan.optimizers):
+        for _ in range(5):
+            gan.train_discriminator(backwards=2)
+            gan.train_generator()
+    run.check()
+
+
+@regime(Naive.STEP)
+def gan_that_clips(run: Run) -> None:
+    """Only the discriminator is clipped; what the generator's backward leaves in it is not."""
+    gan = Gan(run)
+    with run.watching(gan.watched, gan.optimizers):
+        for _ in range(5):
+            gan.train_discriminator(backwards=2, clip=True)
+            gan.train_generator()
+    run.check()
+
+
+@regime()
+def gan_that_begins_with_its_generator(run: Run) -> None:
+    """Before the discriminator's optimizer has stepped, the generator's norm is of the generator alone."""
+    gan = Gan(run)
+    with run.watching(gan.watched, gan.optimizers):
+        for _ in range(3):
+            gan.train_generator()
+        for _ in range(3):
+            gan.train_discriminator()
+            gan.train_generator()
+    run.check()
+
+
+@regime(named=[False, True])
+def gan_under_one_root(run: Run, named: bool) -> None:
+    """Generator and discriminator as parts of one model that is called with the part's name."""
+    gan = Gan(run, "root")
+    with run.watching(gan, gan.optimizers, **({"optimizers": gan.optimizers} if named else {})):
+        for _ in range(5):
+            gan.train_discriminator()
+            gan.train_generator()
+    run.check()
+
+
+@regime({True: Naive.ACCUMULATE | Naive.STEP}, named=[False, True])
+def gan_whose_root_is_never_called(run: Run, named: bool) -> None:
+    """Generator and discriminator as parts of one model that is never called: seen from the rung `parameter` on."""
+    gan = Gan(run, "parts")
+    with run.watching(gan, gan.optimizers, **({"optimizers": gan.optimizers} if named else {})):
+        for iteration in range(8):
+            gan.train_discriminator(backwards=2)
+            # The first samples show that there are backwards which do not run through the root; those before are lost.
+            if iteration > 3:
+                run.check(without=["torch_train_", *CUMULATIVE])
+            gan.train_generator()
+
+
+@regime()
+def gan_with_one_backward(run: Run) -> None:
+    """Both losses in one backward, the generator's through a frozen copy of the discriminator: both optimizers step."""
+    gan = Gan(run)
+    with run.watching(gan.watched, gan.optimizers):
+        for _ in range(5):
+            for optimizer in gan.optimizers.values():
+                optimizer.zero_grad()
+            fake = gan.fake()
+            frozen = {name: p.detach().clone() for name, p in gan.discriminator.named_parameters()}
+            against = -torch.func.functional_call(gan.discriminator, frozen, fake).mean()
+            run.backward(against + gan.judged(fake.detach()) - gan.judged(torch.randn(5, 4)))
+            for name, optimizer in gan.optimizers.items():
+                run.step(optimizer, name)
+    run.check()

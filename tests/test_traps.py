@@ -1,0 +1,1305 @@
+"""The traps of the field, one test each: the trap itself on bare torch or prometheus_client, and that it does not catch us.
+
+The first half of a test also tells when a new torch has taken the trap away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import prometheus_client
+import pytest
+import real_prometheus
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import Perceptron, batch, sgd
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families as parse
+from record import Recorder, gradients_of, norm, wide
+from scrape import errors, key, mode, value, values
+from tools import eventually, find
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.catalogue import CATALOGUE
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.families import Kind
+from torch_grad_exporter.transfer import SENTINEL, HostTransfer, _UnderWay
+
+NONFINITE = "torch_grad_nonfinite_steps_total"
+ELEMENTS = "torch_grad_nonfinite_elements_total"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def watching(model: torch.nn.Module, port: int | None = None, **options: object) -> Exporter:
+    """An exporter that samples every round and by itself serves nothing."""
+    return start_exporter(model, port, **{"every": 1, "addr": "127.0.0.1", **options})
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    """Plain steps."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch()).square().mean().backward()
+        optimizer.step()
+
+
+def train_by_parts(model: Perceptron, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps whose backwards do not run through the root's output."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.second(model.first(batch()).relu()).square().mean().backward()
+        optimizer.step()
+
+
+class Given(torch.nn.Module):
+    """A weight whose gradient is what is given to the forward, whatever the weight is."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.inner.weight * gradient).sum()
+
+
+def give(model: Given, gradient: torch.Tensor) -> None:
+    """One backward and one step that does not move the weight."""
+    optimizer = sgd(model, lr=0.0)
+    optimizer.zero_grad()
+    model(gradient).backward()
+    optimizer.step()
+
+
+class FiredHooks:
+    """Counts the steps that PyTorch's global optimizer hook reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, object]] = []
+
+    def __enter__(self) -> Self:
+        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.steps.append(dict(vars(optimizer))))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+# PyTorch
+
+
+def test_full_backward_hook_wraps_outputs() -> None:
+    """A full backward hook breaks an in-place ReLU beside it and fires too early; we register none on any rung."""
+
+    def inplace() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 3))
+
+    broken = inplace()
+    broken[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="BackwardHookFunction"):
+        broken(batch())
+    early, seen = torch.nn.Linear(6, 8), []
+    early.register_full_backward_hook(lambda module, *_: seen.append(module.weight.grad))
+    with pytest.warns(UserWarning, match="no inputs require gradients"):
+        early(batch()).sum().backward()
+    assert seen == [None]
+
+    model = inplace()
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer)
+    with watching(model) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            record.backward(model(batch()).square().mean())
+            record.step(optimizer)
+            record.check(exporter)
+        assert not any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+
+
+TWO_RANKS = 2
+
+
+class Scales(torch.nn.Module):
+    """Two layers whose gradients differ from rank to rank as their inputs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.second = torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def of_ddp(rank: int) -> dict[str, object]:
+    """What a post-accumulate hook, a first callback of the engine's and the exporter see under DDP."""
+    torch.manual_seed(0)
+    model = Scales()
+    seen: dict[str, float] = {}
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def look(name: str) -> Callable[..., None]:
+        return lambda *_: seen.__setitem__(name, float(model.first.weight.grad.double().norm()))
+
+    model.first.weight.register_post_accumulate_grad_hook(look("accumulated"))
+    wrapped = DistributedDataParallel(model)
+    optimizer = sgd(model, lr=0.0)
+    with watching(wrapped) as exporter:
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = wrapped(torch.full((1, 4), 1.0 + 3 * rank))
+            out.register_hook(lambda _: queue(look("first callback")))
+            out.sum().backward()
+            look("reduced")()
+            optimizer.step()
+        return {**seen, "exporter": value(exporter, "torch_grad_norm", layer="first"), "errors": errors(exporter)}
+
+
+def of_fsdp2(_rank: int) -> dict[str, object]:
+    """Which hooks of before and after `fully_shard` fire, and what an exporter that was started before it shows."""
+    torch.manual_seed(0)
+    model = Scales()
+    fired = {"tensor": 0, "post-accumulate": 0}
+
+    def count(name: str) -> Callable[..., None]:
+        return lambda *_: fired.__setitem__(name, fired[name] + 1)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count("post-accumulate"))
+    with watching(model) as exporter:
+        fully_shard(model)
+        for parameter in model.parameters():
+            parameter.register_hook(count("tensor"))
+        optimizer = sgd(model)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+        shards = {n: p.grad.to_local() for n, p in model.named_parameters()}
+        return {
+            **fired,
+            "right": norm([wide(shards["first.weight"])]),
+            "exporter": value(exporter, "torch_grad_shard_norm", layer="first"),
+            "hooks that block the copy": sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()),
+            "errors": errors(exporter),
+        }
+
+
+def of_dtensors(_rank: int) -> dict[str, object]:
+    """The collectives of a bare norm, of a step alone, and of a step with an exporter."""
+
+    def collectives(step: Callable[[], object]) -> int:
+        with CommDebugMode() as counted:
+            step()
+        return counted.get_total_counts()
+
+    model = Scales()
+    fully_shard(model.first)
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    alone = collectives(step)
+    bare = collectives(lambda: torch.nn.utils.get_total_norm([p.grad for p in model.first.parameters()]))
+    mixed = ""
+    try:
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    except RuntimeError as error:
+        mixed = str(error)
+    with watching(model) as exporter:
+        watched = [collectives(step) for _ in range(4)]
+        gradients = {n: wide(p.grad) for n, p in model.named_parameters()}
+        return {
+            "alone": alone,
+            "watched": watched,
+            "bare": bare,
+            "mixed": mixed,
+            "right": [norm([gradients["first.weight"]]), norm([gradients["second.weight"]])],
+            "exporter": [
+                value(exporter, "torch_grad_shard_norm", layer="first"),
+                value(exporter, "torch_grad_norm", layer="second"),
+            ],
+            "errors": errors(exporter),
+        }
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One rank of two: writes what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
+    found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
+    """What each of two gloo ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, args=(str(folder),), nprocs=TWO_RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(TWO_RANKS)]
+
+
+def test_post_accumulate_hook_under_ddp_sees_the_local_gradient(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """A post-accumulate hook and a first callback read before DDP has reduced; our nested callback reads after it."""
+    found = [rank["of_ddp"] for rank in ranks]
+    reduced = found[0]["reduced"]
+    for one in found:
+        assert one["reduced"] == reduced
+        assert one["accumulated"] != pytest.approx(reduced, rel=0.1)
+        assert one["first callback"] != pytest.approx(reduced, rel=0.1)
+        assert one["exporter"] == pytest.approx(reduced, rel=1e-5)
+        assert one["errors"] == {}
+
+
+def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """Under FSDP2 tensor hooks never fire and older post-accumulate hooks are lost; we look for the parameters anew."""
+    for found in (rank["of_fsdp2"] for rank in ranks):
+        assert (found["tensor"], found["post-accumulate"]) == (0, 0)
+        assert found["exporter"] == pytest.approx(found["right"], rel=1e-5)
+        assert found["errors"] == {}
+
+
+def test_post_accumulate_hook_makes_the_copy_of_fsdp2_offload_blocking(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; we set none."""
+    source = Path(torch.distributed.fsdp._fully_shard._fsdp_collectives.__file__).read_text()
+    assert "and not has_post_acc_grad_hook" in source
+    assert [rank["of_fsdp2"]["hooks that block the copy"] for rank in ranks] == [0, 0]
+
+
+class Checkpointed(torch.nn.Module):
+    """Three blocks, each under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(6, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: block(y).tanh(), x, use_reentrant=True)
+        return x
+
+
+def test_reentrant_checkpoint_nests_backwards_and_repeats_forwards() -> None:
+    """Under a reentrant checkpoint backwards run within the backward, forwards twice; one sample holds the whole of it."""
+    bare = Checkpointed()
+    tasks, forwards = [], []
+    for block in bare.blocks:
+        block.register_forward_hook(lambda *_: forwards.append(torch._C._current_graph_task_id()))
+        block.weight.register_hook(lambda _: tasks.append(torch._C._current_graph_task_id()))
+    bare(batch()).square().mean().backward()
+    assert len(set(tasks)) == 3
+    assert len(forwards) == 6
+    assert forwards.count(-1) == 3
+
+    model = Checkpointed()
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer)
+    with watching(model) as exporter:
+        for _ in range(5):
+            optimizer.zero_grad()
+            record.backward(model(batch()).square().mean())
+            record.step(optimizer)
+            record.check(exporter)
+
+
+def test_grad_left_from_an_earlier_step() -> None:
+    """A parameter that this backward did not use still has a `.grad`; it counts as missing and not in the norm."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, *, right: bool) -> torch.Tensor:
+            return self.right(x) if right else self.left(x)
+
+    model = Branches()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        model(batch(), right=False).square().mean().backward()
+        optimizer.step()
+        for _ in range(4):
+            model.right.zero_grad()
+            model(batch(), right=True).square().mean().backward()
+            fresh, everything = norm(gradients_of(model.right).values()), norm(gradients_of(model).values())
+            optimizer.step()
+            assert everything > fresh * 1.01
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(fresh, rel=1e-5)
+            assert value(exporter, "torch_grad_missing_parameters", layer="left") == 2
+        assert value(exporter, "torch_grad_captures_total", layer="left") == 1
+        assert errors(exporter) == {}
+
+
+def test_one_nan_and_clip_grad_norm_makes_every_gradient_nan() -> None:
+    """One NaN element and `clip_grad_norm_` make every gradient NaN; we have counted the one before."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.nan, g[1:])))
+        model(batch()).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert all(p.grad.isnan().all() for p in model.parameters())
+        optimizer.step()
+        assert value(exporter, ELEMENTS, layer="second", kind="nan") == 1
+        assert value(exporter, ELEMENTS, layer="first", kind="nan") == 0
+        assert math.isfinite(value(exporter, "torch_grad_norm", layer="first") or math.nan)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_grad_scaler_skips_a_step(fused: bool) -> None:
+    """On an overflow no hook of a plain optimizer fires, and that of a fused one does; both are one skipped step."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with FiredHooks() as fired, watching(model) as exporter:
+        for step in range(6):
+            before = model.first.weight.detach().clone()
+            optimizer.zero_grad()
+            scaler.scale(model(batch()).square().mean() * (math.inf if step == 3 else 1.0)).backward()
+            scaled = norm(gradients_of(model).values())
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, model.first.weight) == (step == 3)
+            if step != 3:
+                # A fused optimizer divides by the scale itself: what it has been given is still scaled.
+                assert ("grad_scale" in fired.steps[-1]) == fused
+                assert value(exporter, "torch_grad_global_norm") == pytest.approx(scaled / scale, rel=1e-4)
+                assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(1.0, rel=1e-6)
+        assert len(fired.steps) == (6 if fused else 5)
+        assert value(exporter, NONFINITE, outcome="skipped") == 1
+        assert value(exporter, NONFINITE, outcome="stepped") == 0
+        assert value(exporter, "torch_train_skipped_steps_total") == 1
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 5
+
+
+@pytest.mark.parametrize("rung", ["output", "optimizer"])
+def test_closures_run_the_backward_within_the_step(rung: str) -> None:
+    """LBFGS runs many backwards in one step and has no gradients before it; that is one sample, of the last backward."""
+    model = Perceptron()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6)
+    inputs, last, before, calls = batch(), {}, [], itertools.count()
+
+    def closure() -> torch.Tensor:
+        next(calls)
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        if rung == "output":
+            loss.backward()
+        else:
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                parameter.grad = gradient
+        last.update(gradients_of(model))
+        return loss
+
+    handle = register_optimizer_step_pre_hook(lambda *_: before.append(len(gradients_of(model))))
+    with watching(model) as exporter:
+        for _ in range(6):
+            optimizer.zero_grad()
+            optimizer.step(closure)
+        assert before == [0] * 6
+        assert next(calls) > 12
+        assert mode(exporter) == rung
+        assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(last.values()), rel=1e-5)
+        # Two rounds are lost at most to each rung that does not see the backward.
+        assert value(exporter, "torch_grad_captures_total", layer="first") == (6 if rung == "output" else 2)
+        assert value(exporter, "torch_train_steps_total", optimizer="LBFGS") == 6
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+        assert errors(exporter) == {}
+    handle.remove()
+
+
+@pytest.mark.parametrize("ending", ["not stepped", "exception", "hang"])
+def test_nan_and_then_no_step(ending: str) -> None:
+    """After a NaN often no step comes, so no optimizer hook fires; we count it at the backward and the outcome later."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    exporter = watching(model)
+    with FiredHooks() as fired:
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+        (model(batch()).square().mean() * math.nan).backward()
+        if ending == "not stepped":
+            train(model, optimizer)
+        elif ending == "exception":
+            with contextlib.suppress(FloatingPointError), exporter:
+                raise FloatingPointError
+        assert len(fired.steps) == (3 if ending == "not stepped" else 2)
+        outcome = "skipped" if ending == "not stepped" else "unknown"
+        assert eventually(lambda: value(exporter, NONFINITE, outcome=outcome) == 1, 10)
+        assert value(exporter, ELEMENTS, layer="first", kind="nan") == 6 * 8 + 8
+        optimizer.step()
+    exporter.close()
+    assert value(exporter, ELEMENTS, layer="first", kind="nan") == 6 * 8 + 8
+    assert sum(value(exporter, NONFINITE, outcome=o) or 0 for o in ("stepped", "skipped", "unknown")) == 1
+
+
+@pytest.mark.parametrize("every", [2, 4, 8])
+def test_step_counter_never_samples_one_of_two_alternating_optimizers(every: int) -> None:
+    """Every n-th of all steps always hits the same of two alternating optimizers; our scattered rounds sample both."""
+    assert {("one", "two")[step % 2] for step in range(0, 64, every)} == {"one"}
+
+    models = {"one": Perceptron(), "two": Perceptron()}
+    optimizers = {name: sgd(model) for name, model in models.items()}
+    with start_exporter(models, None, every=every, optimizers=optimizers) as exporter:
+        for step in range(16 * every):
+            name = ("one", "two")[step % 2]
+            train(models[name], optimizers[name])
+        sampled = [value(exporter, "torch_grad_captures_total", layer=f"{name}.first") or 0 for name in models]
+        assert min(sampled) >= 4
+        assert sum(sampled) <= 16 + 2
+
+
+def test_super_step_fires_the_global_hooks_twice() -> None:
+    """A subclass whose `step` calls `super().step()` fires the hooks twice; it has stepped once."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: object = None) -> object:
+            return super().step(closure)
+
+    model = Perceptron()
+    optimizer = Twice(model.parameters(), lr=0.05)
+    record = Recorder(model, optimizer)
+    with FiredHooks() as fired, watching(model) as exporter:
+        for _ in range(4):
+            optimizer.zero_grad()
+            record.backward(model(batch()).square().mean())
+            record.step(optimizer)
+            record.check(exporter)
+        assert len(fired.steps) == 8
+        assert value(exporter, "torch_train_steps_total", optimizer="Twice") == 4
+
+
+@pytest.mark.parametrize("unversioned", [False, True])
+def test_duck_typed_optimizer_fires_no_hook(unversioned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A hand-made optimizer fires no hook: the changed parameters tell of its steps, or we name `exporter.step()`, once."""
+
+    class HandMade:
+        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+            self.parameters = parameters
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for parameter in self.parameters:
+                # Writing to `.data` does not count in the parameter's own version.
+                (parameter.data if unversioned else parameter).sub_(0.05 * parameter.grad)
+                parameter.grad = None
+
+    def backward() -> None:
+        model(batch()).square().mean().backward()
+
+    model = Perceptron()
+    optimizer = HandMade(list(model.parameters()))
+    with FiredHooks() as fired, watching(model) as exporter:
+        for _ in range(150):
+            backward()
+            optimizer.step()
+        assert fired.steps == []
+        assert value(exporter, "torch_train_steps_total", optimizer="manual") == (None if unversioned else 149)
+    told = [record.message for record in caplog.records if "exporter.step()" in record.message]
+    assert len(told) == len(caplog.records) == unversioned
+
+    with watching(model) as exporter:
+        for _ in range(5):
+            backward()
+            expected = norm(gradients_of(model).values())
+            optimizer.step()
+            exporter.step()
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5)
+        assert value(exporter, "torch_train_steps_total", optimizer="manual") == 5
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+
+
+class Heads(torch.nn.Module):
+    """Seven parameters, one of which, neither the first nor the middle nor the last, has a far larger gradient.
+
+    That of the first is far smaller than the others.
+    """
+
+    FACTORS = (1e-4, 0.01, 0.01, 0.01, 100.0, 0.01, 0.01)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(head(x).square().mean() * factor for head, factor in zip(self.heads, self.FACTORS, strict=True))
+
+
+def test_probes_agree_while_clip_by_value_cuts_the_big_layer() -> None:
+    """Three fixed probes agree on a coefficient of 1 while the big layer is cut; ours are the largest tensors."""
+    model = Heads()
+    optimizer = sgd(model, lr=1e-6)
+    with watching(model) as exporter:
+        for step in range(12):
+            optimizer.zero_grad()
+            model(batch(inputs=3)).backward()
+            before = gradients_of(model)
+            if step >= 2:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            after = gradients_of(model)
+            optimizer.step()
+            names = list(before)
+            assert [norm([after[n]]) / norm([before[n]]) for n in (names[0], names[3], names[-1])] == [1, 1, 1]
+            whole = norm(after.values()) / norm(before.values())
+            assert (whole < 0.9) == (step >= 2)
+            assert value(exporter, "torch_grad_clipped_steps_total") == max(0, step - 1)
+            shown = value(exporter, "torch_grad_clip_coefficient")
+            # Where the probes disagree for the first time the others were not measured again.
+            assert shown == pytest.approx(whole, rel=1e-5) if step != 2 else shown is None or shown == pytest.approx(whole)
+
+
+def test_cut_beside_the_probes_shows_in_the_full_pass() -> None:
+    """A cut of a small tensor alone moves no probe; the full pass on every eighth sample measures it."""
+    model = Heads()
+    optimizer = sgd(model, lr=1e-6)
+    found = []
+    with watching(model) as exporter:
+        for step in range(24):
+            optimizer.zero_grad()
+            model(batch(inputs=3)).backward()
+            if step >= 3:
+                model.heads[0].weight.grad.zero_()
+            optimizer.step()
+            found.append(value(exporter, "torch_grad_clipped_steps_total"))
+    assert found[2] == 0
+    assert found[3 + 8] >= 1
+
+
+def test_float32_norm_of_tiny_and_huge_rows() -> None:
+    """The float32 norm of 1e-24 is 0 and of 2e19 infinite; the one is no zero row and the other no overflow."""
+    rows = torch.tensor([[1e-24] * 4, [2e19] * 4, [0.0] * 4, [1.0] * 4])
+    assert torch.linalg.vector_norm(rows, dim=1)[:2].tolist() == [0, math.inf]
+    with watching(model := Given(4, 4)) as exporter:
+        give(model, rows)
+        assert value(exporter, "torch_grad_norm", layer="inner") == pytest.approx(norm([rows.double()]), rel=1e-6)
+        assert value(exporter, "torch_grad_zero_units_ratio", layer="inner") == 1 / 4
+        assert value(exporter, ELEMENTS, layer="inner", kind="inf") == 0
+    with watching(model := Given(1, 4)) as exporter:
+        give(model, rows[:1])
+        assert value(exporter, "torch_grad_norm", layer="inner") == pytest.approx(2e-24, rel=1e-6)
+
+
+def test_six_sigma_on_raw_norms_finds_spikes_in_healthy_runs() -> None:
+    """Norms vary by factors, so 6 sigma of raw ones are false alarms; on logarithms, with 3 x the median, real spikes count."""
+    generator = np.random.default_rng(0)
+    norms = np.exp(generator.normal(0.0, 0.9, 300)).astype(np.float32)
+    raw = 0
+    for i in range(20, len(norms)):
+        past = norms[max(0, i - 128) : i]
+        median = np.median(past)
+        raw += norms[i] > median + 6 * 1.4826 * np.median(np.abs(past - median))
+    assert raw >= 5
+    with watching(model := Given(1, 1)) as exporter:
+        for one in norms:
+            give(model, torch.full((1, 1), float(one)))
+        assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 0
+        give(model, torch.full((1, 1), 1e4))
+        assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 1
+    # A run that hardly moves must not alarm at a little more either: the sigma has a floor, and a spike is a multiple.
+    with watching(model := Given(1, 1)) as exporter:
+        for step in range(40):
+            give(model, torch.full((1, 1), 2.5 if step == 39 else 1.0))
+        assert value(exporter, "torch_grad_norm_zscore", layer="inner") == pytest.approx(math.log(2.5) / 0.1, rel=1e-6)
+        assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 0
+
+
+@pytest.mark.parametrize("started", ["before", "after"])
+def test_optimizer_in_backward_leaves_no_gradient(started: str) -> None:
+    """An optimizer that steps and clears within the backward leaves later hooks a `.grad` of None; we read before it does."""
+    model = Perceptron()
+    seen: dict[str, torch.Tensor] = {}
+    found: list[object] = []
+    exporter = watching(model) if started == "before" else None
+    optimizers = {name: torch.optim.SGD([p], lr=0.05) for name, p in model.named_parameters()}
+
+    def step_of(name: str) -> Callable[[torch.Tensor], None]:
+        def step(parameter: torch.Tensor) -> None:
+            seen[name] = wide(parameter.grad)
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+        return step
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(step_of(name))
+        parameter.register_post_accumulate_grad_hook(lambda p: found.append(p.grad))
+    with exporter or watching(model) as exporter:
+        for step in range(6):
+            model(batch()).square().mean().backward()
+            shown = value(exporter, "torch_grad_global_norm")
+            # The first step tells that this is how the training works; it may be missing, not wrong.
+            assert shown == pytest.approx(norm(seen.values()), rel=1e-5) or (step == 0 and shown is None)
+        assert set(found) == {None}
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 6
+        assert errors(exporter) == {}
+
+
+def test_hook_on_a_frozen_parameter_raises() -> None:
+    """Registering a hook on a frozen parameter raises; we skip it, and pick it up when it is unfrozen."""
+    model = Perceptron()
+    model.first.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        model.first.weight.register_hook(lambda g: g)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer)
+    with watching(model) as exporter:
+        for step in range(6):
+            if step == 3:
+                model.first.requires_grad_(True)
+            optimizer.zero_grad()
+            record.backward(model(batch()).square().mean())
+            record.step(optimizer)
+            record.check(exporter)
+            assert (value(exporter, "torch_grad_norm", layer="first") is None) == (step < 3)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
+    """`torch.autograd.grad` fires tensor hooks, as a backward does, and no post-accumulate ones; it is no backward to us."""
+    model = Perceptron()
+    fired: list[str] = []
+    hooks = [
+        model.first.weight.register_hook(lambda _: fired.append("tensor")),
+        model.first.weight.register_post_accumulate_grad_hook(lambda _: fired.append("post-accumulate")),
+    ]
+    torch.autograd.grad(model(batch()).sum(), model.first.weight)
+    assert fired == ["tensor"]
+    for hook in hooks:
+        hook.remove()
+    optimizer = sgd(model)
+    with watching(model, every=every) as exporter:
+        for _ in range(16):
+            inputs = batch().requires_grad_()
+            out = model(inputs)
+            (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+            optimizer.zero_grad()
+            (out.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+        assert value(exporter, "torch_train_backward_passes_total") == 16
+        assert value(exporter, "torch_train_skipped_steps_total") == 0
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 16 / every
+        assert errors(exporter) == {}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_create_graph_gives_gradients_with_a_graph() -> None:
+    """After `backward(create_graph=True)` gradients carry a graph; what we measure is detached and keeps none of it."""
+    model = Perceptron(hidden=6000)  # large enough to be measured where it lies, in no copy
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer, moments=True)
+    with watching(model, moments=True, weights=True) as exporter:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            graph = weakref.ref(loss)
+            record.backward(loss, create_graph=True)
+            assert model.first.weight.grad.grad_fn is not None
+            record.step(optimizer)
+            record.check(exporter)
+        gradient = weakref.ref(model.first.weight.grad)
+        optimizer.zero_grad()
+        del loss
+        assert (graph(), gradient()) == (None, None)
+
+
+def test_tied_weights_counted_twice() -> None:
+    """A weight that two modules share has one gradient; summed once per module it is wrong, so it counts under its first name."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Tanh(), torch.nn.Linear(6, 6, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            once, twice = norm(gradients_of(model).values()), norm(wide(m.weight.grad) for m in (model[0], model[2]))
+            optimizer.step()
+            assert twice == pytest.approx(once * math.sqrt(2))
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(once, rel=1e-5)
+            assert value(exporter, "torch_grad_norm", layer="0") == pytest.approx(once, rel=1e-5)
+            assert value(exporter, "torch_grad_norm", layer="2") is None
+
+
+def test_fp16_norm_overflows_to_inf_with_finite_values() -> None:
+    """The norm of finite fp16 values is infinite in fp16; ours accumulates in float32."""
+    gradient = (torch.randn(64, 64) * 2000).half()
+    assert torch.linalg.vector_norm(gradient).item() == math.inf
+    with watching(model := Given(64, 64, dtype=torch.float16)) as exporter:
+        give(model, gradient)
+        assert value(exporter, "torch_grad_norm", layer="inner") == pytest.approx(norm([wide(gradient)]), rel=1e-6)
+        assert value(exporter, ELEMENTS, layer="inner", kind="inf") == 0
+
+
+def test_sparse_gradients_raise_and_uncoalesced_values_mislead() -> None:
+    """The usual functions raise on sparse gradients, and the norm of uncoalesced values is 3.0 for 3.873; we coalesce."""
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 1, sparse=True))
+    model(torch.tensor([0, 0, 1, 1, 2, 2, 3, 4, 5])).sum().backward()
+    gradient = model[0].weight.grad
+    for function in (torch.linalg.vector_norm, lambda g: torch._foreach_norm([g]), torch.isfinite):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            function(gradient)
+    assert norm([gradient._values().double()]) == 3.0
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with watching(model) as exporter:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.tensor([0, 0, 1, 1, 2, 2, 3, 4, 5])).sum().backward()
+            optimizer.step()
+        assert value(exporter, "torch_grad_norm", layer="0") == pytest.approx(math.sqrt(15), rel=1e-6)
+        assert value(exporter, "torch_grad_zero_ratio", layer="0") == 4 / 10
+        assert errors(exporter) == {}
+
+
+def test_norm_of_dtensors_hides_a_collective(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """`get_total_norm` over DTensors communicates and raises beside plain tensors; we look at the local parts alone."""
+    for found in (rank["of_dtensors"] for rank in ranks):
+        assert found["bare"] > 0
+        assert "mixed torch.Tensor and DTensor" in found["mixed"]
+        assert found["watched"] == [found["alone"]] * 4
+        assert found["exporter"] == pytest.approx(found["right"], rel=1e-5)
+        assert found["errors"] == {}
+
+
+def test_nan_drops_out_of_comparisons() -> None:
+    """NaN is neither zero nor below nor above a limit; it is counted first, and in no ratio or bucket."""
+    rows = torch.tensor([[math.nan, 0.0], [math.nan, math.nan], [0.0, 0.0], [1.0, 2.0]])
+    assert not ((rows == 0) | (rows <= 1) | (rows > 1)).all()
+    with watching(model := Given(4, 2), dead_window=3) as exporter:
+        for _ in range(4):
+            give(model, rows)
+        assert value(exporter, ELEMENTS, layer="inner", kind="nan") == 4 * 3
+        assert value(exporter, "torch_grad_zero_ratio", layer="inner") == 3 / 8
+        assert value(exporter, "torch_grad_zero_units_ratio", layer="inner") == 1 / 4
+        assert value(exporter, "torch_grad_dead_ratio", layer="inner") == 1 / 4
+        assert value(exporter, "torch_grad_norm_distribution_count", layer="inner") == 0
+        assert value(exporter, NONFINITE, outcome="stepped") == 4
+        assert math.isnan(value(exporter, "torch_grad_norm", layer="inner") or 0)
+
+
+def test_post_accumulate_hook_that_holds_the_model_keeps_it_for_ever() -> None:
+    """A hook on a parameter that holds the model is a cycle that no collector sees; ours hold everything weakly."""
+
+    def gone(model: weakref.ref[torch.nn.Module]) -> bool:
+        gc.collect()
+        return model() is None
+
+    bare = Perceptron()
+    handle = bare.first.weight.register_post_accumulate_grad_hook(lambda _, bare=bare: bare)
+    reference = weakref.ref(bare)
+    del bare
+    assert not gone(reference)
+    handle.remove()
+    del handle
+
+    for steps in (train, train_by_parts):
+        model = Perceptron()
+        with watching(model):
+            steps(model, sgd(model), 4)
+            model(batch()).square().mean().backward()
+            reference = weakref.ref(model)
+            del model
+            assert gone(reference)
+
+
+class Locked:
+    """A hook that holds a lock, as any that talks to another thread does."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, *_: object) -> None:
+        return
+
+
+def test_module_hook_with_a_lock_breaks_deepcopy_and_pickle() -> None:
+    """A module hook that holds a lock breaks deepcopy, pickle and `torch.save`, a lambda the latter two; ours breaks none."""
+    ways = (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO()))
+    for hook, broken in ((Locked(), ways), (lambda *_: None, ways[1:])):
+        bare = Perceptron()
+        bare.register_forward_hook(hook)
+        for way in broken:
+            with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+                way(bare)
+    model = Perceptron()
+    with watching(model):
+        for steps in (train, train_by_parts):
+            steps(model, sgd(model), 4)
+            model(batch())
+            for way in ways:
+                way(model)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """What was compiled before does not count, and nothing compiled here stays."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
+    """A hook of after the first compiled call is ignored, and one with a side effect breaks the graph; ours does neither."""
+
+    def breaks() -> int:
+        return sum(counters["graph_break"].values())
+
+    bare, fired = Perceptron(), []
+    compiled = torch.compile(bare, backend="eager")
+    compiled(batch())
+    bare.first.register_forward_hook(lambda *_: fired.append(1))
+    compiled(batch())
+    assert fired == []
+    torch._dynamo.reset()
+    bare = Perceptron()
+    bare.register_forward_hook(lambda *_: time.monotonic())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo says itself that it cannot trace the hook
+        torch.compile(bare, backend="eager")(batch())
+    assert breaks() > 0
+
+    for when in ("before", "after the first call", "on the result"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = Perceptron()
+        exporter = watching(model) if when == "before" else None
+        compiled = torch.compile(model, backend="eager")
+        if when == "after the first call":
+            compiled(batch())
+        exporter = exporter or watching(compiled if when == "on the result" else model)
+        with exporter:
+            train(compiled, sgd(model), 4)
+            assert breaks() == 0
+            expected = norm(gradients_of(model).values())
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5), when
+            assert errors(exporter) == {}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> None:
+    """Under compiled autograd a hook that queues a callback raises in the backward; ours return first, and we read at the step."""
+    enabled = torch._dynamo.compiled_autograd._enable
+    bare = Perceptron()
+    handle = bare.first.weight.register_post_accumulate_grad_hook(
+        lambda _: torch.autograd.Variable._execution_engine.queue_callback(list)
+    )
+    with pytest.raises(AssertionError, match="queue_callback"), enabled(torch.compile(backend="eager")):
+        bare(batch()).square().mean().backward()
+    assert bare.first.weight.grad is None
+    handle.remove()
+    torch._dynamo.reset()
+
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(6):
+            optimizer.zero_grad()
+            with enabled(torch.compile(backend="eager")):
+                model(batch()).square().mean().backward()
+            expected = norm(gradients_of(model).values())
+            optimizer.step()
+        assert mode(exporter) == "optimizer"
+        assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5)
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 6
+        assert errors(exporter) == {}
+
+
+def test_removed_post_accumulate_hook_leaves_a_wrapper() -> None:
+    """A post-accumulate hook leaves a dict on its parameter when it is removed, which costs in each backward; we never set one."""
+    bare = torch.nn.Parameter(torch.ones(1))
+    assert bare._post_accumulate_grad_hooks is None
+    bare.register_post_accumulate_grad_hook(lambda _: None).remove()
+    assert bare._post_accumulate_grad_hooks is not None
+
+    for steps in (train, train_by_parts):
+        model = Perceptron()
+        with watching(model):
+            steps(model, sgd(model), 6)
+        assert [p._post_accumulate_grad_hooks for p in model.parameters()] == [None] * 4
+
+
+class Treacherous(torch.nn.Parameter):
+    """A parameter whose `.grad` raises whoever looks at it, while `armed`."""
+
+    armed = False
+
+    @property  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
+        if type(self).armed:
+            raise OSError("injected")
+        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, given: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, given)  # type: ignore[attr-defined]
+
+
+def test_exception_in_a_hook_kills_the_backward() -> None:
+    """What a hook raises ends the user's backward; ours are guarded, and a backward that others ended leaves nothing stuck."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise OSError("injected")
+
+    model = Perceptron()
+    model.first.weight = Treacherous(model.first.weight.detach())
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer)
+    with watching(model) as exporter:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            if step in (1, 3):
+                hook = model.first.weight.register_hook(fail)
+                with pytest.raises(OSError, match="injected"):
+                    loss.backward()
+                hook.remove()
+                continue
+            record.backward(loss)
+            record.step(optimizer)
+            record.check(exporter)
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        Treacherous.armed = True
+        loss.backward()
+        Treacherous.armed = False
+        optimizer.step()
+        assert sum(errors(exporter).values()) >= 1
+        train(model, optimizer)
+        expected = norm(gradients_of(model).values())
+        assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5)
+
+
+def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is being captured nothing may be copied or asked; such a round is no sample, the next one is."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with watching(model) as exporter:
+        train(model, optimizer, 2)
+        capturing = True
+        train(model, optimizer, 3)
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 2
+        capturing = False
+        train(model, optimizer, 2)
+        assert value(exporter, "torch_grad_captures_total", layer="first") == 4
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 7
+        assert errors(exporter) == {}
+
+
+@dataclass
+class FailedDevice:
+    """Stands for the CUDA event of a context that a device assert has killed, and for a vector on that device."""
+
+    asked: int = 0
+    device = torch.device("xpu")
+
+    def query(self) -> bool:
+        self.asked += 1
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def detach(self) -> FailedDevice:
+        return self
+
+    def numel(self) -> int:
+        return 2
+
+    def double(self) -> torch.Tensor:
+        """What a launched copy leaves in the buffer: what was there."""
+        return torch.from_numpy(np.full(2, SENTINEL).view(np.float64))
+
+
+def test_device_assert_with_the_last_evidence_in_flight() -> None:
+    """After a device assert every CUDA call raises; what had been copied is read without one, and sending more is guarded."""
+    transfer, device, failures = HostTransfer(), FailedDevice(), ErrorLog(("capture",))
+    ticket = transfer.send(device)  # type: ignore[arg-type]
+    assert isinstance(ticket, _UnderWay)
+    assert ticket.buffer is not None
+    ticket.buffer.done = device  # type: ignore[assignment]
+    ticket.buffer.memory[:2] = torch.tensor([math.nan, 3.0], dtype=torch.float64)
+    found = ticket.ready()
+    assert device.asked == 0
+    assert found is not None
+    assert np.array_equal(found, [math.nan, 3.0], equal_nan=True)
+    failures.guard("capture", lambda: transfer.send(device))  # type: ignore[arg-type]
+    assert failures.counts() == {"capture": 1}
+
+
+def test_generator_backward_fills_the_gradients_of_the_discriminator() -> None:
+    """A generator's backward writes into the discriminator's `.grad`; a round shows what its stepping optimizer owns."""
+    generator, discriminator = torch.nn.Sequential(torch.nn.Linear(3, 4)), torch.nn.Sequential(torch.nn.Linear(4, 1))
+    models = {"generator": generator, "discriminator": discriminator}
+    optimizers = {"of_generator": sgd(generator), "of_discriminator": torch.optim.Adam(discriminator.parameters())}
+    own = 0.0
+    exporter = start_exporter(models, None, every=1, optimizers=optimizers)
+    with exporter:
+        for _ in range(4):
+            optimizers["of_discriminator"].zero_grad()
+            (discriminator(torch.randn(5, 4)).mean() - discriminator(generator(torch.randn(5, 3)).detach()).mean()).backward()
+            own = norm(gradients_of(discriminator).values())
+            optimizers["of_discriminator"].step()
+            optimizers["of_generator"].zero_grad()
+            (-discriminator(generator(torch.randn(5, 3))).mean()).backward()
+            filled = norm(gradients_of(discriminator).values())
+            of_generator = norm(gradients_of(generator).values())
+            optimizers["of_generator"].step()
+            assert filled != pytest.approx(own, rel=0.01)
+    assert value(exporter, "torch_grad_global_norm", optimizer="of_discriminator") == pytest.approx(own, rel=1e-5)
+    assert value(exporter, "torch_grad_global_norm", optimizer="of_generator") == pytest.approx(of_generator, rel=1e-5)
+    assert value(exporter, "torch_grad_captures_total", layer="discriminator.0") == 4
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """A forked child, as a DataLoader's worker is one, that lives on within."""
+    ready, done = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forking beside threads
+        child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.close(done[1])
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        yield
+    finally:
+        os.close(done[1])
+        os.waitpid(child, 0)
+        for end in (*ready, done[0]):
+            os.close(end)
+
+
+def can_bind(port: int) -> bool:
+    """Whether somebody may listen on the port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return True
+    return False
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_forked_loader_worker_holds_the_listening_socket() -> None:
+    """A forked worker inherits a listening socket and keeps the port taken; ours is closed in the child at once."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with forked():
+        listener.close()
+        assert not can_bind(port)
+    assert can_bind(port)
+
+    exporter = watching(Perceptron(), 0)
+    port = exporter.port
+    assert port is not None
+    with forked():
+        assert not can_bind(port)
+        exporter.close()
+        assert can_bind(port)
+
+
+# Prometheus
+
+
+def test_observed_nan_poisons_a_histogram_for_ever() -> None:
+    """A client's histogram takes a NaN into its sum for ever, a counter into itself; ours hold what is finite only."""
+    registry = CollectorRegistry()
+    histogram, counter = Histogram("norm", "", registry=registry), Counter("elements", "", registry=registry)
+    for given in (1.0, math.nan, 1.0):
+        histogram.observe(given)
+        counter.inc(given)
+    assert math.isnan(registry.get_sample_value("norm_sum") or 0)
+    assert math.isnan(registry.get_sample_value("elements_total") or 0)
+
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        sums = []
+        for factor in (1.0, math.nan, math.inf, 1.0):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean() * factor
+            loss.backward()
+            exporter.observe(loss=loss)
+            if math.isfinite(factor):
+                sums.append(norm(gradients_of(model).values()))
+                optimizer.step()
+        shown = values(exporter)
+        gauges = {name for name, spec in CATALOGUE.items() if spec.kind is Kind.GAUGE}
+        assert [k for k, v in shown.items() if not math.isfinite(v) and k[0] not in gauges] == []
+        assert shown[key("torch_grad_global_norm_distribution_count")] == 2
+        assert shown[key("torch_grad_global_norm_distribution_sum")] == pytest.approx(sum(sums), rel=1e-5)
+        assert shown[key("torch_train_loss_nonfinite_total")] == 2
+
+
+def test_bucket_bounds_from_numpy_float32() -> None:
+    """A float32 bound prints as 9.999999747378752e-06; ours are Python floats and print as they were written."""
+    registry = CollectorRegistry()
+    Histogram("norm", "", buckets=np.array([1e-5], dtype=np.float32), registry=registry)
+    assert 'le="9.999999747378752e-06"' in generate_latest(registry).decode()
+    bounds = [bound for spec in CATALOGUE.values() for bound in spec.buckets]
+    assert {type(bound) for bound in bounds} == {float}
+    assert max(len(repr(bound)) for bound in bounds) <= len("3.16e-05")
+
+
+def test_last_value_gauge_misses_spikes_between_scrapes() -> None:
+    """A last-value gauge that is scraped every 75 steps shows few of 20 spikes; counter, histogram and recent maximum have all."""
+    spikes = {30 + 13 * i for i in range(20)}
+    shown = 0
+    generator = np.random.default_rng(0)
+    with watching(model := Given(1, 1)) as exporter:
+        for step in range(300):
+            give(model, torch.full((1, 1), 500.0 if step in spikes else float(np.exp(generator.normal(0, 0.1)))))
+            if step % 75 == 74:
+                shown += value(exporter, "torch_grad_norm", layer="inner") == 500
+        assert shown <= 2
+        found = values(exporter)
+        buckets = {dict(k[1])["le"]: v for k, v in found.items() if k[0] == "torch_grad_norm_distribution_bucket"}
+        assert buckets["+Inf"] - buckets["100.0"] == 20
+        assert found[key("torch_grad_norm_spikes_total", layer="inner")] == 20
+        assert found[key("torch_grad_norm_recent_max", layer="inner")] == 500
+
+
+@pytest.mark.server
+def test_run_and_rank_become_exported_run_and_exported_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that a target has too are renamed to exported_*, but not with the `honor_labels: true` of our configurations."""
+    both = real_prometheus.CONFIGURATION
+    job = both[both.index("  - job_name") :].replace("training", "without").replace("honor_labels: true", "honor_labels: false")
+    monkeypatch.setattr(real_prometheus, "CONFIGURATION", both + job.lstrip("\n"))
+
+    def scraped(server: real_prometheus.Prometheus) -> bool:
+        with contextlib.suppress(OSError):
+            return [up for _, up in server.query("up")] == ["1", "1"]
+        return False
+
+    with (
+        watching(Perceptron(), 0, run="r1", rank=0) as exporter,
+        real_prometheus.prometheus(tmp_path, exporter.port or 0) as server,
+    ):
+        assert eventually(lambda: scraped(server), 60)
+        names = {
+            labels["job"]: {n for n in labels if "run" in n or "rank" in n} for labels, _ in server.query("torch_train_world_size")
+        }
+    assert names == {"training": {"run", "rank"}, "without": {"run", "rank", "exported_run", "exported_rank"}}
+
+
+def test_metric_that_ends_in_sum_and_is_no_histogram() -> None:
+    """`promtool` refuses a gauge whose name ends in `_sum`; of ours none ends in what belongs to a histogram."""
+    text = "# HELP torch_grad_sum A gauge.\n# TYPE torch_grad_sum gauge\ntorch_grad_sum 1\n"
+    done = subprocess.run([find("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "_sum" in done.stdout + done.stderr
+    assert [name for name in CATALOGUE if name.endswith(("_sum", "_count", "_bucket"))] == []
+
+
+def test_empty_label_value_is_dropped() -> None:
+    """An empty label is no label, so a root's own parameters would have none; their layer is the parameter's own name."""
+
+    class Root(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    model = Root()
+    ((name, _),) = ((n, m) for n, m in model.named_modules() if "scale" in m._parameters)
+    assert name == ""
+    with watching(model) as exporter:
+        train(model, sgd(model), 2)
+        expected = norm([wide(model.scale.grad)])
+        assert value(exporter, "torch_grad_norm", layer="scale") == pytest.approx(expected, rel=1e-5)
+        assert value(exporter, "torch_grad_norm") is None
+
+
+def test_world_size_and_budget_only_in_a_label_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PromQL computes with values and not with labels; world size and budget are gauges of their own."""
+    for name, given in (("WORLD_SIZE", "8"), ("RANK", "3"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, given)
+    with start_exporter(Perceptron(), None, overhead_budget=0.02) as exporter:
+        assert value(exporter, "torch_train_world_size") == 8
+        assert value(exporter, "torch_grad_exporter_overhead_budget_ratio") == 0.02
+        info = [v for k, v in values(exporter).items() if k[0] == "torch_train_info"]
+        assert info == [1]
+
+
+def test_second_start_registers_twice() -> None:
+    """The same metric twice in a registry raises, as in a notebook cell that is run again; our second start replaces the first."""
+    registry = CollectorRegistry()
+    Gauge("norm", "", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Gauge("norm", "", registry=registry)
+    before = list(prometheus_client.REGISTRY._names_to_collectors)
+    model = Perceptron()
+    with watching(model, registry=registry), watching(model, registry=registry) as second:
+        train(model, sgd(model), 2)
+        shown = registry.get_sample_value("torch_train_steps_total", {"optimizer": "SGD", "run": second.run, "rank": "0"})
+        assert shown == 2
+        assert list(prometheus_client.REGISTRY._names_to_collectors) == before
+
+
+def test_process_global_switches() -> None:
+    """`disable_created_metrics` changes every metric of the process; we leave such switches as the user has them."""
+
+    def created() -> bool:
+        registry = CollectorRegistry()
+        Counter("steps", "", registry=registry)
+        return any(sample.name == "steps_created" for metric in registry.collect() for sample in metric.samples)
+
+    def of_ours(text: str) -> set[str]:
+        return {sample.name for metric in parse(text) for sample in metric.samples if sample.name.endswith("_created")}
+
+    try:
+        for switch in (prometheus_client.disable_created_metrics, prometheus_client.enable_created_metrics):
+            switch()
+            wanted = created()
+            registry = CollectorRegistry()
+            model = Perceptron()
+            with watching(model, registry=registry):
+                train(model, sgd(model), 2)
+                assert created() == wanted
+                assert of_ours(generate_latest(registry).decode()) == set()
+            assert created() == wanted
+    finally:
+        prometheus_client.enable_created_metrics()
