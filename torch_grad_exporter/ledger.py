@@ -246,7 +246,9 @@ class GradientLedger:
         shown = closed.stepped | left_out
         self.use(sample.captured.plan)
         self._publish_layers(sample, closed.owners, shown)
-        for optimizer in sorted(shown):
+        # What nobody owns is in nobody's totals, unless no optimizer is known yet.
+        known = (shown | set(self._optimizers)) - {UNOWNED}
+        for optimizer in sorted(shown & known if known else shown):
             told = replace(closed, outcome=Outcome.SKIPPED) if optimizer in left_out else closed
             clip = None if optimizer in left_out else verdicts.get(optimizer)
             self._publish_optimizer(sample, told, optimizer, clip)
