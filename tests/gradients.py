@@ -237,13 +237,14 @@ def true_sum(values: Sequence[float]) -> tuple[float, float]:
     infinite = {v for v in values if math.isinf(v)}
     if any(map(math.isnan, values)) or len(infinite) == 2:
         return NAN, 0.0
-    if infinite:
-        return infinite.pop(), 0.0
-    power = exponent(values)
-    scaled = [math.ldexp(v, -power) for v in values]
+    finite = [v for v in values if math.isfinite(v)]
+    power = exponent(finite)
+    scaled = [math.ldexp(v, -power) for v in finite]
     magnitude = math.fsum(map(abs, scaled))
     if times_two_to(magnitude, power) > 1e308:
         return 0.0, INF
+    if infinite:
+        return infinite.pop(), 0.0
     return times_two_to(math.fsum(scaled), power), times_two_to(magnitude * len(values) * 2**-52, power)
 
 

@@ -29,9 +29,10 @@ from gradients import (
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from properties import both_formats, no_timeout_in_a_soak, totals
-from record import Recorder
+from record import Recorder, norm
 
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.catalogue import HALF_DECADES
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import batches
@@ -141,8 +142,8 @@ def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: l
     whole = table(measuring.measure(plan, gradients, 1))
     some = [pair for pair in gradients if data.draw(st.booleans())]
     for part in (gradients, some, *([pair] for pair in gradients)):
-        for position, (norm,) in table(measuring.norms(plan, part)).items():
-            assert repr(norm) == repr(whole[position][Column.NORM])
+        for position, (alone,) in table(measuring.norms(plan, part)).items():
+            assert repr(alone) == repr(whole[position][Column.NORM])
     for pair in gradients:
         for position, alone in table(measuring.measure(plan, [pair], 2)).items():
             for column in set(Column) - {Column.DEAD_UNITS, Column.SUM}:
@@ -263,6 +264,13 @@ class Given(torch.nn.Module):
         return total
 
 
+def on_an_edge(record: Recorder) -> bool:
+    """Whether a norm is so close to the bound of a bucket that rounding decides on which side it is."""
+    norms = [one for optimizer in record.optimizers.values() for one in optimizer.norms]
+    norms += [norm(gradient for _, gradient in sample) for layer in record.layers.values() for sample in layer.samples]
+    return any(0 < abs(one / bound - 1) < 1e-5 for one in norms for bound in HALF_DECADES)
+
+
 NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 ROUNDS = st.lists(st.sampled_from(["stepped", "stepped", "skipped"]), max_size=5).map(lambda some: ["stepped", *some, "stepped"])
 """Before the first step a skipped one cannot be told from two passes to a step."""
@@ -289,6 +297,9 @@ def test_a_scrape_says_what_the_gradients_were(
                 record.step(optimizer)
             else:
                 record.skipped()
+        without = ["torch_grad_stddev"]  # of a norm in float32, so good to three digits only
+        if on_an_edge(record):
+            without += ["torch_grad_norm_distribution_bucket", "torch_grad_global_norm_distribution_bucket"]
         # Where all is zero there is nothing to compare with: whether it was clipped stays absent.
-        record.check(exporter, optional=["torch_grad_global_norm_after_clip"], without=["torch_grad_stddev"])
+        record.check(exporter, optional=["torch_grad_global_norm_after_clip"], without=without)
         assert all(map(math.isfinite, totals(both_formats(exporter.collect())).values()))
