@@ -182,10 +182,10 @@ def parameters(draw: st.DrawFn, kinds: Sequence[tuple[torch.dtype, Shape]]) -> D
     if len(shape) == 2 and not usual:
         module, units = torch.nn.Embedding(1, 1), NO_UNITS
     elif len(shape) > 2 and values.size and not usual:
-        module = torch.nn.ConvTranspose1d(1, 1, 1, bias=False)
-        module.groups = draw(st.sampled_from([n for n in (1, 2, 3) if shape[0] % n == 0]))
-        inputs = shape[0] // module.groups
-        blocks = [values[g * inputs : (g + 1) * inputs, o] for g in range(module.groups) for o in range(shape[1])]
+        groups = draw(st.sampled_from([n for n in (1, 2, 3) if shape[0] % n == 0]))
+        module = torch.nn.ConvTranspose1d(shape[0], groups, 1, groups=groups, bias=False)
+        inputs = shape[0] // groups
+        blocks = [values[g * inputs : (g + 1) * inputs, o] for g in range(groups) for o in range(shape[1])]
         units = np.stack([block.reshape(-1) for block in blocks])
     module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     return Drawn(module, gradient, values, units, layout)
