@@ -133,6 +133,8 @@ class GradientCapture:
         self._late: set[int] = set()
         self._misses = 0
         self._sample_cost = 0.0
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called before a backward is looked at."""
 
     # What the training loop does
 
@@ -230,6 +232,11 @@ class GradientCapture:
         self._tell(Outcome.STEPPED)
         if current.captured and current.open and self._all_stepped(current):
             self._close_round(Outcome.STEPPED)
+        self._prepare_next()
+        return first
+
+    def _prepare_next(self) -> None:
+        """After a step: looks at the parameters again if the next round is sampled."""
         if self._index.fully_sharded:
             self._hooks.come_first()
         sampled_next = self._next_is_sampled()
@@ -238,7 +245,6 @@ class GradientCapture:
         if sampled_next:
             self._timed(self._index.refresh)
             self._arm_if_wanted()
-        return first
 
     @property
     def stepping(self) -> frozenset[int]:
@@ -251,6 +257,26 @@ class GradientCapture:
         self._round.abandoned = bool(self._round.backwards)
         self._late.clear()
         self._found_inf.clear()
+
+    def regular_stepper(self) -> int | None:
+        """The only optimizer that ever steps, if all rounds lately were alike and the next ones may be taken for the same.
+
+        To be asked right after a step.
+        """
+        current = self._round
+        settled = self.mode is Mode.OUTPUT and not self._nodes.armed and not self._index.fully_sharded and self._task == -1
+        alone = self._index.models == 1 and len(current.stepped) == 1 and not (self._stepping or self._late or current.strangers)
+        if not (settled and alone) or (current.open and current.captured) or self._reader.knows_scaler or self._fused.waiting:
+            return None
+        same = current.backwards and self._habits.same_rounds(current)
+        return next(iter(current.stepped)) if same and not current.stepped & self._optimizers.copying else None
+
+    def passed_over(self, rounds: int, *, norm_observed: bool) -> None:
+        """So many rounds like the last one were only counted. `norm_observed`: since the last of them the user gave a norm."""
+        self._round.number += rounds
+        self._round.observed = norm_observed
+        if rounds:
+            self._prepare_next()
 
     def set_step(self, number: int) -> None:
         """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
@@ -319,6 +345,7 @@ class GradientCapture:
         Asks to be called at its end, where the two are told apart.
         """
         start = self._clock.clock()
+        self.on_backward()
         self._task = task
         self._reader.within.clear()
         if not self._clock.stepping:

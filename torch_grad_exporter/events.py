@@ -121,6 +121,14 @@ class Stepped:
     own_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them."""
+
+    seconds: tuple[float, ...]
+    own_seconds: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
     """A value that the user, the model's own output or an optimizer gave.
@@ -147,7 +155,7 @@ class Hints:
     full: bool = False
 
 
-Event = Captured | AfterClip | Weights | Closed | Told | Stepped | Observed
+Event = Captured | AfterClip | Weights | Closed | Told | Stepped | Counted | Observed
 
 Mailbox = deque[Event]
 """The queue; bounded, so that a dead worker cannot fill the memory."""

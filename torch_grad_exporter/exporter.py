@@ -216,7 +216,7 @@ class Exporter:
         )
         ledger = GradientLedger(settings.dead_window, hints)
         ledger.use(index.plan)
-        self._host = HostSide(post, ledger, TrainingTotals(), self._errors)
+        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, beside=self._loop.stretches.look)
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
@@ -351,7 +351,7 @@ class Exporter:
             self._ending = _Ending("finished")
         for action in (
             self._hooks.close,
-            self._loop.release,
+            self._loop.close,
             self._capture.close,
             self._host.close,
             self._registry.close,

@@ -36,6 +36,11 @@ class FusedSteps:
     transfer: HostTransfer = field(default_factory=lambda: HostTransfer(ring=UNDECIDED))
     _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=UNDECIDED))
 
+    @property
+    def waiting(self) -> bool:
+        """Whether answers of a round may still come."""
+        return bool(self._rounds)
+
     def stepped(self, round_number: int, optimizer: int, found_inf: torch.Tensor | None) -> None:
         """Counts the step of an optimizer; `found_inf`: a scaler's answer, not zero if nothing was done."""
         ticket = None if found_inf is None else self.transfer.send(found_inf.detach().reshape(1))

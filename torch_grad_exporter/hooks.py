@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -38,11 +41,12 @@ class GuardedHook:
     loaded again, so both turn the hook into a callable of the standard library that does nothing.
     """
 
-    __slots__ = ("_action", "_errors", "_in_a_row", "_source")
+    __slots__ = ("_action", "_errors", "_in_a_row", "_resting", "_source")
 
     def __init__(self, source: str, action: Callable[..., None], errors: ErrorLog) -> None:
         self._source = source
         self._action: Callable[..., None] | None = action
+        self._resting: Callable[..., None] | None = None
         self._errors = errors
         self._in_a_row = 0
 
@@ -71,9 +75,19 @@ class GuardedHook:
             self._errors.gave_up(self._source)
             self._action = None
 
+    def rest(self) -> None:
+        """Does nothing until `wake`; idempotent."""
+        if self._action is not None:
+            self._resting, self._action = self._action, None
+
+    def wake(self) -> None:
+        """Ends `rest`; idempotent."""
+        if self._resting is not None:
+            self._action, self._resting = self._resting, None
+
     def disconnect(self) -> None:
         """Makes the hook do nothing and drop what it held; idempotent."""
-        self._action = None
+        self._action = self._resting = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -100,7 +114,88 @@ def _never_compile(function: Callable[..., None]) -> None:
         _compiler.skip_code(code)
 
 
+class CountingHook:
+    """Stands in the place of the hook after a step while steps are only counted, and must cost next to nothing.
+
+    `moments`: when each step of `optimizer` was over, in seconds of `clock`. `otherwise` is called with the arguments
+    at the last of `rounds` moments, and when another optimizer has stepped.
+    """
+
+    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "moments")
+
+    def __init__(
+        self,
+        optimizer: weakref.ref[torch.optim.Optimizer],
+        rounds: int,
+        clock: Callable[[], float],
+        otherwise: Callable[..., None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._rounds = rounds
+        self._clock = clock
+        self._otherwise = otherwise
+        self.moments: list[float] = []
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps are counted, if it is alive."""
+        return self._optimizer()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Notes the moment."""
+        if torch.compiler.is_compiling():
+            return
+        moments = self.moments
+        if optimizer is self._optimizer():
+            moments.append(self._clock())
+            if len(moments) < self._rounds:
+                return
+        self._otherwise(optimizer, args, kwargs)
+
+
 _never_compile(GuardedHook.__call__)
+_never_compile(CountingHook.__call__)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleHooks:
+    """The hooks around one module's forward, and under which numbers the module has them."""
+
+    module: weakref.ref[torch.nn.Module]
+    before: GuardedHook
+    before_number: int
+    after: GuardedHook
+    after_number: int
+
+    def present(self) -> bool:
+        """Whether the module has both."""
+        module = self.module()
+        return (
+            module is not None
+            and module._forward_pre_hooks.get(self.before_number) is self.before
+            and module._forward_hooks.get(self.after_number) is self.after
+        )
+
+    def take_out(self) -> None:
+        """Lets the module's forward run as if there were none; nothing else is forgotten."""
+        module = self.module()
+        if module is not None:
+            module._forward_pre_hooks.pop(self.before_number, None)
+            module._forward_hooks.pop(self.after_number, None)
+
+    def put_back(self) -> None:
+        """Ends `take_out`. PyTorch reads both dictionaries in one go at each forward, so any thread may do this."""
+        module = self.module()
+        if module is not None:
+            module._forward_pre_hooks[self.before_number] = self.before
+            module._forward_hooks[self.after_number] = self.after
+            self.come_first()
+
+    def come_first(self) -> None:
+        """Puts the hook before the forward in front of all others."""
+        module = self.module()
+        if module is not None and self.before_number in module._forward_pre_hooks:
+            module._forward_pre_hooks.move_to_end(self.before_number, last=False)  # type: ignore[attr-defined]
 
 
 class Hooks:
@@ -110,8 +205,12 @@ class Hooks:
         self._errors = errors
         self._handles: list[Handle] = []
         self._hooks: list[GuardedHook] = []
+        self._on_modules: list[_ModuleHooks] = []
         self._before_step: GuardedHook | None = None
-        self._before_forward: list[tuple[weakref.ref[torch.nn.Module], int]] = []
+        self._after_step: GuardedHook | None = None
+        self._after_step_number = -1
+        self._resting = self._closed = False
+        self._lock = threading.Lock()
 
     def guarded(self, source: str, action: Callable[..., None]) -> GuardedHook:
         """A hook around `action` that `close()` disconnects."""
@@ -121,24 +220,57 @@ class Hooks:
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
-        hook = self.guarded("forward_hook", before)
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-        self._handles.append(handle)
-        self._before_forward.append((weakref.ref(module), handle.id))
-        self._handles.append(module.register_forward_hook(self.guarded("forward_hook", after), with_kwargs=True))
+        first, last = self.guarded("forward_hook", before), self.guarded("forward_hook", after)
+        handle = module.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
+        other = module.register_forward_hook(last, with_kwargs=True)
+        self._handles += [handle, other]
+        self._on_modules.append(_ModuleHooks(weakref.ref(module), first, handle.id, last, other.id))
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
-        self._before_step = self.guarded("optimizer_hook", before)
+        self._before_step, self._after_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_post_hook(self.guarded("optimizer_hook", after)))
+        handle = register_optimizer_step_post_hook(self._after_step)
+        self._after_step_number = handle.id
+        self._handles.append(handle)
 
     def come_first(self) -> None:
         """Puts what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
-        for reference, number in self._before_forward:
-            module = reference()
-            if module is not None and number in module._forward_pre_hooks:
-                module._forward_pre_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+        for one in self._on_modules:
+            one.come_first()
+
+    def rest(self, counting: CountingHook) -> bool:
+        """Leaves only `counting` after each step, until `wake`; whether that could be done."""
+        with self._lock:
+            if self._closed or self._before_step is None or not all(one.present() for one in self._on_modules):
+                return False
+            for one in self._on_modules:
+                one.take_out()
+            self._before_step.rest()
+            # Another value under a number that is there: somebody may be going through the dictionary.
+            _global_optimizer_post_hooks[self._after_step_number] = counting
+            self._resting = True
+            return True
+
+    def wake(self) -> None:
+        """Ends `rest`; idempotent."""
+        with self._lock:
+            if self._resting and not self._closed and self._before_step is not None and self._after_step is not None:
+                self._resting = False
+                self._before_step.wake()
+                _global_optimizer_post_hooks[self._after_step_number] = self._after_step
+                self._put_back()
+
+    def wake_modules(self) -> None:
+        """Puts the hooks around forwards back, while steps are still only counted; idempotent, from any thread."""
+        with self._lock:
+            if self._resting and not self._closed:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        for one in self._on_modules:
+            if not one.present():
+                one.put_back()
 
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks of somebody else run between the one that `on_optimizers` set and the step."""
@@ -154,9 +286,11 @@ class Hooks:
     def close(self) -> None:
         """Removes every hook; idempotent, from any thread."""
         self.disconnect()
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        with self._lock:
+            self._closed = True
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                handle.remove()
 
 
 def graph_task() -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch_grad_exporter import samples
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Mailbox, Observed, Stepped, Told, Weights
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Counted, Mailbox, Observed, Stepped, Told, Weights
 from torch_grad_exporter.ledger import GradientLedger, GradientSnapshot
 from torch_grad_exporter.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.transfer import Ticket
@@ -42,7 +42,10 @@ class Snapshot:
 
 
 class HostSide:
-    """Drains the mailbox into the ledger and the totals; `close()` ends the thread after a last drain."""
+    """Drains the mailbox into the ledger and the totals; `close()` ends the thread after a last drain.
+
+    `beside`: something else to be done a few times a second.
+    """
 
     def __init__(
         self,
@@ -50,13 +53,16 @@ class HostSide:
         ledger: GradientLedger,
         totals: TrainingTotals,
         errors: ErrorLog,
+        *,
         now: Callable[[], float] = time.time,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._ledger = ledger
         self._totals = totals
         self._errors = errors
         self._now = now
+        self._beside = beside
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
         self._lock = threading.Lock()
@@ -94,13 +100,17 @@ class HostSide:
     def _work(self) -> None:
         while not self._stop.wait(POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS):
             self.drain()
+            if self._beside is not None:
+                self._guarded(self._beside)
 
     def _drain(self) -> None:
         now = self._now()
         while self._mailbox:
             event = self._mailbox.popleft()
             if isinstance(event, Stepped):
-                self._guarded(functools.partial(self._totals.stepped, event))
+                self._guarded(functools.partial(self._totals.stepped, event.seconds, event.own_seconds))
+            elif isinstance(event, Counted):
+                self._guarded(functools.partial(self._totals.counted, event))
             elif isinstance(event, Observed) and event.name != "grad_norm":
                 self._observed.append((now, event))
             else:

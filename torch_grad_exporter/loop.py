@@ -25,6 +25,7 @@ from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader, Scaler
 from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.stretches import Stretches
 from torch_grad_exporter.transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.weights import WeightProbe
 
@@ -76,6 +77,16 @@ class TrainingLoop:
         self._forwards = False
         """Whether there was a training forward, outside of a backward, since the last step."""
         self._settings_read = self._loss_read = float("-inf")
+        self.stretches = Stretches(
+            clock=clock,
+            capture=capture,
+            schedule=schedule,
+            optimizers=optimizers,
+            mailbox=mailbox,
+            hooks=hooks,
+            other=self._late_step,
+        )
+        capture.on_backward = self.stretches.settle
 
     @property
     def devices(self) -> frozenset[str]:
@@ -86,6 +97,7 @@ class TrainingLoop:
 
     def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
+        self.stretches.settle()
         clock = self._clock
         start = clock.clock()
         clock.active()
@@ -168,6 +180,11 @@ class TrainingLoop:
             self._step_ended(number)
             self.release()
 
+    def close(self) -> None:
+        """Ends a stretch and takes back the hook of a single step; idempotent."""
+        self.stretches.settle()
+        self.release()
+
     def release(self) -> None:
         """Takes back the hook of a single step; idempotent."""
         hook, self._late_hook = self._late_hook, None
@@ -204,6 +221,13 @@ class TrainingLoop:
         seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
             self._schedule.stepped(seconds - own, None if sampled else own)
+        if first:
+            self.stretches.round_over()
+
+    def _late_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped of which nobody thought that it would, so that its step's beginning was not seen."""
+        self.step_began(optimizer, (), {})
+        self.step_ended(optimizer, (), {})
 
     def _weigh(self, action: Callable[[], None]) -> None:
         """A part of the weight probe, behind a guard of its own; its time belongs to the sample."""
@@ -237,13 +261,16 @@ class TrainingLoop:
         start = self._clock.clock()
         ticket = self._sent(value)
         if ticket is not None:
-            self._mailbox.append(Observed(name, ticket))
             if name == "grad_norm":
+                self.stretches.norm_observed()
+            self._mailbox.append(Observed(name, ticket))
+            if name == "grad_norm" and not self.stretches.counting:
                 self._capture.norm_observed()
         self._clock.own_seconds += self._clock.clock() - start
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
+        self.stretches.settle()
         if not (self._hooked and self._capture.current.stepped):
             optimizer = self._optimizers.manual()
             self._clock.step_began()

@@ -6,6 +6,7 @@ scrape reads them as they are; what needs a histogram goes through the mailbox.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,37 @@ from torch_grad_exporter.events import Mailbox, Stepped
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
 OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was counted up to one moment. `steps`: by optimizer."""
+
+    steps: dict[int, int]
+    backward_passes: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Rounds that are only counted: `moments` of the steps of `optimizer` since `before`, each round taken for `each`.
+
+    One object that is set and taken away as a whole, so that nobody on another thread sees a round twice or not at all.
+    """
+
+    before: Counts
+    each: Counts
+    optimizer: int
+    moments: list[float]
+
+    def counts(self) -> Counts:
+        """All up to now."""
+        rounds, before = len(self.moments), self.before
+        return Counts(
+            {**before.steps, self.optimizer: before.steps[self.optimizer] + rounds},
+            before.backward_passes + rounds * self.each.backward_passes,
+            before.samples + rounds * self.each.samples,
+        )
 
 
 @dataclass(slots=True)
@@ -29,13 +61,14 @@ class StepClock:
     samples: int = 0
     samples_known: bool = True
     evaluating: bool = False
-    last_step: float | None = None
-    last_activity: float | None = None
     started: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phases_seen: set[str] = field(default_factory=set)
     own_seconds: float = 0.0
     """What the exporter took on this thread since the last round."""
+    _last_step: float | None = None
+    _last_activity: float | None = None
+    _pause: _Pause | None = None
     _owed: dict[int, int] = field(default_factory=dict)
     _phase: str = OUTSIDE
     _phase_since: float = 0.0
@@ -60,6 +93,8 @@ class StepClock:
         self._enter(OUTSIDE)
 
     def _enter(self, phase: str) -> None:
+        if self._pause is not None:
+            return
         moment = self.clock()
         self.phase_seconds[self._phase] += moment - self._phase_since
         self._phase, self._phase_since = phase, moment
@@ -67,7 +102,30 @@ class StepClock:
 
     def active(self) -> None:
         """Notes that the loop is alive."""
-        self.last_activity = self.now()
+        self._last_activity = self.now()
+
+    def counts(self) -> Counts:
+        """What was counted so far, also of rounds that are only counted. From any thread."""
+        pause = self._pause
+        return Counts(self.steps, self.backward_passes, self.samples) if pause is None else pause.counts()
+
+    @property
+    def last_step(self) -> float | None:
+        """When the last step was over, as Unix time; `None` before the first."""
+        pause = self._pause
+        return self._last_step if pause is None or not pause.moments else self.now() - (self.clock() - pause.moments[-1])
+
+    @property
+    def last_activity(self) -> float | None:
+        """When the loop last showed that it is alive, as Unix time; `None` before it ever did."""
+        times = [moment for moment in (self.last_step, self._last_activity) if moment is not None]
+        return max(times, default=None)
+
+    @property
+    def last_moment(self) -> float:
+        """When the last step was over, in seconds of `clock`; 0 before the first."""
+        pause = self._pause
+        return self._round_at or 0.0 if pause is None or not pause.moments else pause.moments[-1]
 
     def step_began(self) -> None:
         """An optimizer's step begins."""
@@ -85,10 +143,32 @@ class StepClock:
         """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
         self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
 
+    def pause(self, moments: list[float], optimizer: int, *, backward_passes: int, samples: int) -> None:
+        """From now on, right after a round, steps of `optimizer` are only counted, in `moments`, and phases are not timed.
+
+        `backward_passes`, `samples`: what each of these rounds is taken for.
+        """
+        before = Counts(self.steps, self.backward_passes, self.samples)
+        self._pause = _Pause(before, Counts({}, backward_passes, samples), optimizer, moments)
+
+    def resume(self) -> list[float]:
+        """Ends `pause`; returns the seconds from step to step of the rounds that were only counted."""
+        pause = self._pause
+        moments = [] if pause is None else pause.moments
+        counts = self.counts()
+        self._last_step, self._last_activity = self.last_step, self.last_activity
+        self.steps, self.backward_passes, self.samples = counts.steps, counts.backward_passes, counts.samples
+        self._pause = None
+        self._phase, self._phase_since = OUTSIDE, self.clock()
+        if not moments or self._round_at is None:
+            return []
+        times, self._round_at = [self._round_at, *moments], moments[-1]
+        return [after - before for before, after in itertools.pairwise(times)]
+
     def step_ended(self, *, first_of_round: bool) -> float | None:
         """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only."""
         self._enter(OUTSIDE)
-        self.last_step = self.last_activity = self.now()
+        self._last_step = self._last_activity = self.now()
         self.evaluating = False
         if not first_of_round:
             return None

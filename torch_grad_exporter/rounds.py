@@ -158,6 +158,13 @@ class Habits:
         rounds = self._steppers.get(frozenset(models), ())
         return frozenset().union(*rounds) if len(rounds) == MEMORY else None
 
+    def same_rounds(self, current: Round) -> bool:
+        """Whether the current round is like all of the last `MEMORY` rounds with a step, none of which clears in between."""
+        rounds = self._steppers.get(frozenset(current.models), ())
+        alike = len(self._steppers) == 1 and len(rounds) == MEMORY and all(one == current.stepped for one in rounds)
+        regular = all(backwards == current.backwards for backwards in itertools.islice(reversed(self._backwards), MEMORY))
+        return alike and regular and self._plain and not self._held and not any(self._cleared)
+
     def learn(self, over: Round) -> int:
         """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
         self._held_here = 0

@@ -7,11 +7,16 @@ One round of every `interval` is sampled, and which one of them changes in a fix
 always the same place would alias with a loop that has a period of its own, and of two alternating optimizers
 one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
 are among those of every shorter one, so ranks that count alike sample alike.
+
+Rounds that are not sampled cost something, too: hooks at the forward, the backward and the step. Where steps are so short
+that this would take up the budget, most of those rounds are only counted, see `stretches.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -30,6 +35,16 @@ RELAX_BELOW = 0.4
 
 LEFT_AT_LEAST = 0.25
 """Share of the budget that samples may take even where the other rounds use it up, so that there is something to see."""
+
+TIMED_SHARE = 0.2
+"""Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
+
+COUNTED_SECONDS = 4e-6
+"""What a round costs that is only counted, as `make bench` measures it; a clock around the one hook would cost as much."""
+
+STRETCH_ROUNDS = 255
+STRETCH_SECONDS = 0.5
+"""Rounds that are only counted in a row, at most."""
 
 _REMEMBERED = 32
 
@@ -51,22 +66,43 @@ class SamplingSchedule:
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _rounds_to_a_timed: int = 1
+    _until_judged: int = PATIENCE
+    _due: tuple[int, int, int] = (0, 0, -1)
+    """The interval, and the first and the last of some rounds of which only the last is sampled."""
 
     def __post_init__(self) -> None:
         self.interval = self.every or 1
 
     def due(self, number: int) -> bool:
         """Whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
+        return self.next_due(number) == number
+
+    def next_due(self, number: int) -> int:
+        """The first round from this number on that is sampled."""
+        interval, first, last = self._due
+        if interval != self.interval or not first <= number <= last:
+            block = number // self.interval
+            last = self._sampled_of(block)
+            if last < number:
+                last = self._sampled_of(block + 1)
+            self._due = self.interval, number, last
+        return last
+
+    def _sampled_of(self, block: int) -> int:
+        """The one round that is sampled of those from `block * interval` on."""
         interval = self.interval
         if interval & (interval - 1):
-            block, place = divmod(number, interval)
-            return place == _scattered(block) % interval
-        for level in range(interval.bit_length() - 1):
+            return block * interval + _scattered(block) % interval
+        for level in reversed(range(interval.bit_length() - 1)):
             # Of each two that the interval half as long samples, this one takes one or the other.
-            number, place = divmod(number, 2)
-            if place != _scattered(number, level) & 1:
-                return False
-        return True
+            block = 2 * block + (_scattered(block, level) & 1)
+        return block
+
+    def only_counted(self, number: int) -> int:
+        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled."""
+        rounds = self._rounds_to_a_timed - 1
+        return 0 if rounds < 1 else max(0, min(rounds, self.next_due(number) - number))
 
     @property
     def capped(self) -> bool:
@@ -78,6 +114,22 @@ class SamplingSchedule:
         self._steps.append(seconds)
         if floor is not None:
             self._floors.append(floor)
+            self._until_judged -= 1
+            if self._until_judged <= 0:
+                self._until_judged = PATIENCE
+                self._rounds_to_a_timed = self._judge_floors()
+
+    def counted(self, seconds: Sequence[float]) -> None:
+        """Learns how long rounds took that were only counted."""
+        self._steps.extend(seconds[-_REMEMBERED:])
+
+    def _judge_floors(self) -> int:
+        """Of how many rounds that are not sampled one is timed, so that the hooks keep to their share of the budget."""
+        if len(self._floors) < PATIENCE:
+            return 1
+        step = max(median(self._steps), 1e-9)
+        rounds = math.ceil(median(self._floors) / step / (TIMED_SHARE * self.budget))
+        return max(1, min(rounds, STRETCH_ROUNDS + 1, int(STRETCH_SECONDS / step)))
 
     def sampled(self, cost: float) -> None:
         """Learns what a sample cost in seconds and adapts the interval."""
@@ -105,7 +157,9 @@ class SamplingSchedule:
         """What samples may take of the budget once the rounds that are not sampled have taken theirs."""
         if not self._floors or not self._steps:
             return self.budget
-        return max(self.budget - median(self._floors) / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
+        counted = COUNTED_SECONDS if self._rounds_to_a_timed > 1 else 0.0
+        floor = median(self._floors) / self._rounds_to_a_timed + counted
+        return max(self.budget - floor / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:
         self.interval, self._since_change = interval, 0

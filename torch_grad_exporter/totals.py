@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_grad_exporter.baseline import Baselines
 from torch_grad_exporter.catalogue import STEP_SECONDS
-from torch_grad_exporter.events import Observed, Stepped
+from torch_grad_exporter.events import Counted, Observed
 from torch_grad_exporter.families import FloatArray
 
 RATIO_STEPS = 1000
@@ -53,15 +53,24 @@ class TrainingTotals:
     _loss_baseline: Baselines = field(default_factory=lambda: Baselines(log=False))
     _learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def stepped(self, event: Stepped) -> None:
-        """Counts a round's step."""
-        self._own_seconds += event.own_seconds
-        if event.seconds is None:
+    def stepped(self, seconds: float | None, own_seconds: float) -> None:
+        """Counts a round's first step: `seconds` since that of the round before, and what the exporter took of them."""
+        self._own_seconds += own_seconds
+        if seconds is None:
             return
-        self._recent.append((event.own_seconds, event.seconds))
-        self._durations.append(event.seconds)
-        self._buckets[bisect.bisect_left(STEP_SECONDS, event.seconds)] += 1
-        self._duration_sum += event.seconds
+        self._recent.append((own_seconds, seconds))
+        self._durations.append(seconds)
+        self._buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
+        self._duration_sum += seconds
+
+    def counted(self, event: Counted) -> None:
+        """Counts rounds of which only the steps were seen."""
+        share = event.own_seconds / len(event.seconds)
+        self._own_seconds += event.own_seconds
+        self._recent.extend((share, seconds) for seconds in event.seconds)
+        self._durations.extend(event.seconds)
+        self._buckets += np.bincount(np.searchsorted(STEP_SECONDS, event.seconds), minlength=len(self._buckets))
+        self._duration_sum += sum(event.seconds)
 
     def observed(self, event: Observed, value: float) -> None:
         """Takes an observed value; `samples` and `tokens` add up, the others replace the value before."""

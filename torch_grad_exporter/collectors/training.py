@@ -51,12 +51,13 @@ class TrainingCollector:
         yield Family(c.TRAIN_INFO, np.ones(1), self._rows[c.TRAIN_INFO].get((tuple(info[n] for n in c.TRAIN_INFO.labels),)))
         yield self._state()
         yield scalar(c.TRAIN_WORLD_SIZE, self._world_size)
-        yield self._steps()
-        yield scalar(c.TRAIN_BACKWARD_PASSES, clock.backward_passes)
+        counts = clock.counts()
+        yield self._steps(counts.steps)
+        yield scalar(c.TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(c.TRAIN_SKIPPED_STEPS, clock.skipped)
         yield Family(c.TRAIN_STEP_DURATION, totals.duration_buckets[None, :], sums=np.array([totals.duration_sum]))
         yield from self._phase_seconds()
-        counted = clock.samples if clock.samples_known and clock.samples else None
+        counted = counts.samples if clock.samples_known and counts.samples else None
         yield scalar(c.TRAIN_SAMPLES, totals.sums.get("samples", counted))
         yield scalar(c.TRAIN_TOKENS, totals.sums.get("tokens"))
         yield scalar(c.TRAIN_LOSS, totals.last.get("loss"))
@@ -77,8 +78,7 @@ class TrainingCollector:
         rows = self._states.get(tuple((state,) for state in STATES))
         return Family(c.TRAIN_STATE, np.array([float(state == current) for state in STATES]), rows)
 
-    def _steps(self) -> Family:
-        steps = dict(self._clock.steps)
+    def _steps(self, steps: Mapping[int, int]) -> Family:
         rows = self._rows[c.TRAIN_STEPS].get(tuple((self._names[number],) for number in steps))
         return Family(c.TRAIN_STEPS, np.array(list(steps.values()), dtype=np.float64), rows)
 
