@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from torch_grad_exporter.hooks import (
     backwards_are_compiled,
     graph_is_kept,
     graph_task,
+    on_gradient,
     within_transform,
 )
 from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
@@ -121,7 +123,7 @@ class GradientCapture:
         self._habits = Habits()
         self._task = -1
         self._certain = True
-        self._unannounced = False
+        self._unannounced = self._skipped_unseen = False
         self._before: list[Mark] | None = None
         self._fused = FusedSteps(clock)
         self._found_inf: dict[int, torch.Tensor] = {}
@@ -157,7 +159,7 @@ class GradientCapture:
         self._task = -1  # no backward is running: one that began and did not end has raised
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            on_gradient(tensor, hook)
         if self._check_is_next and not self._nodes.armed and self._next_is_sampled():
             self._arm_if_wanted()
 
@@ -271,12 +273,23 @@ class GradientCapture:
         same = current.backwards and self._habits.same_rounds(current)
         return next(iter(current.stepped)) if same and not current.stepped & self._optimizers.copying else None
 
-    def passed_over(self, rounds: int, *, norm_observed: bool) -> None:
-        """So many rounds like the last one were only counted. `norm_observed`: since the last of them the user gave a norm."""
-        self._round.number += rounds
-        self._round.observed = norm_observed
+    def witness(self) -> TrackedParameter | None:
+        """A parameter that gets a gradient in each backward, as far as the last sample tells."""
+        probes = itertools.chain.from_iterable(self._habits.probes.values())
+        return next((probe for probe in probes if probe.gradient() is not None), None)
+
+    def passed_over(self, rounds: int, *, skipped: int, backwards: int) -> None:
+        """So many rounds like the last one were only counted, so many steps skipped. `backwards`: of a round that is not over."""
+        last = self._round
+        last.number += rounds + skipped
+        self._clock.skipped += skipped
+        self._skipped_unseen |= skipped > 0
         if rounds:
             self._prepare_next()
+        if backwards:
+            self._start_round()
+            self._round.backwards, self._round.models = backwards, set(last.models)
+            self._habits.remember(self._round.models)
 
     def set_step(self, number: int) -> None:
         """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
@@ -469,7 +482,8 @@ class GradientCapture:
             self._lost(last)
         self._reader.within.clear()
         number = last.number + 1
-        skipped |= self._fused.settle(number)
+        skipped |= self._fused.settle(number) or self._skipped_unseen
+        self._skipped_unseen = False
         if last.stepped:
             self._optimizers.settled = True
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.

@@ -271,11 +271,16 @@ class Exporter:
         for number, module in enumerate(models.values()):
             self._hooks.on_module(module, self._loop.forward_began, functools.partial(self._loop.forward_ended, number))
             # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
-            self._finalizers.append(weakref.finalize(module, self._capture.release))
+            self._finalizers.append(weakref.finalize(module, self._release))
             self._finalizers[-1].atexit = False
         self._hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
         if self.url is not None:
             logger.info("serving metrics at %s", self.url)
+
+    def _release(self) -> None:
+        """Lets go of everything that keeps a parameter alive."""
+        self._capture.release()
+        self._loop.stretches.release()
 
     # The user's door
 

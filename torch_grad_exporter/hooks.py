@@ -12,6 +12,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,7 +67,8 @@ class GuardedHook:
         else:
             self._in_a_row = 0
         finally:
-            _set_compiler(compiler)
+            if compiler is not None:
+                _set_compiler(compiler)
 
     def _failed(self, error: Exception) -> None:
         self._errors.count(self._source, error)
@@ -117,16 +119,19 @@ def _never_compile(function: Callable[..., None]) -> None:
 class CountingHook:
     """Stands in the place of the hook after a step while steps are only counted, and must cost next to nothing.
 
-    `moments`: when each step of `optimizer` was over, in seconds of `clock`. `otherwise` is called with the arguments
-    at the last of `rounds` moments, and when another optimizer has stepped.
+    `moments`: when each step of `optimizer` was over, in seconds of `clock`. `backwards`: something for each backward
+    since; `to_a_step`: how many are expected to each step. `otherwise` is called with the arguments at the last of
+    `rounds` steps, where there were more or fewer backwards, and where another optimizer has stepped.
     """
 
-    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "moments")
+    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "backwards", "moments", "to_a_step")
 
     def __init__(
         self,
         optimizer: weakref.ref[torch.optim.Optimizer],
+        *,
         rounds: int,
+        to_a_step: int,
         clock: Callable[[], float],
         otherwise: Callable[..., None],
     ) -> None:
@@ -134,12 +139,19 @@ class CountingHook:
         self._rounds = rounds
         self._clock = clock
         self._otherwise = otherwise
+        self.to_a_step = to_a_step
         self.moments: list[float] = []
+        self.backwards: list[object] = []
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps are counted, if it is alive."""
         return self._optimizer()
+
+    @property
+    def surplus(self) -> int:
+        """How many more backwards there were than the steps account for."""
+        return len(self.backwards) - self.to_a_step * len(self.moments)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Notes the moment."""
@@ -148,7 +160,8 @@ class CountingHook:
         moments = self.moments
         if optimizer is self._optimizer():
             moments.append(self._clock())
-            if len(moments) < self._rounds:
+            steps = len(moments)
+            if steps < self._rounds and len(self.backwards) == steps * self.to_a_step:
                 return
         self._otherwise(optimizer, args, kwargs)
 
@@ -291,6 +304,26 @@ class Hooks:
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.remove()
+
+
+def on_gradient(tensor: torch.Tensor, hook: GuardedHook) -> None:
+    """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
+
+    That makes a handle which nobody needs here: the hook goes with the graph. Private API of torch, as `register_hook` uses it.
+    """
+    attach = getattr(tensor.grad_fn, "_register_hook_dict", None)
+    if attach is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    # No number: handles of hooks that others add later have those.
+    tensor._backward_hooks = OrderedDict(torch_grad_exporter=hook)
+    attach(tensor)
+
+
+def count_backwards(parameter: torch.nn.Parameter, into: list[object]) -> Handle:
+    """Appends something to `into` each time that the parameter has received a gradient; no frame of Python's runs for it."""
+    handle: Handle = parameter.register_post_accumulate_grad_hook(into.append)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def graph_task() -> int:

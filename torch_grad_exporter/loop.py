@@ -262,10 +262,10 @@ class TrainingLoop:
         ticket = self._sent(value)
         if ticket is not None:
             if name == "grad_norm":
-                self.stretches.norm_observed()
+                self.stretches.norm_comes()
             self._mailbox.append(Observed(name, ticket))
-            if name == "grad_norm" and not self.stretches.counting:
-                self._capture.norm_observed()
+            if name == "grad_norm":
+                (self.stretches if self.stretches.counting else self._capture).norm_observed()
         self._clock.own_seconds += self._clock.clock() - start
 
     def manual_step(self, number: int | None) -> None:

@@ -19,17 +19,20 @@ def differentiable(output: object) -> Iterator[torch.Tensor]:
 
     Yields `OUTPUTS` at most and looks at `VISITED` items at most, so that an output may hold anything.
     """
+    if isinstance(output, torch.Tensor):
+        if _in_a_graph(output):
+            yield output
+        return
     found = 0
     # An output may be an object of the user's own; its attributes are looked at, but not those of what is in it.
-    known = isinstance(output, torch.Tensor | dict | list | tuple) or dataclasses.is_dataclass(output)
+    known = isinstance(output, dict | list | tuple) or dataclasses.is_dataclass(output)
     level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
     for _ in range(VISITED):
         if not level or found == OUTPUTS:
             return
         item = level.popleft()
         if isinstance(item, torch.Tensor):
-            # A leaf would keep the hook for ever: it belongs to no graph.
-            if item.requires_grad and item.grad_fn is not None:
+            if _in_a_graph(item):
                 found += 1
                 yield item
         elif isinstance(item, dict):
@@ -38,3 +41,8 @@ def differentiable(output: object) -> Iterator[torch.Tensor]:
             level.extend(itertools.islice(item, VISITED))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+
+
+def _in_a_graph(tensor: torch.Tensor) -> bool:
+    """Whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook for ever."""
+    return tensor.requires_grad and tensor.grad_fn is not None

@@ -28,23 +28,25 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Rounds that are only counted: `moments` of the steps of `optimizer` since `before`, each round taken for `each`.
+    """Rounds that are only counted, since `before`: `moments` of the steps of `optimizer`, and an item for each backward.
 
     One object that is set and taken away as a whole, so that nobody on another thread sees a round twice or not at all.
     """
 
     before: Counts
-    each: Counts
     optimizer: int
     moments: list[float]
+    backwards: list[object]
+    samples: float
+    """Samples to a backward."""
 
     def counts(self) -> Counts:
         """All up to now."""
-        rounds, before = len(self.moments), self.before
+        before, backwards = self.before, len(self.backwards)
         return Counts(
-            {**before.steps, self.optimizer: before.steps[self.optimizer] + rounds},
-            before.backward_passes + rounds * self.each.backward_passes,
-            before.samples + rounds * self.each.samples,
+            {**before.steps, self.optimizer: before.steps[self.optimizer] + len(self.moments)},
+            before.backward_passes + backwards,
+            before.samples + round(backwards * self.samples),
         )
 
 
@@ -143,13 +145,13 @@ class StepClock:
         """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
         self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
 
-    def pause(self, moments: list[float], optimizer: int, *, backward_passes: int, samples: int) -> None:
-        """From now on, right after a round, steps of `optimizer` are only counted, in `moments`, and phases are not timed.
+    def pause(self, optimizer: int, moments: list[float], backwards: list[object], samples: float) -> None:
+        """From now on, right after a round, rounds are only counted, and phases are not timed.
 
-        `backward_passes`, `samples`: what each of these rounds is taken for.
+        `moments`: when steps of `optimizer` were over. `backwards`: has an item for each. `samples`: to a backward.
         """
         before = Counts(self.steps, self.backward_passes, self.samples)
-        self._pause = _Pause(before, Counts({}, backward_passes, samples), optimizer, moments)
+        self._pause = _Pause(before, optimizer, moments, backwards, samples)
 
     def resume(self) -> list[float]:
         """Ends `pause`; returns the seconds from step to step of the rounds that were only counted."""
