@@ -397,6 +397,7 @@ class Exporter:
             self._server.after_fork_in_child()
         self._host.after_fork_in_child()
         self._hooks.disconnect()
+        self._loop.stretches.release()
 
 
 def _info(identity: distributed.Identity, loop: TrainingLoop) -> dict[str, str]:

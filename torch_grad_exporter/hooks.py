@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -42,19 +43,18 @@ class GuardedHook:
     loaded again, so both turn the hook into a callable of the standard library that does nothing.
     """
 
-    __slots__ = ("_action", "_errors", "_in_a_row", "_resting", "_source")
+    __slots__ = ("_action", "_errors", "_in_a_row", "_source")
 
     def __init__(self, source: str, action: Callable[..., None], errors: ErrorLog) -> None:
         self._source = source
         self._action: Callable[..., None] | None = action
-        self._resting: Callable[..., None] | None = None
         self._errors = errors
         self._in_a_row = 0
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
         """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
         # First, and outside the `try`: under compiled autograd an exception here could not be caught.
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
+        if is_compiling() or _is_tracing():
             return
         action = self._action
         if action is None:
@@ -77,19 +77,9 @@ class GuardedHook:
             self._errors.gave_up(self._source)
             self._action = None
 
-    def rest(self) -> None:
-        """Does nothing until `wake`; idempotent."""
-        if self._action is not None:
-            self._resting, self._action = self._action, None
-
-    def wake(self) -> None:
-        """Ends `rest`; idempotent."""
-        if self._resting is not None:
-            self._action, self._resting = self._resting, None
-
     def disconnect(self) -> None:
         """Makes the hook do nothing and drop what it held; idempotent."""
-        self._action = self._resting = None
+        self._action = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -98,6 +88,7 @@ class GuardedHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+_is_tracing = torch._C._is_tracing
 _compiler = torch._C._dynamo.eval_frame
 _set_compiler = _compiler.set_eval_frame
 
@@ -155,7 +146,7 @@ class CountingHook:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Notes the moment."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         moments = self.moments
         if optimizer is self._optimizer():
@@ -164,6 +155,10 @@ class CountingHook:
             if steps < self._rounds and len(self.backwards) == steps * self.to_a_step:
                 return
         self._otherwise(optimizer, args, kwargs)
+
+
+def _nothing(*_arguments: object) -> None:
+    """Stands in the place of a hook that rests."""
 
 
 _never_compile(GuardedHook.__call__)
@@ -221,7 +216,7 @@ class Hooks:
         self._on_modules: list[_ModuleHooks] = []
         self._before_step: GuardedHook | None = None
         self._after_step: GuardedHook | None = None
-        self._after_step_number = -1
+        self._step_numbers = -1, -1
         self._resting = self._closed = False
         self._lock = threading.Lock()
 
@@ -242,10 +237,9 @@ class Hooks:
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
         self._before_step, self._after_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
-        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        handle = register_optimizer_step_post_hook(self._after_step)
-        self._after_step_number = handle.id
-        self._handles.append(handle)
+        handles = register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)
+        self._step_numbers = handles[0].id, handles[1].id
+        self._handles += handles
 
     def come_first(self) -> None:
         """Puts what `on_module` set before a forward in front of all others, such as FSDP2's hook, which gathers parameters."""
@@ -259,19 +253,21 @@ class Hooks:
                 return False
             for one in self._on_modules:
                 one.take_out()
-            self._before_step.rest()
-            # Another value under a number that is there: somebody may be going through the dictionary.
-            _global_optimizer_post_hooks[self._after_step_number] = counting
+            self._set_step_hooks(_nothing, counting)
             self._resting = True
             return True
+
+    def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Changes no more than what stands under numbers that are there: somebody may be going through the dictionaries."""
+        first, last = self._step_numbers
+        _global_optimizer_pre_hooks[first], _global_optimizer_post_hooks[last] = before, after
 
     def wake(self) -> None:
         """Ends `rest`; idempotent."""
         with self._lock:
             if self._resting and not self._closed and self._before_step is not None and self._after_step is not None:
                 self._resting = False
-                self._before_step.wake()
-                _global_optimizer_post_hooks[self._after_step_number] = self._after_step
+                self._set_step_hooks(self._before_step, self._after_step)
                 self._put_back()
 
     def wake_modules(self) -> None:
@@ -291,7 +287,9 @@ class Hooks:
         return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None)) or last is not self._before_step
 
     def disconnect(self) -> None:
-        """Makes every hook do nothing, without unregistering any; idempotent."""
+        """Makes every hook do nothing, without unregistering any; idempotent, and without a lock, which a fork may have left held."""
+        if self._resting:
+            self._set_step_hooks(_nothing, _nothing)
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.disconnect()
