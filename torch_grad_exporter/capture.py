@@ -135,6 +135,8 @@ class GradientCapture:
         self._late: set[int] = set()
         self._misses = 0
         self._sample_cost = 0.0
+        self._unsettled: float | None = None
+        """What the last sample cost on the host, while that on the devices is not known yet."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called before a backward is looked at."""
 
@@ -478,6 +480,7 @@ class GradientCapture:
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._clock.skipped += self._habits.learn(last)
+        self._settle_cost()
         if last.sampled and last.fired and not last.captured:
             self._lost(last)
         self._reader.within.clear()
@@ -508,8 +511,18 @@ class GradientCapture:
         strangers = {i for i in current.fired if int(owners[i]) not in stepped}
         if strangers:
             self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
-        self._schedule.sampled(self._sample_cost)
-        self._sample_cost = 0.0
+        if self._unsettled is not None:
+            self._schedule.sampled(self._unsettled)
+        self._unsettled, self._sample_cost = self._sample_cost, 0.0
+        self._settle_cost()
+
+    def _settle_cost(self) -> None:
+        """Tells the schedule what the last sample cost, once the devices have said how long they took."""
+        if self._unsettled is not None and not _capturing_graph() and not self._reader.timer.busy:
+            seconds = self._reader.timer.taken()
+            self._clock.device_seconds += seconds
+            self._schedule.sampled(self._unsettled + seconds)
+            self._unsettled = None
 
     def _all_stepped(self, current: Round) -> bool:
         """Whether nobody else will step in this round on gradients that it captured, as far as the last rounds tell."""

@@ -215,13 +215,13 @@ TRAIN_STEP_DURATION = _histogram(
 )
 TRAIN_PHASE_SECONDS = _counter(
     "torch_train_phase_seconds_total",
-    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps.",
+    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps. Over timed steps: all, or one of each torch_grad_exporter_timing_interval_steps where steps are very short.",
     "phase",
     unit="seconds",
 )
 TRAIN_SAMPLES = _counter(
     "torch_train_samples_total",
-    "Training samples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models.",
+    "Training samples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. Steps that are not timed are taken for as many samples as the timed one before them.",
 )
 TRAIN_TOKENS = _counter("torch_train_tokens_total", "Training tokens as observed.")
 TRAIN_LOSS = _gauge("torch_train_loss", "Last observed loss.")
@@ -255,6 +255,10 @@ EXPORTER_OVERHEAD_BUDGET = _gauge(
     "The overhead budget that the sampling interval keeps to; absent with a fixed interval.",
 )
 EXPORTER_SAMPLING_INTERVAL = _gauge("torch_grad_exporter_sampling_interval_steps", "Steps from one sample to the next.")
+EXPORTER_TIMING_INTERVAL = _gauge(
+    "torch_grad_exporter_timing_interval_steps",
+    "Steps from one that is timed to the next: 1, unless steps are so short that timing each would take up the overhead budget.",
+)
 EXPORTER_LAYERS = _gauge("torch_grad_exporter_layers", "Layers shown.")
 EXPORTER_LAYERS_FOLDED = _gauge(
     "torch_grad_exporter_layers_folded", "Layers of the model that are shown only as part of a group, for the cap on layers."

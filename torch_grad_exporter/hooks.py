@@ -287,7 +287,7 @@ class Hooks:
         return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None)) or last is not self._before_step
 
     def disconnect(self) -> None:
-        """Makes every hook do nothing, without unregistering any; idempotent, and without a lock, which a fork may have left held."""
+        """Makes every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""
         if self._resting:
             self._set_step_hooks(_nothing, _nothing)
         hooks, self._hooks = self._hooks, []

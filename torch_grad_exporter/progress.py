@@ -68,6 +68,8 @@ class StepClock:
     phases_seen: set[str] = field(default_factory=set)
     own_seconds: float = 0.0
     """What the exporter took on this thread since the last round."""
+    device_seconds: float = 0.0
+    """What it took on devices, as far as that became known since the last round."""
     _last_step: float | None = None
     _last_activity: float | None = None
     _pause: _Pause | None = None
@@ -177,6 +179,6 @@ class StepClock:
         moment = self.clock()
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
-        self.mailbox.append(Stepped(seconds, self.own_seconds))
-        self.own_seconds = 0.0
+        self.mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds))
+        self.own_seconds = self.device_seconds = 0.0
         return seconds

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from torch_grad_exporter.device_time import DeviceTimer
 from torch_grad_exporter.events import AfterClip, Captured, Hints, Mailbox, Part
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.rounds import Habits, Round
@@ -28,7 +29,10 @@ class Scaler(Protocol):
 
 
 class GradientReader:
-    """Posts `Captured` and `AfterClip`. Holds a gradient scaler weakly. `devices`: kinds of devices that were read from."""
+    """Posts `Captured` and `AfterClip`. Holds a gradient scaler weakly.
+
+    `timer`: times what is read, on every device that was read from before.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class GradientReader:
         hints: Hints,
         transfer: HostTransfer | None = None,
         scaler: Scaler | None = None,
+        timer: DeviceTimer | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._statistics = statistics
@@ -47,9 +52,15 @@ class GradientReader:
         self._transfer = transfer or HostTransfer()
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.within = StepsWithinBackward(statistics)
-        self.devices: frozenset[str] = frozenset()
+        self.timer = timer or DeviceTimer()
+        self._places: frozenset[torch.device] = frozenset()
         self.steps_seen = False
         """Whether a gradient scaler was looked for among the callers of a step."""
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Kinds of devices that were read from."""
+        return frozenset(device.type for device in self._places)
 
     def use_scaler(self, scaler: Scaler) -> None:
         """Divides by this gradient scaler's scale from now on."""
@@ -70,10 +81,11 @@ class GradientReader:
         parameters = current.plan.parameters()
         if parameters is None:
             return False
-        early = self.within
+        early, begun = self.within, self.timer.begin(self._places)
         gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
         readings = [*early.readings, *self._statistics.read(current.plan, gradients)]
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
+        self.timer.end(begun)
         if parts:
             # A gradient that a hook of the user's took away as soon as it was there is as good as none.
             there = early.fired.union(i for i, _ in gradients)
@@ -119,7 +131,9 @@ class GradientReader:
         probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
         full |= self._hints.full or not probes
         gradients = [(i, g) for i in (mine if full else probes) if (g := parameters[i].grad) is not None]
+        begun = self.timer.begin(self._places)
         parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
+        self.timer.end(begun)
         if parts:
             own_scale, answer = self._one(grad_scale), self._one(found_inf)
             self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
@@ -133,7 +147,7 @@ class GradientReader:
         parts, scale = [], None
         for one in measured:
             vector = one.vector
-            self.devices |= {vector.device.type}
+            self._places |= {vector.device}
             rides = value is not None and scale is None and value.device == vector.device
             if rides and value is not None:
                 vector = torch.cat((vector, value.detach().reshape(1).to(vector.dtype)))

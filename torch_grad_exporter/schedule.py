@@ -54,19 +54,19 @@ class SamplingSchedule:
     """Decides with `due`, learns from `stepped` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or `None` to follow `budget`, the share of step time that samples may
-    take, in (0, 1).
+    take, in (0, 1). `timing_interval`: of so many rounds that are not sampled one is timed, the others may be only counted.
     """
 
     every: int | None = None
     budget: float = 0.01
     interval: int = 1
+    timing_interval: int = 1
     _first: int = FIRST_SAMPLES
     _first_spent: float = 0.0
     _since_change: int = 0
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _rounds_to_a_timed: int = 1
     _until_judged: int = PATIENCE
     _due: tuple[int, int, int] = (0, 0, -1)
     """The interval, and the first and the last of some rounds of which only the last is sampled."""
@@ -101,7 +101,7 @@ class SamplingSchedule:
 
     def only_counted(self, number: int) -> int:
         """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled."""
-        rounds = self._rounds_to_a_timed - 1
+        rounds = self.timing_interval - 1
         return 0 if rounds < 1 else max(0, min(rounds, self.next_due(number) - number))
 
     @property
@@ -117,7 +117,7 @@ class SamplingSchedule:
             self._until_judged -= 1
             if self._until_judged <= 0:
                 self._until_judged = PATIENCE
-                self._rounds_to_a_timed = self._judge_floors()
+                self.timing_interval = self._judge_floors()
 
     def counted(self, seconds: Sequence[float]) -> None:
         """Learns how long rounds took that were only counted."""
@@ -139,7 +139,7 @@ class SamplingSchedule:
         if self._first:
             self._first -= 1
             self._first_spent += cost
-            if self._first and self._first_spent < FIRST_SECONDS:
+            if not self._steps or (self._first and self._first_spent < FIRST_SECONDS):
                 return
             self._first = 0
             self._change(self._smallest_within_budget())
@@ -157,8 +157,8 @@ class SamplingSchedule:
         """What samples may take of the budget once the rounds that are not sampled have taken theirs."""
         if not self._floors or not self._steps:
             return self.budget
-        counted = COUNTED_SECONDS if self._rounds_to_a_timed > 1 else 0.0
-        floor = median(self._floors) / self._rounds_to_a_timed + counted
+        counted = COUNTED_SECONDS if self.timing_interval > 1 else 0.0
+        floor = median(self._floors) / self.timing_interval + counted
         return max(self.budget - floor / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:

@@ -41,6 +41,7 @@ class ExporterCollector:
         yield scalar(c.EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio)
         yield scalar(c.EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(c.EXPORTER_SAMPLING_INTERVAL, schedule.interval)
+        yield scalar(c.EXPORTER_TIMING_INTERVAL, schedule.timing_interval)
         yield scalar(c.EXPORTER_LAYERS, len(plan.layers))
         yield scalar(c.EXPORTER_LAYERS_FOLDED, plan.folded)
         yield scalar(c.EXPORTER_SERIES, self._series())

@@ -1,0 +1,353 @@
+"""Rounds that are only counted: what is still exact, what ends a stretch, and that the loop never notices."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from models import Perceptron, batch, sgd
+from scrape import errors, value
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from torch_grad_exporter import Exporter, start_exporter, stretches
+
+NONFINITE = "torch_grad_nonfinite_steps_total"
+STEPS = "torch_train_steps_total"
+BACKWARDS = "torch_train_backward_passes_total"
+SKIPPED = "torch_train_skipped_steps_total"
+SAMPLES = "torch_train_samples_total"
+CAPTURES = "torch_grad_exporter_captures_total"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def watching(model: torch.nn.Module, **options: object) -> Iterator[Exporter]:
+    """An exporter whose budget is so small that nearly all rounds are only counted."""
+    with start_exporter(model, port=None, **{"every": 128, "overhead_budget": 0.0001, **options}) as exporter:
+        yield exporter
+        assert not errors(exporter)
+
+
+class Loop:
+    """A plain loop: `step` trains once; `rest` trains on until rounds are only counted."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.model = model or Perceptron()
+        self.optimizer = sgd(self.model)
+        self.steps = 0
+
+    def backward(self, size: int = 5, **clearing: bool) -> None:
+        """Clears, and runs one backward."""
+        self.optimizer.zero_grad(**clearing)
+        self.add(size)
+
+    def add(self, size: int = 5) -> None:
+        """Runs one backward on top of what is there."""
+        self.model(batch(size)).square().mean().backward()
+
+    def step(self, size: int = 5, **clearing: bool) -> None:
+        """One step of training."""
+        self.backward(size, **clearing)
+        self.optimizer.step()
+        self.steps += 1
+
+    def rest(self, exporter: Exporter, rounds: int = 3, one: Callable[[], None] | None = None) -> None:
+        """Trains until at least so many rounds in a row were only counted, and more will be."""
+        for _ in range(1000):
+            (one or self.step)()
+            counting = exporter._loop.stretches._counting
+            if counting is not None and len(counting.moments) >= rounds:
+                return
+        pytest.fail("no round was only counted")
+
+
+def resting(exporter: Exporter) -> bool:
+    """Whether rounds are only counted now."""
+    return exporter._loop.stretches.counting
+
+
+def test_steps_backwards_durations_and_samples_are_exact() -> None:
+    """Over a thousand short steps nearly all are only counted, and every count is that of the loop."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        for _ in range(1000):
+            loop.step()
+            if loop.steps % 100 == 0:
+                assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+                assert value(exporter, BACKWARDS) == loop.steps
+                assert value(exporter, SAMPLES) == 5 * loop.steps
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 100
+        loop.rest(exporter)
+        exporter._loop.stretches.settle()
+        assert value(exporter, "torch_train_step_duration_seconds_count") == loop.steps - 1
+        elapsed = value(exporter, "torch_train_step_duration_seconds_sum")
+        assert sum(value(exporter, "torch_train_phase_seconds_total", phase=p) for p in ("forward", "backward")) < 0.2 * elapsed
+
+
+def test_the_rounds_that_are_sampled_are_the_same_ones() -> None:
+    """Stretches end before a round that is to be sampled: one of each interval is, as without them."""
+    loop = Loop()
+    with watching(loop.model, every=50) as exporter:
+        for _ in range(1000):
+            loop.step()
+        assert value(exporter, CAPTURES) == 20
+        assert value(exporter, "torch_grad_exporter_captures_skipped_total") == 0
+
+
+def test_hooks_rest_in_a_stretch() -> None:
+    """In a stretch the model's forward has no hook of ours and the optimizer's step one that only counts; then all are back."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        before = list(loop.model._forward_pre_hooks.values()), list(_global_optimizer_post_hooks.values())
+        loop.rest(exporter)
+        assert not loop.model._forward_pre_hooks
+        assert not loop.model._forward_hooks
+        exporter._loop.stretches.settle()
+        assert (list(loop.model._forward_pre_hooks.values()), list(_global_optimizer_post_hooks.values())) == before
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_skipped_step_is_seen(set_to_none: bool) -> None:
+    """A backward that no step followed is counted as skipped, also when several come in a row; the next round is sampled."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter, one=lambda: loop.step(set_to_none=set_to_none))
+        captures = value(exporter, CAPTURES)
+        for _ in range(3):
+            loop.backward(set_to_none=set_to_none)
+        for _ in range(2):
+            loop.step(set_to_none=set_to_none)
+        assert value(exporter, SKIPPED) == 3
+        assert value(exporter, CAPTURES) == captures + 1
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, BACKWARDS) == loop.steps + 3
+
+
+def test_a_longer_accumulation_is_no_skipped_step() -> None:
+    """Where a loop begins to add up two backwards to a step, nothing is called skipped, and all backwards are counted."""
+    loop = Loop()
+
+    def accumulated() -> None:
+        loop.backward()
+        loop.add()
+        loop.optimizer.step()
+        loop.steps += 1
+
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        short = loop.steps
+        for _ in range(20):
+            accumulated()
+        loop.rest(exporter, one=accumulated)
+        assert value(exporter, SKIPPED) == 0
+        assert value(exporter, BACKWARDS) == short + 2 * (loop.steps - short)
+        assert value(exporter, SAMPLES) == 5 * value(exporter, BACKWARDS)
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+@pytest.mark.parametrize("step_first", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
+def test_an_observed_norm_has_the_outcome_of_its_own_step(step_first: bool, skips: bool) -> None:
+    """A NaN given by `observe(grad_norm=)` in a stretch is counted with what became of its round, told before or after the step."""
+    loop = Loop()
+
+    def observed(norm: float = 1.0, *, skip: bool = False) -> None:
+        loop.backward()
+        if step_first and not skip:
+            loop.optimizer.step()
+        exporter.observe(grad_norm=norm)
+        if not step_first and not skip:
+            loop.optimizer.step()
+        loop.steps += not skip
+
+    with watching(loop.model) as exporter:
+        loop.rest(exporter, one=observed)
+        observed(math.nan, skip=skips)
+        for _ in range(4):
+            observed()
+        exporter._loop.stretches.settle()
+        assert value(exporter, NONFINITE, outcome="stepped") == (not skips)
+        assert value(exporter, NONFINITE, outcome="skipped") == skips
+        assert value(exporter, NONFINITE, outcome="unknown") == 0
+        assert value(exporter, SKIPPED) == skips
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+def test_another_optimizer_ends_a_stretch() -> None:
+    """An optimizer that steps for the first time in a stretch is counted from that step on."""
+    loop = Loop()
+    second = torch.optim.Adam(loop.model.second.parameters())
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        for _ in range(5):
+            loop.step()
+            second.step()
+        assert not resting(exporter)
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, STEPS, optimizer="Adam") == 5
+
+
+def test_an_optimizer_of_others_changes_nothing() -> None:
+    """An optimizer of another model may step in between; its steps are not counted."""
+    loop = Loop()
+    other = sgd(Perceptron())
+    with watching(loop.model) as exporter:
+        for _ in range(300):
+            loop.step()
+            other.step()
+        assert value(exporter, STEPS, optimizer="SGD") == 300
+
+
+def test_a_step_that_the_user_numbers_is_counted_once() -> None:
+    """`exporter.step(number)` after each step neither counts twice nor loses the number."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        for _ in range(300):
+            loop.step()
+            exporter.step(loop.steps)
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert exporter._capture.current.number == loop.steps
+
+
+def test_a_witness_that_is_not_used_costs_no_backward() -> None:
+    """Where the parameter that tells of backwards has no part in some of them, they are counted all the same."""
+
+    class Sometimes(Perceptron):
+        used = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.used else self.second(torch.zeros(len(x), 8))
+
+    loop = Loop(Sometimes())
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        for step in range(300):
+            loop.model.used = step % 10 != 5
+            loop.step()
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, BACKWARDS) == loop.steps
+        assert value(exporter, SKIPPED) == 0
+
+
+def test_an_evaluation_after_a_stretch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no step comes for a while the worker puts the forward's hooks back, and an evaluation is seen."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        monkeypatch.setattr(stretches, "STILL_SECONDS", 0.0)
+        exporter._loop.stretches.look()
+        loop.model.eval()
+        with torch.no_grad():
+            loop.model(batch())
+        assert value(exporter, "torch_train_state", state="evaluating") == 1
+        loop.model.train()
+        monkeypatch.undo()
+        loop.step()
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, SAMPLES) == 5 * loop.steps
+
+
+def test_the_last_step_is_told_at_once() -> None:
+    """The time of the last step moves with each step of a stretch, not only at its end."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        before = value(exporter, "torch_train_last_step_timestamp_seconds")
+        loop.step()
+        assert resting(exporter)
+        assert value(exporter, "torch_train_last_step_timestamp_seconds") > before
+        assert value(exporter, "torch_train_last_activity_timestamp_seconds") > before
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_closing_in_a_stretch_loses_nothing_and_leaves_nothing(elsewhere: bool) -> None:
+    """`close` in a stretch, from any thread, counts its steps and takes every hook back."""
+    loop = Loop()
+    hooks = dict(_global_optimizer_pre_hooks), dict(_global_optimizer_post_hooks)
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        if elsewhere:
+            thread = threading.Thread(target=exporter.close)
+            thread.start()
+            thread.join()
+        exporter.close()
+        exporter._take_snapshot()
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+    assert (dict(_global_optimizer_pre_hooks), dict(_global_optimizer_post_hooks)) == hooks
+    assert not loop.model._forward_pre_hooks
+    assert not loop.model._forward_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in loop.model.parameters())
+
+
+def test_a_forked_child_counts_nothing() -> None:
+    """What a child of `fork` inherits in a stretch neither counts nor grows."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        counting = exporter._loop.stretches._counting
+        exporter.after_fork_in_child()
+        seen = len(counting.moments)
+        for _ in range(10):
+            loop.step()
+        assert len(counting.moments) == seen
+        assert not counting.backwards
+        exporter._closed = False
+
+
+def test_the_model_stays_ordinary() -> None:
+    """In a stretch the model can be copied, pickled and dropped; nothing of ours keeps it alive."""
+    loop = Loop()
+    with start_exporter(loop.model, port=None, every=128, overhead_budget=0.0001) as exporter:
+        loop.rest(exporter)
+        twin = copy.deepcopy(loop.model)
+        again = pickle.loads(pickle.dumps(loop.model))  # noqa: S301 - our own bytes
+        assert torch.equal(twin.first.weight, again.first.weight)
+        assert not any(p._post_accumulate_grad_hooks for p in (*twin.parameters(), *again.parameters()))
+        gone = weakref.ref(loop.model)
+        loop.model = loop.optimizer = None
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_training_is_unchanged(clips: bool) -> None:
+    """Losses and parameters of a thousand steps are the same in every bit, with stretches and without an exporter."""
+
+    def trained(watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        loop, losses = Loop(), []
+        with watching(loop.model) if watched else contextlib.nullcontext():
+            for _ in range(1000):
+                loop.optimizer.zero_grad()
+                loss = loop.model(batch()).square().mean()
+                loss.backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
+                loop.optimizer.step()
+                losses.append(loss.detach())
+        return [torch.stack(losses), *loop.model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(watched=True), trained(watched=False), strict=True))
+
+
+def test_steps_that_are_long_enough_are_all_timed() -> None:
+    """With a budget that pays for the hooks of each round there is no stretch."""
+    loop = Loop()
+    with watching(loop.model, overhead_budget=0.99) as exporter:
+        for _ in range(200):
+            loop.step()
+            assert not resting(exporter)
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") <= 2
