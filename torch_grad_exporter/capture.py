@@ -41,13 +41,13 @@ from torch_grad_exporter.hooks import (
     on_gradient,
     within_transform,
 )
-from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
+from torch_grad_exporter.layers import LayerIndex, TrackedParameter
 from torch_grad_exporter.nodes import AccumulateGradNodes
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.outputs import differentiable
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader
-from torch_grad_exporter.rounds import PROBES, Habits, Mark, Round
+from torch_grad_exporter.rounds import PROBES, Habits, Marks, Round
 from torch_grad_exporter.schedule import SamplingSchedule
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -86,7 +86,7 @@ class EarlyLook:
     """What was seen before the forward. `cleared`: the gradients of the backward before it were thrown away."""
 
     cleared: bool = False
-    marks: list[Mark] | None = None
+    marks: Marks | None = None
 
 
 class GradientCapture:
@@ -124,7 +124,7 @@ class GradientCapture:
         self._task = -1
         self._certain = True
         self._unannounced = self._skipped_unseen = False
-        self._before: list[Mark] | None = None
+        self._before: Marks | None = None
         self._fused = FusedSteps(clock)
         self._found_inf: dict[int, torch.Tensor] = {}
         self._check_is_next = True
@@ -152,7 +152,7 @@ class GradientCapture:
                 return  # in the middle of a round FSDP2 may have left them gathered
             gathered = self._index.plan.parameters() is None
             looked = self._next_is_sampled() and not gathered
-            self._early.marks = _marks(self._index.refresh()) if looked else None
+            self._early.marks = Marks.of(self._index.refresh().tracked) if looked else None
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of a root is over: hooks its output, so that its backward is seen."""
@@ -426,7 +426,7 @@ class GradientCapture:
         return self._early.cleared if self._index.fully_sharded else self._habits.cleared(current)
 
     def _look(self) -> None:
-        self._before = self._early.marks if self._index.fully_sharded else _marks(self._round.plan)
+        self._before = self._early.marks if self._index.fully_sharded else Marks.of(self._round.plan.tracked)
 
     def _on_end(self) -> None:
         if self._task == -1:
@@ -441,7 +441,7 @@ class GradientCapture:
             # FSDP2 may keep what it has not reduced yet where nobody sees it.
             written = bool(fired) or (self._index.fully_sharded and self._certain)
         else:
-            written = self._certain or any(mark.moved() for mark in before or ())
+            written = self._certain or bool(before is not None and before.moved())
         if written:
             self._misses = 0
             current.backwards += 1
@@ -455,9 +455,9 @@ class GradientCapture:
             self._habits.remember(current.models)
         self._spent(start, sampled=current.sampled)
 
-    def _fired(self, before: list[Mark] | None) -> set[int]:
+    def _fired(self, before: Marks | None) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
-        moved = {i for i, mark in enumerate(before or ()) if mark.moved()}
+        moved = set() if before is None else before.moved()
         if not self._nodes.armed:
             return moved
         seen = self._nodes.positions(self._round.plan)
@@ -468,8 +468,8 @@ class GradientCapture:
             self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved
 
-    def _probe_marks(self) -> list[Mark]:
-        return [Mark.of(probe) for probes in self._habits.probes.values() for probe in probes]
+    def _probe_marks(self) -> Marks:
+        return Marks.of([probe for probes in self._habits.probes.values() for probe in probes])
 
     # Rounds
 
@@ -506,9 +506,10 @@ class GradientCapture:
         owners, groups = self._optimizers.owners(current.plan, current.stepped)
         stepped = frozenset(current.stepped) or self._habits.steppers(current.models)
         if not stepped:
-            stepped = frozenset(np.unique(owners[sorted(current.fired)]).tolist())
+            stepped = frozenset(owners[sorted(current.fired)].tolist())
         self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
-        strangers = {i for i in current.fired if int(owners[i]) not in stepped}
+        fired = np.array(sorted(current.fired), dtype=np.int64)
+        strangers = set(fired[~np.isin(owners[fired], list(stepped))].tolist())
         if strangers:
             self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
         if self._unsettled is not None:
@@ -653,10 +654,12 @@ class GradientCapture:
     def _place_detectors(self, current: Round, positions: list[int]) -> None:
         """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
         owners, _ = self._optimizers.owners(current.plan)
-        for i in positions:
+        for i, owner in zip(positions, owners[positions].tolist(), strict=True):
+            if owner in self._detectors or len(self._detectors) >= DETECTORS:
+                continue
             tracked = current.plan.tracked[i]
-            parameter, owner = tracked.parameter(), int(owners[i])
-            if owner not in self._detectors and parameter is not None and len(self._detectors) < DETECTORS:
+            parameter = tracked.parameter()
+            if parameter is not None:
                 # A hook on the parameter itself runs before the gradient is written: clearing can still be seen.
                 hook = self._detector_hooks[tracked.model]
                 self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -680,11 +683,6 @@ class GradientCapture:
     def spent_on_sample(self, seconds: float) -> None:
         """Adds time that somebody else spent on the current sample."""
         self._sample_cost += seconds
-
-
-def _marks(plan: Plan) -> list[Mark]:
-    """The gradients of all parameters of the plan as they are now."""
-    return [Mark.of(tracked) for tracked in plan.tracked]
 
 
 def _capturing_graph() -> bool:

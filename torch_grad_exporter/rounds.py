@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from torch_grad_exporter.layers import Plan, TrackedParameter
+from torch_grad_exporter.layers import Plan, TrackedParameter, parameters_of
 
 PROBES = 4
 """Parameters per model whose gradient is looked at to see whether it was cleared."""
@@ -42,6 +42,15 @@ _NUMBERS = itertools.count()
 
 def _number_of(gradient: torch.Tensor) -> int | None:
     return getattr(gradient, _ATTRIBUTE, None)
+
+
+def _numbered(gradient: torch.Tensor) -> int:
+    """The gradient's number; it gets one if it has none yet."""
+    number = _number_of(gradient)
+    if number is None:
+        number = next(_NUMBERS)
+        setattr(gradient, _ATTRIBUTE, number)
+    return number
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -70,11 +79,7 @@ class Mark:
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return cls(tracked, None, -1, value_version)
-        number = _number_of(gradient)
-        if number is None:
-            number = next(_NUMBERS)
-            setattr(gradient, _ATTRIBUTE, number)
-        return cls(tracked, number, _version_of(gradient), value_version)
+        return cls(tracked, _numbered(gradient), _version_of(gradient), value_version)
 
     def replaced(self) -> bool:
         """Whether the parameter no longer has that gradient."""
@@ -95,6 +100,33 @@ class Mark:
         """Whether the gradient is another tensor by now, and was written to more often than this one had been by then."""
         now = self.tracked.gradient()
         return now is not None and _number_of(now) != self.gradient and _version_of(now) > self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Marks of the gradients of many parameters at one moment, in columns."""
+
+    tracked: Sequence[TrackedParameter]
+    numbers: list[int | None]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, tracked: Sequence[TrackedParameter]) -> Marks:
+        """The marks of parameters as they are now."""
+        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
+        numbers = [None if g is None else _numbered(g) for g in gradients]
+        return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
+
+    def moved(self) -> set[int]:
+        """The positions of those that have a gradient now that is another tensor than then, or was written to."""
+        rows = zip(parameters_of(self.tracked), self.numbers, self.versions, strict=True)
+        return {
+            position
+            for position, (parameter, number, version) in enumerate(rows)
+            if parameter is not None
+            and (gradient := parameter.grad) is not None
+            and (number is None or _number_of(gradient) != number or _version_of(gradient) != version)
+        }
 
 
 @dataclass(slots=True)
