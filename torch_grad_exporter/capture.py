@@ -41,7 +41,7 @@ from torch_grad_exporter.hooks import (
     on_gradient,
     within_transform,
 )
-from torch_grad_exporter.layers import LayerIndex, TrackedParameter
+from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
 from torch_grad_exporter.nodes import AccumulateGradNodes
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.outputs import differentiable
@@ -128,6 +128,7 @@ class GradientCapture:
         self._fused = FusedSteps(clock)
         self._found_inf: dict[int, torch.Tensor] = {}
         self._check_is_next = True
+        self._probed: tuple[Plan, set[int]] | None = None
         self._nodes = AccumulateGradNodes(hooks.guarded("backward_hook", self._on_node))
         self._early = EarlyLook()
         self._detectors: dict[int, Handle] = {}
@@ -247,8 +248,7 @@ class GradientCapture:
         if self.mode is Mode.OUTPUT or not sampled_next:
             self._nodes.disarm()
         if sampled_next:
-            self._timed(self._index.refresh)
-            self._arm_if_wanted()
+            self._arm_if_wanted(after_step=True)
 
     @property
     def stepping(self) -> frozenset[int]:
@@ -560,6 +560,7 @@ class GradientCapture:
         logger.info("gradients are captured by rung %r from now on: %s", mode.value, why)
         self.mode, self._misses = mode, 0
         self._habits.probes.clear()
+        self._probed = None
         if mode is Mode.OPTIMIZER:
             self.release()
 
@@ -624,11 +625,13 @@ class GradientCapture:
 
     # Nodes, probes and detectors
 
-    def _arm_if_wanted(self) -> None:
+    def _arm_if_wanted(self, *, after_step: bool = False) -> None:
         """Hooks the nodes for the next round, which is sampled, if its rung, or a check of it, needs them."""
         wanted = self.mode is Mode.PARAMETER or (self._check_is_next and self.mode is Mode.OUTPUT)
         # The nodes of gathered parameters say nothing about the sharded ones.
         if wanted and not self._nodes.armed and not self._index.fully_sharded:
+            if after_step:
+                self._timed(self._index.refresh)
             self._timed(self._arm)
 
     def _arm(self) -> None:
@@ -640,6 +643,9 @@ class GradientCapture:
     def _place_probes(self, current: Round) -> None:
         """Chooses the parameters that tell of clearing, and on the rung `parameter` of backwards, until the next sample."""
         tracked = current.plan.tracked
+        if self.mode is Mode.OUTPUT and (current.plan, current.fired) == self._probed:
+            return
+        self._probed = current.plan, set(current.fired)
         by_model: dict[int, list[int]] = {}
         for i in sorted(current.fired):
             by_model.setdefault(tracked[i].model, []).append(i)

@@ -14,6 +14,7 @@ import torch
 
 from torch_grad_exporter.device_time import DeviceTimer
 from torch_grad_exporter.events import AfterClip, Captured, Hints, Mailbox, Part
+from torch_grad_exporter.layers import parameters_of
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.rounds import Habits, Round
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
@@ -89,7 +90,7 @@ class GradientReader:
         if parts:
             # A gradient that a hook of the user's took away as soon as it was there is as good as none.
             there = early.fired.union(i for i, _ in gradients)
-            missing = [i for i, p in enumerate(parameters) if p.requires_grad and i not in there]
+            missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
             owners, _ = self._optimizers.owners(current.plan)
             self._mailbox.append(
                 Captured(
@@ -123,14 +124,16 @@ class GradientReader:
         found_inf: torch.Tensor | None = None,
     ) -> None:
         """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nobody knows better."""
-        parameters = current.plan.parameters()
-        if parameters is None:
-            return
         owners, _ = self._optimizers.owners(current.plan, {optimizer})
-        mine = [i for i in sorted(current.fired) if owners[i] == optimizer]
+        fired = np.array(sorted(current.fired), dtype=np.int64)
+        mine = fired[owners[fired] == optimizer].tolist()
         probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
         full |= self._hints.full or not probes
-        gradients = [(i, g) for i in (mine if full else probes) if (g := parameters[i].grad) is not None]
+        chosen = mine if full else probes
+        parameters = parameters_of(current.plan.tracked[i] for i in chosen)
+        if any(p is None for p in parameters):
+            return
+        gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
         begun = self.timer.begin(self._places)
         parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
         self.timer.end(begun)
