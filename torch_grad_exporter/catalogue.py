@@ -248,7 +248,8 @@ TRAIN_SLOWEST_STEP = _gauge("torch_train_slowest_step_seconds", "Longest of the 
 
 # The exporter itself
 EXPORTER_OVERHEAD_RATIO = _gauge(
-    "torch_grad_exporter_overhead_ratio", "Time the exporter took on the training thread over training time, last 1,000 steps."
+    "torch_grad_exporter_overhead_ratio",
+    "Time the exporter took on the training thread, and on devices, over training time, last 1,000 steps.",
 )
 EXPORTER_OVERHEAD_BUDGET = _gauge(
     "torch_grad_exporter_overhead_budget_ratio",
@@ -270,7 +271,9 @@ EXPORTER_CAPTURE_MODE = _gauge(
     "mode",
 )
 EXPORTER_OVERHEAD_SECONDS = _counter(
-    "torch_grad_exporter_overhead_seconds_total", "Time the exporter took on the training thread.", unit="seconds"
+    "torch_grad_exporter_overhead_seconds_total",
+    "Time the exporter took on the training thread, and on devices: as timed, with a fixed allowance for PyTorch's calls of hooks.",
+    unit="seconds",
 )
 EXPORTER_CAPTURES = _counter("torch_grad_exporter_captures_total", "Samples taken.")
 EXPORTER_CAPTURES_SKIPPED = _counter(

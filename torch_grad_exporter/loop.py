@@ -24,7 +24,7 @@ from torch_grad_exporter.hooks import Handle, Hooks, at_end_of_backward, graph_t
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader, Scaler
-from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.schedule import HOOKS_SECONDS, SamplingSchedule
 from torch_grad_exporter.stretches import Stretches
 from torch_grad_exporter.transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.weights import WeightProbe
@@ -216,7 +216,7 @@ class TrainingLoop:
             self._weigh(functools.partial(self._weights.after, number))
         if sampled or start - self._settings_read > READ_SECONDS:
             self._read_settings()
-        self._clock.own_seconds += self._clock.clock() - start
+        self._clock.own_seconds += self._clock.clock() - start + HOOKS_SECONDS
         own = self._clock.own_seconds
         seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
