@@ -345,9 +345,32 @@ def test_training_is_unchanged(clips: bool) -> None:
 
 def test_steps_that_are_long_enough_are_all_timed() -> None:
     """With a budget that pays for the hooks of each round there is no stretch."""
-    loop = Loop()
+    loop = Loop(Perceptron(inputs=6, hidden=2000))
     with watching(loop.model, overhead_budget=0.99) as exporter:
-        for _ in range(200):
-            loop.step()
+        for _ in range(100):
+            loop.step(size=500)
             assert not resting(exporter)
-        assert value(exporter, "torch_grad_exporter_timing_interval_steps") <= 2
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") == 1
+
+
+@pytest.mark.parametrize("part", ["whole", "inner"])
+def test_nothing_is_compiled_again(part: str) -> None:
+    """A compiled model, or a compiled part of one, is compiled once, though hooks come and go."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    loop = Loop()
+    model = loop.model
+    if part == "inner":
+        model.first = torch.compile(model.first, backend=backend)
+    else:
+        loop.model = torch.compile(model, backend=backend)
+    with watching(model) as exporter:
+        for _ in range(3):
+            loop.rest(exporter)
+            exporter._loop.stretches.settle()
+    assert len(compiled) == 1

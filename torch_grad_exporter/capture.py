@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torch_grad_exporter.cost import SampleCost
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Closed, Mailbox, Outcome, Told
 from torch_grad_exporter.fused import FusedSteps
@@ -101,6 +102,7 @@ class GradientCapture:
         reader: GradientReader,
         schedule: SamplingSchedule,
         clock: StepClock,
+        cost: SampleCost,
         mailbox: Mailbox,
         hooks: Hooks,
         errors: ErrorLog,
@@ -135,9 +137,7 @@ class GradientCapture:
         self._stepping: set[int] = set()
         self._late: set[int] = set()
         self._misses = 0
-        self._sample_cost = 0.0
-        self._unsettled: float | None = None
-        """What the last sample cost on the host, while that on the devices is not known yet."""
+        self._cost = cost
         self.on_backward: Callable[[], None] = lambda: None
         """Called before a backward is looked at."""
 
@@ -185,7 +185,7 @@ class GradientCapture:
         if closure:
             self._late.add(optimizer)
         elif self.mode is Mode.OPTIMIZER:
-            self._timed(self._capture_at_step, optimizer)
+            self._cost.of(self._capture_at_step, optimizer)
         else:
             self._look_at_step(optimizer, grad_scale)
 
@@ -199,11 +199,11 @@ class GradientCapture:
         """What is left to read of a round that an optimizer is using now, or has just used."""
         current = self._round
         if current.sampled and current.fired and not current.captured:
-            self._timed(self._catch_up)
+            self._cost.of(self._catch_up)
         # Where the model's gradients were copied to another optimizer's, nobody knows what that one saw.
         copied = optimizer in self._optimizers.copying or (current.strangers and not self._optimizers.reporting)
         if current.captured and current.open and optimizer not in current.read and not copied:
-            self._timed(self._read_after, optimizer, grad_scale)
+            self._cost.of(self._read_after, optimizer, grad_scale)
 
     def step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step while the backward runs. Its `step_ended` is due when the backward is over."""
@@ -213,7 +213,7 @@ class GradientCapture:
         self._stepping.add(number)
         self._round.read.add(number)  # it sees what is read now
         if self._round.sampled:
-            self._timed(self._errors.guard, "capture", lambda: self._reader.within.read_of(self._round.plan, optimizer))
+            self._cost.of(self._errors.guard, "capture", lambda: self._reader.within.read_of(self._round.plan, optimizer))
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -225,7 +225,7 @@ class GradientCapture:
         self._stepping.discard(optimizer)
         self._fused.stepped(self._round.number, optimizer, self._found_inf.pop(optimizer, None))
         if optimizer in self._late and self.mode is Mode.OPTIMIZER:
-            self._timed(self._capture_at_step, optimizer)
+            self._cost.of(self._capture_at_step, optimizer)
         if optimizer in self._round.stepped or not self._round.backwards:
             self._step_without_backward(optimizer)
         current = self._round
@@ -389,7 +389,7 @@ class GradientCapture:
         else:
             self._before = None if self._certain else self._probe_marks()
             after_backward(self._end_hook)
-        self._spent(start, sampled=sampled)
+        self._cost.spent(start, sampled=sampled)
 
     def _renew_plan(self) -> None:
         """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
@@ -453,7 +453,7 @@ class GradientCapture:
             if fired and (self._reader.within.fired or current.backwards >= (self._habits.backwards or 1)):
                 self._capture(current)
             self._habits.remember(current.models)
-        self._spent(start, sampled=current.sampled)
+        self._cost.spent(start, sampled=current.sampled)
 
     def _fired(self, before: Marks | None) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
@@ -480,7 +480,8 @@ class GradientCapture:
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._clock.skipped += self._habits.learn(last)
-        self._settle_cost()
+        if not _capturing_graph():
+            self._cost.settle()
         if last.sampled and last.fired and not last.captured:
             self._lost(last)
         self._reader.within.clear()
@@ -512,18 +513,9 @@ class GradientCapture:
         strangers = set(fired[~np.isin(owners[fired], list(stepped))].tolist())
         if strangers:
             self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
-        if self._unsettled is not None:
-            self._schedule.sampled(self._unsettled)
-        self._unsettled, self._sample_cost = self._sample_cost, 0.0
-        self._settle_cost()
-
-    def _settle_cost(self) -> None:
-        """Tells the schedule what the last sample cost, once the devices have said how long they took."""
-        if self._unsettled is not None and not _capturing_graph() and not self._reader.timer.busy:
-            seconds = self._reader.timer.taken()
-            self._clock.device_seconds += seconds
-            self._schedule.sampled(self._unsettled + seconds)
-            self._unsettled = None
+        self._cost.sample_over()
+        if not _capturing_graph():
+            self._cost.settle()
 
     def _all_stepped(self, current: Round) -> bool:
         """Whether nobody else will step in this round on gradients that it captured, as far as the last rounds tell."""
@@ -631,8 +623,8 @@ class GradientCapture:
         # The nodes of gathered parameters say nothing about the sharded ones.
         if wanted and not self._nodes.armed and not self._index.fully_sharded:
             if after_step:
-                self._timed(self._index.refresh)
-            self._timed(self._arm)
+                self._cost.of(self._index.refresh)
+            self._cost.of(self._arm)
 
     def _arm(self) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
@@ -670,25 +662,6 @@ class GradientCapture:
                 hook = self._detector_hooks[tracked.model]
                 self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._habits.probes.setdefault(tracked.model, []).insert(0, tracked)
-
-    # What it costs
-
-    def _timed(self, action: Callable[..., object], *arguments: object) -> None:
-        """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
-        start = self._clock.clock()
-        action(*arguments)
-        self._sample_cost += self._clock.clock() - start
-
-    def _spent(self, start: float, *, sampled: bool) -> None:
-        """Counts the time since `start`, in a hook of our own."""
-        seconds = self._clock.clock() - start
-        self._clock.own_seconds += seconds
-        if sampled:
-            self._sample_cost += seconds
-
-    def spent_on_sample(self, seconds: float) -> None:
-        """Adds time that somebody else spent on the current sample."""
-        self._sample_cost += seconds
 
 
 def _capturing_graph() -> bool:

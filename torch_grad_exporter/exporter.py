@@ -28,6 +28,7 @@ from torch_grad_exporter.catalogue import CATALOGUE
 from torch_grad_exporter.collectors.exporter import ExporterCollector
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.collectors.training import TrainingCollector
+from torch_grad_exporter.cost import SampleCost
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Hints, mailbox
 from torch_grad_exporter.exposition.listener import candidate_ports
@@ -191,6 +192,7 @@ class Exporter:
             hints=hints,
             scaler=grad_scaler,
         )
+        cost = SampleCost(self._clock, self._schedule, reader.timer)
         self._capture = GradientCapture(
             index=index,
             models=len(self._models),
@@ -198,12 +200,14 @@ class Exporter:
             reader=reader,
             schedule=self._schedule,
             clock=self._clock,
+            cost=cost,
             mailbox=post,
             hooks=self._hooks,
             errors=self._errors,
         )
         self._loop = TrainingLoop(
             clock=self._clock,
+            cost=cost,
             capture=self._capture,
             reader=reader,
             optimizers=self._optimizers,

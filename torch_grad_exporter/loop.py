@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture import GradientCapture
+from torch_grad_exporter.cost import SampleCost
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.events import Mailbox, Observed
 from torch_grad_exporter.families import IntArray
@@ -46,6 +47,7 @@ class TrainingLoop:
         self,
         *,
         clock: StepClock,
+        cost: SampleCost,
         capture: GradientCapture,
         reader: GradientReader,
         optimizers: Optimizers,
@@ -57,6 +59,7 @@ class TrainingLoop:
         weights: WeightProbe | None = None,
     ) -> None:
         self._clock = clock
+        self._cost = cost
         self._capture = capture
         self._reader = reader
         self._optimizers = optimizers
@@ -231,9 +234,7 @@ class TrainingLoop:
 
     def _weigh(self, action: Callable[[], None]) -> None:
         """A part of the weight probe, behind a guard of its own; its time belongs to the sample."""
-        start = self._clock.clock()
-        self._errors.guard("weights", action)
-        self._capture.spent_on_sample(self._clock.clock() - start)
+        self._cost.of(self._errors.guard, "weights", action)
 
     def _owners(self, optimizer: int) -> IntArray:
         return self._optimizers.owners(self._capture.current.plan, {optimizer})[0]

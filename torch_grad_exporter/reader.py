@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from torch_grad_exporter.device_time import DeviceTimer
+from torch_grad_exporter.cost import DeviceTimer
 from torch_grad_exporter.events import AfterClip, Captured, Hints, Mailbox, Part
 from torch_grad_exporter.layers import parameters_of
 from torch_grad_exporter.optimizers import Optimizers

@@ -9,7 +9,7 @@ from models import Perceptron, batch, sgd
 from scrape import errors, value
 
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.device_time import PAIRS, DeviceTimer
+from torch_grad_exporter.cost import PAIRS, DeviceTimer
 
 CUDA = torch.device("cuda", 0)
 
@@ -70,7 +70,7 @@ def test_device_time_counts_as_overhead_and_stretches_the_interval() -> None:
     with start_exporter(model, port=None) as exporter:
         device = FakeDevice(1.0)
         reader = exporter._capture._reader
-        reader.timer = DeviceTimer(device.recorded)
+        reader.timer._recorded = device.recorded
         reader._places = frozenset([CUDA])
         for _ in range(30):
             optimizer.zero_grad()
