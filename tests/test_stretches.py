@@ -185,6 +185,26 @@ def test_an_observed_norm_has_the_outcome_of_its_own_step(step_first: bool, skip
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_norm_keeps_its_outcome_when_the_stretch_ends_before_it(skips: bool) -> None:
+    """A NaN observed in a stretch that ends before its round is over has the outcome of that round, as if followed closely."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        loop.backward()
+        exporter.observe(grad_norm=math.nan)
+        exporter._loop.stretches.settle()
+        if not skips:
+            loop.optimizer.step()
+        for _ in range(3):
+            loop.step()
+        loop.rest(exporter)
+        exporter._loop.stretches.settle()
+        assert value(exporter, NONFINITE, outcome="stepped") == (not skips)
+        assert value(exporter, NONFINITE, outcome="skipped") == skips
+        assert value(exporter, SKIPPED) == skips
+
+
 def test_another_optimizer_ends_a_stretch() -> None:
     """An optimizer that steps for the first time in a stretch is counted from that step on."""
     loop = Loop()

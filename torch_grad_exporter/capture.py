@@ -277,8 +277,11 @@ class GradientCapture:
 
     def witness(self) -> TrackedParameter | None:
         """A parameter that gets a gradient in each backward, as far as the last sample tells."""
-        probes = itertools.chain.from_iterable(self._habits.probes.values())
-        return next((probe for probe in probes if probe.gradient() is not None), None)
+        for probe in itertools.chain.from_iterable(self._habits.probes.values()):
+            parameter = probe.parameter()
+            if parameter is not None and parameter.requires_grad and parameter.grad is not None:
+                return probe
+        return None
 
     def passed_over(self, rounds: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were only counted, so many steps skipped. `backwards`: of a round that is not over."""

@@ -126,6 +126,7 @@ class Stretches:
         norm_waits = self._tell(counting, skipped)
         self._clock_resumes(counting)
         self._capture.passed_over(steps, skipped=skipped, backwards=max(unfinished, 0))
+        self._norm_at = None
         if norm_waits:
             self._capture.norm_observed()
 
