@@ -1,4 +1,4 @@
-"""Gradients made ready for measuring: dense, real, local, and the small ones of one shape stacked.
+"""Gradients made ready for measuring: dense, real, local, and the small ones of one shape together.
 
 A model of many small tensors is bound by the number of calls, not by bytes, so gradients of the same
 shape and type share their calls.
@@ -11,24 +11,47 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.layers import Plan, UnitLayout
 
-STACKED_ELEMENTS = 1 << 16
-"""Elements of a stack at most: 256 KiB of float32 stay in a core's cache between the passes."""
+STACKED_ELEMENTS = 1 << 17
+"""Elements of a batch of several gradients at most: 512 KiB of float32 stay in a core's cache between the passes."""
+
+_ORDINARY = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Gradients of one shape as one tensor.
+    """Gradients of one shape, type and layout, which none of them need share in memory.
 
-    `values`: shape (tensors, rows, columns). With `units` a row is an output unit, otherwise rows mean
-    nothing. `implied_zeros`: elements of a sparse gradient that are not stored, and so are zero.
+    `layout`: how each splits into output units, if it has any. `implied_zeros`: elements of a sparse gradient that
+    are not stored, and so are zero.
     """
 
     positions: tuple[int, ...]
-    values: torch.Tensor
-    units: bool
+    tensors: tuple[torch.Tensor, ...]
+    layout: UnitLayout | None
     implied_zeros: int = 0
+
+    @property
+    def units(self) -> bool:
+        """Whether the gradients have output units."""
+        return self.layout is not None
+
+    @property
+    def rows(self) -> int:
+        """Output units of each gradient, 1 where there are none."""
+        return 1 if self.layout is None else self.layout.count
+
+    @property
+    def elements(self) -> int:
+        """Stored elements of each gradient."""
+        return self.tensors[0].numel()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All of it as one tensor, shape (tensors, rows, columns), a row for each output unit; a copy if there are several."""
+        rows = [t.reshape(1, -1) if self.layout is None else self.layout.rows(t) for t in self.tensors]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
@@ -47,7 +70,7 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     # Of the types of one byte torch knows little more than how to convert them; float32 holds each of their values.
-    return gradient.float() if gradient.element_size() == 1 else gradient.resolve_neg()
+    return gradient.float() if gradient.element_size() == 1 else gradient
 
 
 def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
@@ -56,19 +79,24 @@ def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterat
     for position, gradient in gradients:
         tracked = plan.tracked[position]
         layout = tracked.units
-        values = dense_local(gradient, keep_sparse=layout is None)
-        if values.numel() == 0:
+        values = gradient if is_ordinary(gradient) else dense_local(gradient, keep_sparse=layout is None)
+        elements = values.numel()
+        implied = tracked.elements - elements if gradient.is_sparse else 0
+        if elements == 0:
             if tracked.elements:
-                yield Batch((position,), values.new_zeros((1, 1, 1)), units=False, implied_zeros=tracked.elements - 1)
-            continue
-        rows = layout.rows(values) if layout is not None else values.reshape(1, -1)
-        implied = tracked.elements - values.numel() if gradient.is_sparse else 0
-        if implied or rows.numel() > STACKED_ELEMENTS // 2:
-            yield Batch((position,), rows.unsqueeze(0), layout is not None, implied)
+                yield Batch((position,), (values.new_zeros(1),), None, tracked.elements - 1)
+        elif implied or elements > STACKED_ELEMENTS // 2:
+            yield Batch((position,), (values,), layout, implied)
         else:
-            stacks.setdefault((rows.shape, rows.dtype, layout is not None), []).append((position, rows))
-    for (_, _, units), members in stacks.items():
-        most = max(1, STACKED_ELEMENTS // members[0][1].numel())
+            key = (values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
+            stacks.setdefault(key, []).append((position, values))
+    for members in stacks.values():
+        most = STACKED_ELEMENTS // members[0][1].numel()
         for start in range(0, len(members), most):
-            part = members[start : start + most]
-            yield Batch(tuple(p for p, _ in part), torch.stack([rows for _, rows in part]), bool(units))
+            positions, tensors = zip(*members[start : start + most], strict=True)
+            yield Batch(positions, tensors, plan.tracked[positions[0]].units)
+
+
+def is_ordinary(gradient: torch.Tensor) -> bool:
+    """Whether a gradient needs nothing to be made ready: where there are hundreds, asking `dense_local` costs too much."""
+    return type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.dtype in _ORDINARY

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.layers import Plan, TrackedParameter, is_partial
+from torch_grad_exporter.layers import Plan, TrackedParameter
 from torch_grad_exporter.statistics import COLUMNS, Column, device, host
-from torch_grad_exporter.statistics.batches import Batch, batches
+from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.statistics.grouping import Gradients, Grouping
 from torch_grad_exporter.statistics.units import UnitState
-
-Gradients = Sequence[tuple[int, torch.Tensor]]
-"""Gradients with their positions in the plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +64,8 @@ class EagerStatistics:
         self._window = dead_window
         self._moments = moments
         self._units: dict[torch.device, UnitState] = {}
+        self._to_read, self._to_compare = Grouping(), Grouping()
+        self._scratch = Scratch()
 
     def measure(self, plan: Plan, gradients: Gradients, sample: int) -> list[Measurement]:
         """Full statistics, one measurement per device. The same `sample` again replaces its first capture."""
@@ -74,13 +75,9 @@ class EagerStatistics:
     def read(self, plan: Plan, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
         found = []
-        for where, part in _by_device(gradients):
-            # Parameters with units come first, so that their unit counts are the first rows of the columns.
-            parts = sorted(batches(plan, part), key=lambda batch: not batch.units)
-            if parts:
-                members = tuple((plan.tracked[p], batch.values.shape[1]) for batch in parts if batch.units for p in batch.positions)
-                measured = (self._on_host if where.type == "cpu" else self._on_device)(parts)
-                found.append(Reading(where, members, *_shapes(parts), *measured))
+        for group in self._to_read.groups(plan, gradients):
+            measured = (self._on_host if group.device.type == "cpu" else self._on_device)(group.batches)
+            found.append(Reading(group.device, group.members, group.positions, group.elements, group.units, *measured))
         return found
 
     @torch.no_grad()
@@ -95,15 +92,12 @@ class EagerStatistics:
     def norms(self, plan: Plan, gradients: Gradients) -> list[Measurement]:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
-        for where, part in _by_device(gradients):
-            parts = list(batches(plan, part))
-            if not parts:
-                continue
-            if where.type == "cpu":
-                vector = torch.from_numpy(np.concatenate([host.norms(batch, moments=self._moments) for batch in parts]))
+        for group in self._to_compare.groups(plan, gradients):
+            if group.device.type == "cpu":
+                vector = torch.from_numpy(host.norms(group.batches, self._scratch, moments=self._moments))
             else:
-                vector = torch.cat([device.norms(batch) for batch in parts]).to(device.wide(where))
-            found.append(Measurement(*_shapes(parts), vector, 1))
+                vector = torch.cat([device.norms(batch) for batch in group.batches]).to(device.wide(group.device))
+            found.append(Measurement(group.positions, group.elements, group.units, vector, 1))
         return found
 
     @torch.no_grad()
@@ -123,37 +117,16 @@ class EagerStatistics:
             columns[: len(members), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.t().to(columns.dtype)
         return Measurement(reading.positions, reading.elements, reading.units, columns.reshape(-1), COLUMNS)
 
-    def _on_host(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        measured = [(batch.units, *host.measure(batch, moments=self._moments)) for batch in parts]
-        zero = [flags.zero for units, _, flags in measured if units] or [np.zeros(0, dtype=np.bool_)]
-        alive = [flags.alive for units, _, flags in measured if units] or [np.zeros(0, dtype=np.bool_)]
-        columns = np.concatenate([columns for _, columns, _ in measured])
-        return torch.from_numpy(columns), torch.from_numpy(np.concatenate(zero)), torch.from_numpy(np.concatenate(alive))
+    def _on_host(self, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        columns, flags = host.measure(parts, self._scratch, moments=self._moments)
+        return torch.from_numpy(columns), torch.from_numpy(flags.zero), torch.from_numpy(flags.alive)
 
-    def _on_device(self, parts: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _on_device(self, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         measured = [(batch.units, *device.measure(batch, moments=self._moments)) for batch in parts]
         columns = torch.cat([columns for _, columns, _ in measured])
         magnitudes = [magnitude for units, _, magnitude in measured if units] or [columns.new_zeros(0)]
         # Compared in their own type: another one might round a tiny value to zero.
         return columns, torch.cat([m == 0 for m in magnitudes]), torch.cat([m > 0 for m in magnitudes])
-
-
-def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
-    groups: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for position, gradient in gradients:
-        if is_partial(gradient):
-            continue  # nobody can tell the norm of a sum from one summand
-        groups.setdefault(gradient.device, []).append((position, gradient))
-    return list(groups.items())
-
-
-def _shapes(parts: Sequence[Batch]) -> tuple[IntArray, IntArray, IntArray]:
-    """Positions in the plan, elements and output units of all gradients in the batches; shape (n,)."""
-    positions = [p for batch in parts for p in batch.positions]
-    shapes = [(b.values.shape[1] * b.values.shape[2] + b.implied_zeros, b.values.shape[1] if b.units else 0) for b in parts]
-    sizes = [len(batch.positions) for batch in parts]
-    elements, units = np.repeat(np.array(shapes, dtype=np.int64).reshape(-1, 2), sizes, axis=0).T
-    return np.array(positions, dtype=np.int64), elements, units
 
 
 def _together(parts: list[Reading]) -> Reading:

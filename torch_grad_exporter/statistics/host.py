@@ -1,73 +1,89 @@
-"""Measuring on the CPU, where looking at the data costs nothing: one pass in cache-sized blocks.
+"""Measuring on the CPU, where looking at the data costs nothing: one read of the memory, all else from the cache.
 
-A row-wise norm in the gradient's own precision gives the norm, and its extremes point at the few rows that
-need more: a row of 1e-24 has a float32 norm of 0 and is not zero, one of 2e19 has an infinite norm and is
-finite. Only such rows are measured again in float64 and searched for NaN and Inf.
+Every block is squared and summed up, searched for its extremes and compared with zero. The extremes tell whether there
+is a NaN or Inf to count, the number of zeros whether a whole unit can be zero, and the sum of squares whether it is to be
+made again in float64: what is rare costs nothing where it is absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics import COLUMNS, Column
-from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
-
-_SAFE_NORM = {torch.float64: (1e-140, 1e140)}
-_SAFE_NORM_FLOAT32 = (1e-14, 1e14)
-"""Norms of a row between which its squares neither underflowed nor overflowed noticeably."""
-
-
-_PIECE = 1024
-"""Elements that one float32 sum of squares runs over at most."""
+from torch_grad_exporter.families import BoolArray, FloatArray
+from torch_grad_exporter.statistics import COLUMNS, Column, squares
+from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.blocks import Scratch, blocks
 
 
 @dataclass(slots=True)
 class RowFlags:
-    """What is known of each row: exactly zero, or certainly not zero. A row with a NaN is neither."""
+    """What is known of each output unit: exactly zero, or certainly not zero. One with a NaN is neither."""
 
     zero: BoolArray
     alive: BoolArray
 
 
 @dataclass(slots=True)
-class _Block:
-    """Measured values of a block: per tensor (tensors, columns), per row (rows,)."""
+class _Found:
+    """What each block has: a value for each of its tensors, and, with units, flags for each row or part of one.
 
-    columns: FloatArray
-    norms: FloatArray
-    flags: RowFlags
+    `counts`: of how many blocks each tensor is.
+    """
+
+    counts: list[int] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+    zeros: list[int] = field(default_factory=list)
+    zero_rows: list[BoolArray] = field(default_factory=list)
+
+    def of_tensors(self, values: Sequence[float], reduction: np.ufunc = np.add) -> FloatArray:
+        """The values of each tensor's blocks reduced to one, shape (all tensors,)."""
+        array: FloatArray = np.array(values, dtype=np.float64)
+        starts = itertools.accumulate(self.counts[:-1], initial=0)
+        return array if len(array) == len(self.counts) else np.asarray(reduction.reduceat(array, list(starts)))
 
 
-def measure(batch: Batch, *, moments: bool) -> tuple[FloatArray, RowFlags]:
-    """Statistics of each tensor of the batch, shape (tensors, columns), and the flags of all its rows."""
-    tensors = batch.values.shape[0]
-    blocks = [_measure_block(block, moments=moments) for block in _split(batch)]
-    columns = blocks[0].columns if len(blocks) == 1 else _combined([block.columns for block in blocks])
-    columns[:, Column.NORM] = combined_norm(np.concatenate([b.norms for b in blocks]).reshape(tensors, -1))
-    if batch.implied_zeros:
-        columns[:, Column.ZEROS] += batch.implied_zeros
-        columns[:, Column.MIN] = np.minimum(columns[:, Column.MIN], 0.0)
-        columns[:, Column.MAX] = np.maximum(columns[:, Column.MAX], 0.0)
-    flags = RowFlags(np.concatenate([b.flags.zero for b in blocks]), np.concatenate([b.flags.alive for b in blocks]))
+def measure(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> tuple[FloatArray, RowFlags]:
+    """Statistics of all tensors of the batches, shape (tensors, columns), and the flags of all units of those with units.
+
+    `moments`: sums up the elements too, and computes in float64: a standard deviation is what little is left when the mean
+    is taken from the norm.
+    """
+    with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are what is looked for here
+        found = _looked_at(batches, scratch, moments=moments)
+        columns = np.zeros((len(found.counts), COLUMNS))
+        columns[:, Column.ZEROS] = found.of_tensors(found.zeros)
+        columns[:, Column.MIN] = found.of_tensors(found.low, np.minimum)
+        columns[:, Column.MAX] = found.of_tensors(found.high, np.maximum)
+        if moments:
+            columns[:, Column.SUM] = found.of_tensors(found.sums)
+        magnitudes = np.abs(columns[:, Column.MIN : Column.MAX + 1]).max(axis=1)
+        columns[:, Column.NORM] = squares.norms(batches, scratch, found.of_tensors(found.squares), magnitudes)
+        zero = np.concatenate([*found.zero_rows, np.zeros(0, dtype=np.bool_)])
+        flags = RowFlags(zero, ~zero)
+        if not np.isfinite(magnitudes).all():
+            flags.alive &= ~_count_nonfinite(batches, scratch, columns)
+    _imply_zeros(batches, columns)
     return columns, flags
 
 
-def norms(batch: Batch, *, moments: bool) -> FloatArray:
+def norms(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> FloatArray:
     """Only the norm of each tensor, shape (tensors,), bit-equal to that of `measure` on equal gradients."""
-    parts = []
-    for block in _split(batch):
-        rows = block.reshape(block.shape[0] * block.shape[1], -1)
-        values = _row_norms(rows, exact=moments)
-        suspicious = _suspicious(values, rows.dtype)
-        if suspicious.size:
-            values[suspicious] = _exact_norms(rows[torch.from_numpy(suspicious)].double())[0]
-        parts.append(values)
-    return combined_norm(np.concatenate(parts).reshape(batch.values.shape[0], -1))
+    found = _Found()
+    with np.errstate(all="ignore"):
+        for batch in batches:
+            count = 0
+            for block in blocks(batch, scratch, wide=moments):
+                found.squares += squares.squares(block.reshape(len(block), -1)).tolist()
+                count += 1
+            found.counts += [count] * len(batch.tensors)
+        return squares.norms(batches, scratch, found.of_tensors(found.squares))
 
 
 def combined_norm(parts: FloatArray) -> FloatArray:
@@ -78,93 +94,70 @@ def combined_norm(parts: FloatArray) -> FloatArray:
         return np.asarray(np.sqrt(np.square(parts / scale[:, None]).sum(axis=1)) * scale)
 
 
-def _split(batch: Batch) -> Iterator[torch.Tensor]:
-    """Views of the batch as (tensors, rows, columns) blocks that stay in cache; a stack is one block."""
-    values = batch.values
-    tensors, rows, columns = values.shape
-    if tensors > 1 or values.numel() <= STACKED_ELEMENTS:
-        yield values
-    elif batch.units:
-        step = max(1, STACKED_ELEMENTS // columns)
-        for start in range(0, rows, step):
-            yield values[:, start : start + step]
-    else:
-        flat = values.reshape(1, 1, -1)
-        for start in range(0, flat.shape[2], STACKED_ELEMENTS):
-            yield flat[:, :, start : start + STACKED_ELEMENTS]
+def _looked_at(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> _Found:
+    found = _Found()
+    for batch in batches:
+        count, zero_rows = 0, []
+        for block in blocks(batch, scratch, wide=moments):
+            flat = block.reshape(len(block), -1)
+            found.squares += squares.squares(flat).tolist()
+            found.low += np.minimum.reduce(flat, axis=1).tolist()
+            found.high += np.maximum.reduce(flat, axis=1).tolist()
+            if moments:
+                found.sums += np.add.reduce(flat, axis=1).tolist()
+            mask = np.equal(flat, 0, out=scratch.mask(flat.shape))
+            zeros = int(np.count_nonzero(mask))
+            found.zeros += _by_tensor(mask, zeros)
+            if batch.units:
+                zero_rows.append(_zero_rows(mask, block.shape[2], zeros))
+            count += 1
+        found.counts += [count] * len(batch.tensors)
+        found.zero_rows += _whole(batch, zero_rows, np.logical_and)
+    return found
 
 
-def _measure_block(block: torch.Tensor, *, moments: bool) -> _Block:
-    tensors, rows, _ = block.shape
-    flat = block.reshape(tensors * rows, -1)
-    columns = np.zeros((tensors, COLUMNS))
-    # Not `aminmax(dim=1)`: that one is not vectorised and ten times slower than the two passes.
-    per_tensor = block.reshape(tensors, -1)
-    columns[:, Column.MIN] = per_tensor.amin(dim=1).double().numpy()
-    columns[:, Column.MAX] = per_tensor.amax(dim=1).double().numpy()
-    columns[:, Column.ZEROS] = _zeros(block)
-    if moments:
-        columns[:, Column.SUM] = per_tensor.sum(dim=1, dtype=torch.float64).numpy()
-    row_norms = _row_norms(flat, exact=moments)
-    flags = RowFlags(np.zeros(tensors * rows, dtype=np.bool_), np.ones(tensors * rows, dtype=np.bool_))
-    suspicious = _suspicious(row_norms, flat.dtype)
-    if suspicious.size:
-        values = flat[torch.from_numpy(suspicious)].double()
-        row_norms[suspicious], magnitude = _exact_norms(values)
-        flags.zero[suspicious] = magnitude == 0
-        flags.alive[suspicious] = magnitude > 0
-        owner = suspicious // rows
-        columns[:, Column.NANS] = np.bincount(owner, values.isnan().sum(dim=1).numpy(), tensors)
-        columns[:, Column.INFS] = np.bincount(owner, values.isinf().sum(dim=1).numpy(), tensors)
-    return _Block(columns, row_norms, flags)
+def _zero_rows(mask: BoolArray, width: int, zeros: int) -> BoolArray:
+    if zeros < width:  # fewer than a row has elements
+        return np.zeros(mask.size // width, dtype=np.bool_)
+    return np.asarray(mask.reshape(-1, width).all(axis=1))
 
 
-def _row_norms(rows: torch.Tensor, *, exact: bool) -> FloatArray:
-    """The norm of each row; long rows in pieces, which are added up in float64 so that no rounding piles up.
-
-    `exact`: all in float64, as a standard deviation needs it, which is what little is left when the mean is taken from the norm.
-    """
-    if exact:
-        rows = rows.double()
-    accumulate = rows.dtype if rows.dtype in _SAFE_NORM else torch.float32
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()  # along any other dimension torch sums up in one accumulator, and rounding piles up
-    width = rows.shape[1]
-    if width <= _PIECE:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=accumulate).double().numpy()  # type: ignore[no-any-return]
-    if width % _PIECE == 0:
-        pieces = torch.linalg.vector_norm(rows.reshape(rows.shape[0], -1, _PIECE), dim=2, dtype=accumulate)
-    else:
-        pieces = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=accumulate) for part in torch.split(rows, _PIECE, 1)], 1)
-    return combined_norm(pieces.double().numpy())
+def _count_nonfinite(batches: Sequence[Batch], scratch: Scratch, columns: FloatArray) -> BoolArray:
+    """Fills the columns of NaN and Inf; returns which of all units have a NaN."""
+    nan_rows = [np.zeros(0, dtype=np.bool_)]
+    for batch, here in squares.placed(batches):
+        if np.isfinite(columns[here, Column.MIN : Column.MAX + 1]).all():
+            nan_rows.append(np.zeros(batch.rows * len(batch.tensors) if batch.units else 0, dtype=np.bool_))
+            continue
+        parts = []
+        for block in blocks(batch, scratch, wide=False):
+            flat = block.reshape(len(block), -1)
+            mask = scratch.mask(flat.shape)
+            for column, test in ((Column.INFS, np.isinf), (Column.NANS, np.isnan)):
+                columns[here, column] += _by_tensor(mask, int(np.count_nonzero(test(flat, out=mask))))
+            parts.append(np.asarray(mask.reshape(-1, block.shape[2]).any(axis=1)))
+        nan_rows += _whole(batch, parts, np.logical_or)
+    return np.concatenate(nan_rows)
 
 
-def _suspicious(row_norms: FloatArray, dtype: torch.dtype) -> IntArray:
-    low, high = _SAFE_NORM.get(dtype, _SAFE_NORM_FLOAT32)
-    return np.flatnonzero(~((row_norms > low) & (row_norms < high)))
+def _imply_zeros(batches: Sequence[Batch], columns: FloatArray) -> None:
+    """Adds what sparse gradients do not store."""
+    for batch, here in squares.placed(batches):
+        if batch.implied_zeros:
+            columns[here, Column.ZEROS] += batch.implied_zeros
+            columns[here, Column.MIN] = np.minimum(columns[here, Column.MIN], 0.0)
+            columns[here, Column.MAX] = np.maximum(columns[here, Column.MAX], 0.0)
 
 
-def _exact_norms(rows: torch.Tensor) -> tuple[FloatArray, FloatArray]:
-    """Norm and largest magnitude of float64 rows, exact wherever both are finite."""
-    magnitude = rows.abs().amax(dim=1)
-    scale = torch.where((magnitude > 0) & magnitude.isfinite(), magnitude, 1.0)
-    return (torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale).numpy(), magnitude.numpy()
+def _by_tensor(mask: BoolArray, found: int) -> list[int]:
+    """How many are true in each row of a mask in which `found` are: counting all of it is many times as fast."""
+    if len(mask) == 1 or found == 0:
+        return [found] * len(mask)
+    return np.add.reduce(mask, axis=1, dtype=np.int64).tolist()  # type: ignore[no-any-return]
 
 
-def _zeros(block: torch.Tensor) -> list[int]:
-    """Zero elements of each tensor: numpy counts booleans three times as fast as torch does."""
-    if block.dtype in (torch.float32, torch.float64):
-        zero = block.numpy() == 0
-    else:  # numpy has no bfloat16, and its float16 is slow; without its sign bit a zero of either is 0
-        zero = (block.view(torch.int16).numpy() & np.int16(0x7FFF)) == 0
-    return [int(np.count_nonzero(one)) for one in zero]
-
-
-def _combined(parts: list[FloatArray]) -> FloatArray:
-    """The columns of one tensor from those of its blocks; NaN stays NaN in the extremes."""
-    stacked = np.stack(parts)
-    with np.errstate(all="ignore"):  # infinities of both signs, or a sum beyond float64
-        total: FloatArray = stacked.sum(axis=0)
-    total[:, Column.MIN] = stacked[:, :, Column.MIN].min(axis=0)
-    total[:, Column.MAX] = stacked[:, :, Column.MAX].max(axis=0)
-    return total
+def _whole(batch: Batch, parts: list[BoolArray], reduction: np.ufunc) -> list[BoolArray]:
+    """The flags of the rows of a batch, none without units; those of a row that came in parts are reduced to one."""
+    if not batch.units or sum(map(len, parts)) == batch.rows * len(batch.tensors):
+        return parts if batch.units else []
+    return [reduction.reduce(np.concatenate(parts).reshape(batch.rows, -1), axis=1)]

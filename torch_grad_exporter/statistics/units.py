@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 
 from torch_grad_exporter.layers import TrackedParameter
@@ -41,9 +42,9 @@ class UnitState:
             self._before, self._sample = self._after, sample
         if not _same(self._members, members):
             self._arrange(tuple(members))
-        self._after = (self._before + zero).masked_fill_(alive, 0)
-        counts = torch.stack((zero, self._after >= self._window)).cumsum(dim=1, dtype=torch.int64)
-        return counts.index_select(1, self._ends).diff(dim=1, prepend=counts.new_zeros((2, 1)))
+        self._after = (self._before + zero).mul_(~alive)
+        flags = torch.stack((zero, self._after >= self._window))
+        return (sums_on_host if self._device.type == "cpu" else sums)(flags, self._ends)
 
     def forget(self, strangers: Collection[TrackedParameter], sample: int) -> None:
         """Takes back what the last sample counted of these parameters, if it is the one that is meant."""
@@ -75,5 +76,17 @@ class UnitState:
         self._ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
 
 
+def sums(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The sums of consecutive parts of bools, shape (2, n) to (2, parts), int64; `ends`: the index of each part's last one."""
+    counts = flags.cumsum(dim=1, dtype=torch.int64)
+    return counts.index_select(1, ends).diff(dim=1, prepend=counts.new_zeros((2, 1)))
+
+
+def sums_on_host(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The same on the CPU, in a tenth of the time."""
+    starts = np.concatenate([[0], ends.numpy()[:-1] + 1])
+    return torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64))
+
+
 def _same(a: Sequence[tuple[TrackedParameter, int]], b: Sequence[tuple[TrackedParameter, int]]) -> bool:
-    return len(a) == len(b) and all(x[0] is y[0] and x[1] == y[1] for x, y in zip(a, b, strict=True))
+    return a is b or (len(a) == len(b) and all(x[0] is y[0] and x[1] == y[1] for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,108 @@
+"""The gradients of a batch on the CPU as numpy blocks that stay in a core's cache, views of the gradients wherever possible.
+
+What cannot be a view is converted or copied block by block into the same scratch memory, so that the memory needed does
+not grow with the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.families import BoolArray, FloatArray
+from torch_grad_exporter.layers import UnitLayout
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of a block, and never twice as many: larger ones leave the cache, smaller ones cost more in calls than they save."""
+
+_ALIGNED = 64
+"""Bytes of a cache line: vectors that begin in one are read faster."""
+
+_Array = TypeVar("_Array", torch.Tensor, FloatArray)
+
+
+class Scratch(threading.local):
+    """Memory to work in, of each thread its own: for each type as much as the largest block that was asked for.
+
+    Made by numpy: a tensor that is made in somebody's inference mode could not be written to after it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor of this shape. The next one of the same type overwrites it."""
+        return torch.from_numpy(self._bytes(dtype, math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+
+    def mask(self, shape: Sequence[int]) -> BoolArray:
+        """Such an array of booleans."""
+        return self._bytes(torch.bool, math.prod(shape)).view(np.bool_).reshape(shape)
+
+    def _bytes(self, dtype: torch.dtype, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        memory = self._memory.get(dtype)
+        if memory is None or memory.size < size:
+            memory = np.empty(size + _ALIGNED, dtype=np.uint8)
+            memory = self._memory[dtype] = memory[-memory.ctypes.data % _ALIGNED :]
+        return memory[:size]
+
+
+def blocks(batch: Batch, scratch: Scratch, *, wide: bool) -> Iterator[FloatArray]:
+    """The batch as contiguous arrays of shape (tensors, rows, columns), float32 or float64; `wide`: float64 in any case.
+
+    A row is an output unit; one that is larger than a block comes in parts, as many for each.
+    Without units rows mean nothing. An array may be the gradient itself, and lasts only until the next one.
+    """
+    first = batch.tensors[0]
+    dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
+    if batch.elements <= STACKED_ELEMENTS // 2:
+        yield _stacked(batch, scratch, dtype).reshape(len(batch.tensors), batch.rows, -1)
+        return
+    memory = _arranged(first.detach().resolve_neg(), batch.layout)
+    width = batch.elements // batch.rows if batch.units else BLOCK_ELEMENTS
+    parts = _slices(memory.numpy()) if memory.dtype is dtype and memory.is_contiguous() else _slices(memory)
+    for part in parts:
+        block = part if isinstance(part, np.ndarray) else scratch.tensor(dtype, part.shape).copy_(part).numpy()
+        yield block.reshape(1, max(1, block.size // width), -1)
+
+
+def _stacked(batch: Batch, scratch: Scratch, dtype: torch.dtype) -> FloatArray:
+    """Small gradients as one array in the order of their units, whatever the order in memory: in any company the same numbers."""
+    tensors = batch.tensors
+    if batch.layout is not None and batch.layout.dims != (0,):
+        tensors = tuple(map(batch.layout.rows, tensors))
+    if len(tensors) == 1 and tensors[0].dtype is dtype and tensors[0].is_contiguous():
+        return tensors[0].detach().resolve_neg().numpy()
+    shape = (len(tensors), *tensors[0].shape)
+    stack = torch.stack(tensors, out=scratch.tensor(tensors[0].dtype, shape))
+    return (stack if stack.dtype is dtype else scratch.tensor(dtype, shape).copy_(stack)).numpy()
+
+
+def _arranged(gradient: torch.Tensor, layout: UnitLayout | None) -> torch.Tensor:
+    """A large gradient with the dimensions of its units first, and else in the order of its memory if that has no gaps."""
+    if layout is not None and layout.dims != (0,):
+        return gradient.reshape(layout.shape).movedim(layout.dims, tuple(range(len(layout.dims))))
+    if gradient.is_contiguous():
+        return gradient.view(-1 if layout is None else (layout.count, -1))
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    in_memory = gradient.permute(order)
+    if not in_memory.is_contiguous() or (layout is not None and order[0] != 0):
+        return gradient
+    return in_memory.view(-1 if layout is None else (layout.count, -1))
+
+
+def _slices(array: _Array) -> Iterator[_Array]:
+    """Consecutive parts of an array, cut along its first dimensions, of about as many elements as a block has."""
+    rows, width = array.shape[0], math.prod(array.shape[1:])
+    if width > BLOCK_ELEMENTS:
+        for part in array:
+            yield from _slices(part)
+        return
+    step = math.ceil(rows / max(1, round(rows * width / BLOCK_ELEMENTS)))
+    for start in range(0, rows, step):
+        yield array[start : start + step]

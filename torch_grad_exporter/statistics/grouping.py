@@ -1,0 +1,84 @@
+"""Gradients by device and in batches, grouped anew only when they are of other kinds than before.
+
+In training nothing changes from sample to sample but the numbers, and with hundreds of gradients grouping them costs
+as much as measuring them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.layers import Plan, TrackedParameter, is_partial
+from torch_grad_exporter.statistics.batches import Batch, batches, is_ordinary
+
+Gradients = Sequence[tuple[int, torch.Tensor]]
+"""Gradients with their positions in the plan."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The gradients of one device in batches, those with output units first.
+
+    `members`: the parameters with output units, and how many. `positions`, `elements`, `units`: shape (n,), in the order of
+    the batches: the gradients' positions in the plan, and how many elements and output units each has.
+    """
+
+    device: torch.device
+    batches: tuple[Batch, ...]
+    members: tuple[tuple[TrackedParameter, int], ...]
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+
+    @classmethod
+    def of(cls, device: torch.device, plan: Plan, parts: Sequence[Batch]) -> Group:
+        """The group of these batches."""
+        ordered = tuple(sorted(parts, key=lambda batch: not batch.units))
+        positions = [position for batch in ordered for position in batch.positions]
+        sizes = [(batch.elements + batch.implied_zeros, batch.rows if batch.units else 0) for batch in ordered]
+        elements, units = np.repeat(np.array(sizes, dtype=np.int64), [len(batch.positions) for batch in ordered], axis=0).T
+        members = tuple((plan.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
+        return cls(device, ordered, members, np.array(positions, dtype=np.int64), elements, units)
+
+    def around(self, gradients: Mapping[int, torch.Tensor] | None) -> Group:
+        """The same group of other gradients, given by their positions in the plan, or without any."""
+        parts = []
+        for batch in self.batches:
+            tensors = () if gradients is None else tuple([gradients[position] for position in batch.positions])
+            parts.append(Batch(batch.positions, tensors, batch.layout))
+        return Group(self.device, tuple(parts), self.members, self.positions, self.elements, self.units)
+
+
+class Grouping:
+    """Groups gradients; remembers how, but no gradient."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._kinds: list[tuple[object, ...]] = []
+        self._groups: list[Group] = []
+
+    def groups(self, plan: Plan, gradients: Gradients) -> list[Group]:
+        """The gradients by device, without empty ones and those of which this rank has only a summand."""
+        kinds: list[tuple[object, ...]] = [(p, type(g), g.layout, g.dtype, g.device, g.shape) for p, g in gradients]
+        if plan is self._plan and kinds == self._kinds:
+            by_position = dict(gradients)
+            return [group.around(by_position) for group in self._groups]
+        groups = [Group.of(device, plan, parts) for device, part in _by_device(gradients) if (parts := list(batches(plan, part)))]
+        self._plan = None
+        if all(is_ordinary(gradient) for _, gradient in gradients):  # of others the kind does not tell how they are grouped
+            self._plan, self._kinds, self._groups = plan, kinds, [group.around(None) for group in groups]
+        return groups
+
+
+def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
+    groups: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for position, gradient in gradients:
+        if is_partial(gradient):
+            continue  # nobody can tell the norm of a sum from one summand
+        groups.setdefault(gradient.device, []).append((position, gradient))
+    return list(groups.items())

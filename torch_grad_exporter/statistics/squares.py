@@ -1,0 +1,75 @@
+"""L2 norms on the CPU: sums of squares in the gradient's own precision, and in float64 where those cannot be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from torch_grad_exporter.families import FloatArray
+from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.blocks import Scratch, blocks
+
+_PIECE = 1024
+"""Elements that one sum of squares in the gradient's own precision runs over at most, so that no rounding piles up."""
+
+_FAITHFUL = 1e-30
+"""Mean square from which on it is nothing what float32 squares lose to underflow, 1.2e-38 each at most."""
+
+
+def squares(flat: FloatArray) -> FloatArray:
+    """The sum of squares of each row, shape (n, k) to (n,), float64: of pieces in their own precision, and of these in float64."""
+    rows, size = flat.shape
+    piece = min(size, _PIECE)
+    rest = size % piece
+    pieces = _dots((flat[:, :-rest] if rest else flat).reshape(rows, -1, piece))
+    # Not `sum(dtype=float64)`, which works in chunks across the rows: a row's sum would depend on the others'.
+    found: FloatArray = np.add.reduce(pieces.astype(np.float64), axis=1)
+    return found + _dots(flat[:, -rest:]) if rest else found
+
+
+def norms(batches: Sequence[Batch], scratch: Scratch, total: FloatArray, magnitudes: FloatArray | None = None) -> FloatArray:
+    """The norm of each tensor in the batches from its sum of squares, shape (all tensors,), without under- or overflow.
+
+    `magnitudes`: the largest of each tensor, where they are known; NaN if there is a NaN.
+    """
+    found: FloatArray = np.sqrt(total)
+    least = np.repeat([batch.elements * _FAITHFUL for batch in batches], [len(batch.tensors) for batch in batches])
+    doubtful = ~((total > least) & np.isfinite(total))
+    for batch, here in placed(batches) if doubtful.any() else ():
+        if doubtful[here].any():
+            largest = _magnitudes(batch, scratch) if magnitudes is None else magnitudes[here]
+            ordinary = (largest > 0) & np.isfinite(largest)
+            exact = _scaled_norms(batch, scratch, largest) if (doubtful[here] & ordinary).any() else largest
+            found[here] = np.where(doubtful[here], np.where(ordinary, exact, largest), found[here])
+    return found
+
+
+def placed(batches: Sequence[Batch]) -> Iterator[tuple[Batch, slice]]:
+    """Each batch and where its tensors are among all."""
+    end = 0
+    for batch in batches:
+        start, end = end, end + len(batch.tensors)
+        yield batch, slice(start, end)
+
+
+def _dots(vectors: FloatArray) -> FloatArray:
+    """The product of each vector with itself, along the last dimension."""
+    if hasattr(np, "vecdot"):  # from numpy 2 on
+        return np.asarray(np.vecdot(vectors, vectors))
+    return np.asarray(np.matmul(vectors[..., None, :], vectors[..., :, None])[..., 0, 0])
+
+
+def _magnitudes(batch: Batch, scratch: Scratch) -> FloatArray:
+    """The largest magnitude of each tensor; NaN if there is a NaN."""
+    flat = (block.reshape(len(block), -1) for block in blocks(batch, scratch, wide=True))
+    found: FloatArray = np.maximum.reduce([np.maximum(np.abs(f.min(axis=1)), np.abs(f.max(axis=1))) for f in flat])
+    return found
+
+
+def _scaled_norms(batch: Batch, scratch: Scratch, magnitudes: FloatArray) -> FloatArray:
+    """The norm of each tensor in float64, scaled by a power of two so that no square over- or underflows."""
+    scale = np.ldexp(1.0, np.frexp(magnitudes)[1] - 1)
+    flat = (block.reshape(len(block), -1) for block in blocks(batch, scratch, wide=True))
+    found: FloatArray = np.sqrt(np.add.reduce([squares(f / scale[:, None]) for f in flat])) * scale
+    return found
