@@ -12,6 +12,7 @@ import torch
 from torch_grad_exporter.layers import LayerIndex, Plan
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, batches
+from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float64: 1e-12, torch.complex128: 1e-12}
@@ -280,7 +281,7 @@ def test_an_infinite_row_beside_a_huge_one_raises_no_warning() -> None:
 
 def test_infinities_of_both_signs_in_different_blocks_raise_no_warning() -> None:
     """A big gradient with +Inf in one block and -Inf in another is counted, silently."""
-    gradient = torch.ones(3 * STACKED_ELEMENTS)
+    gradient = torch.ones(3 * BLOCK_ELEMENTS)
     gradient[5], gradient[-5] = INF, -INF
     (row,) = rows_of(EagerStatistics(9, moments=True), plan_of(Bare(gradient.shape)), [gradient]).values()
     assert (row[Column.INFS], row[Column.MIN], row[Column.MAX]) == (2, -INF, INF)
@@ -290,45 +291,77 @@ def test_infinities_of_both_signs_in_different_blocks_raise_no_warning() -> None
 # Big tensors
 
 
-@pytest.mark.parametrize("size", [STACKED_ELEMENTS - 1, STACKED_ELEMENTS, STACKED_ELEMENTS + 1, 2 * STACKED_ELEMENTS + 3])
-def test_a_vector_of_several_blocks(size: int) -> None:
-    """Zeros, NaN and Inf at the first and last element of every block of a big vector are each counted once."""
+@pytest.mark.parametrize(
+    ("size", "border"),
+    [
+        (BLOCK_ELEMENTS, BLOCK_ELEMENTS // 2),  # none
+        (BLOCK_ELEMENTS + 1, BLOCK_ELEMENTS),  # none
+        (3 * BLOCK_ELEMENTS // 2 + 3, 3 * BLOCK_ELEMENTS // 4 + 2),
+        (2 * BLOCK_ELEMENTS, BLOCK_ELEMENTS),
+    ],
+)
+def test_a_vector_of_several_blocks(size: int, border: int) -> None:
+    """Zeros, NaN and Inf on both sides of the border of two blocks of a big vector are each counted once."""
     gradient = some((size,), seed=size)
     assert_measured(Bare((size,)), [gradient])
-    for border in range(STACKED_ELEMENTS, size, STACKED_ELEMENTS):
-        gradient[border - 1], gradient[border] = 0.0, -0.0
+    gradient[border - 1], gradient[border] = 0.0, -0.0
     assert_measured(Bare((size,)), [gradient])
-    gradient[STACKED_ELEMENTS - 2], gradient[-1] = NAN, INF
+    gradient[border - 1], gradient[border], gradient[-1] = NAN, INF, -INF
     assert_measured(Bare((size,)), [gradient])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_matrix_of_several_blocks(dtype: torch.dtype) -> None:
-    """Zero, tiny and non-finite rows on both sides of every block border of a big matrix are each counted once."""
+    """Zero, tiny and non-finite rows on both sides of the border of two blocks of a big matrix are each counted once."""
     columns = 333
-    step = STACKED_ELEMENTS // columns
-    rows = 3 * step + 1
+    border = BLOCK_ELEMENTS // columns
+    rows = 2 * border
     gradient = some((rows, columns), dtype)
-    for border in range(step, rows, step):
-        gradient[border - 1], gradient[border] = 0.0, -0.0
+    gradient[border - 1], gradient[border] = 0.0, -0.0
     gradient[0], gradient[-1] = 0.0, 0.0
     assert_measured(Bare((rows, columns)), [gradient])
-    gradient[step - 2, 0], gradient[2 * step + 1, -1] = NAN, -INF
+    gradient[border - 2, 0], gradient[border + 1, -1] = NAN, -INF
     assert_measured(Bare((rows, columns)), [gradient])
 
 
 def test_rows_wider_than_a_block() -> None:
     """Units of more elements than a block holds are still whole units, with norms to six digits."""
     gradient = some((3, 400_000), seed=3)
-    plan = plan_of(Bare(gradient.shape))
-    (row,) = rows_of(EagerStatistics(9), plan, [gradient]).values()
-    assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+    for layout in (gradient, gradient.t().contiguous().t(), gradient.reshape(3, 2, 200_000)):
+        (row,) = rows_of(EagerStatistics(9), plan_of(Bare(layout.shape)), [layout]).values()
+        assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+        assert row[Column.ZERO_UNITS] == 1
+    gradient[1, -1], gradient[2] = 1e-30, 0
+    (row,) = rows_of(EagerStatistics(9), plan_of(Bare(gradient.shape)), [gradient]).values()
     assert row[Column.ZERO_UNITS] == 1
+
+
+def test_a_nan_in_one_part_of_a_wide_row() -> None:
+    """A unit that is larger than a block, with a NaN anywhere in it, counts neither as silent nor as alive."""
+    statistics, plan = EagerStatistics(2), plan_of(Bare((2, 700_000)))
+    found = []
+    for sample, places in enumerate([(slice(None),), (0, 350_000), (), ()]):
+        gradient = torch.zeros(2, 700_000)
+        if places:
+            gradient[places] = 1 if sample == 0 else NAN
+        found.append(int(rows_of(statistics, plan, [gradient], sample)[0][Column.DEAD_UNITS]))
+    assert found == [0, 0, 1, 2]
+
+
+def test_a_large_transposed_convolution() -> None:
+    """Output channels of a large grouped transposed convolution are its units, wherever in memory their elements are."""
+    layer = torch.nn.ConvTranspose2d(64, 96, 11, groups=2, bias=False)
+    gradient = some(layer.weight.shape)
+    gradient[:, 5] = 0
+    gradient[:32, 7] = 0
+    assert gradient.numel() > BLOCK_ELEMENTS
+    assert_measured(layer, [gradient])
+    assert_measured(layer, [gradient.contiguous(memory_format=torch.channels_last)])
 
 
 def test_equal_elements_do_not_add_up_a_rounding_error() -> None:
     """A big gradient of equal elements, whose rounding errors all have one sign, has its norm to five digits."""
-    gradient = torch.full((4 * STACKED_ELEMENTS,), 0.3)
+    gradient = torch.full((4 * BLOCK_ELEMENTS,), 0.3)
     (row,) = rows_of(EagerStatistics(9), plan_of(Bare(gradient.shape)), [gradient]).values()
     assert row[Column.NORM] == pytest.approx(float(gradient.double().norm()), rel=1e-5)
 

@@ -1,9 +1,9 @@
 """Statistics of gradients, computed on the gradient's own device. Torch and numpy only, no metric names.
 
-`eager.py` is the door: it prepares the gradients (sparse, complex, sharded), batches the small ones and
-sends each device's share to `host.py` (CPU: may look at the data and so reads it once) or `device.py`
-(any other device: never looks at the data, so that nobody waits). `reference.py` says the same in float64
-loops, for the tests and for readers.
+`eager.py` is the door: it has the gradients prepared (sparse, complex, sharded) and the small ones put together
+(`batches.py`, `grouping.py`) and sends each device's share to `host.py` (CPU: may look at the data, and reads it once,
+in `blocks.py`) or `device.py` (any other device: never looks at the data, so that nobody waits). `reference.py` says the same
+in float64 loops, for the tests and for readers.
 """
 
 from __future__ import annotations

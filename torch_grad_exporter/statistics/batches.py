@@ -50,8 +50,14 @@ class Batch:
     @property
     def values(self) -> torch.Tensor:
         """All of it as one tensor, shape (tensors, rows, columns), a row for each output unit; a copy if there are several."""
-        rows = [t.reshape(1, -1) if self.layout is None else self.layout.rows(t) for t in self.tensors]
-        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        tensors = self.in_order_of_units()
+        together = tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+        return together.reshape(len(tensors), self.rows, -1)
+
+    def in_order_of_units(self) -> tuple[torch.Tensor, ...]:
+        """The gradients, each with the elements of one unit after those of another if they are read row by row."""
+        layout = self.layout
+        return self.tensors if layout is None or layout.dims == (0,) else tuple(map(layout.rows, self.tensors))
 
 
 def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
@@ -70,7 +76,7 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     # Of the types of one byte torch knows little more than how to convert them; float32 holds each of their values.
-    return gradient.float() if gradient.element_size() == 1 else gradient
+    return gradient.float() if gradient.element_size() == 1 else gradient.resolve_neg()
 
 
 def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
@@ -83,8 +89,8 @@ def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterat
         elements = values.numel()
         implied = tracked.elements - elements if gradient.is_sparse else 0
         if elements == 0:
-            if tracked.elements:
-                yield Batch((position,), (values.new_zeros(1),), None, tracked.elements - 1)
+            if implied:
+                yield Batch((position,), (values.new_zeros(1),), None, implied - 1)
         elif implied or elements > STACKED_ELEMENTS // 2:
             yield Batch((position,), (values,), layout, implied)
         else:

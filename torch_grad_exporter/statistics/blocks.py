@@ -73,9 +73,7 @@ def blocks(batch: Batch, scratch: Scratch, *, wide: bool) -> Iterator[FloatArray
 
 def _stacked(batch: Batch, scratch: Scratch, dtype: torch.dtype) -> FloatArray:
     """Small gradients as one array in the order of their units, whatever the order in memory: in any company the same numbers."""
-    tensors = batch.tensors
-    if batch.layout is not None and batch.layout.dims != (0,):
-        tensors = tuple(map(batch.layout.rows, tensors))
+    tensors = batch.in_order_of_units()
     if len(tensors) == 1 and tensors[0].dtype is dtype and tensors[0].is_contiguous():
         return tensors[0].detach().resolve_neg().numpy()
     shape = (len(tensors), *tensors[0].shape)

@@ -58,6 +58,9 @@ class EagerStatistics:
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `moments`: whether to
     sum the elements too, for means and standard deviations.
+
+    No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
+    gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits.
     """
 
     def __init__(self, dead_window: int, *, moments: bool = False) -> None:
@@ -125,8 +128,8 @@ class EagerStatistics:
         measured = [(batch.units, *device.measure(batch, moments=self._moments)) for batch in parts]
         columns = torch.cat([columns for _, columns, _ in measured])
         magnitudes = [magnitude for units, _, magnitude in measured if units] or [columns.new_zeros(0)]
-        # Compared in their own type: another one might round a tiny value to zero.
-        return columns, torch.cat([m == 0 for m in magnitudes]), torch.cat([m > 0 for m in magnitudes])
+        together = torch.cat(magnitudes)  # in the widest of their types, which rounds none of them to zero
+        return columns, together == 0, together > 0
 
 
 def _together(parts: list[Reading]) -> Reading:

@@ -58,20 +58,19 @@ class Grouping:
     """Groups gradients; remembers how, but no gradient."""
 
     def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._kinds: list[tuple[object, ...]] = []
-        self._groups: list[Group] = []
+        self._known: tuple[Plan, list[tuple[object, ...]], list[Group]] | None = None
 
     def groups(self, plan: Plan, gradients: Gradients) -> list[Group]:
         """The gradients by device, without empty ones and those of which this rank has only a summand."""
         kinds: list[tuple[object, ...]] = [(p, type(g), g.layout, g.dtype, g.device, g.shape) for p, g in gradients]
-        if plan is self._plan and kinds == self._kinds:
+        known = self._known
+        if known is not None and known[0] is plan and known[1] == kinds:
             by_position = dict(gradients)
-            return [group.around(by_position) for group in self._groups]
+            return [group.around(by_position) for group in known[2]]
         groups = [Group.of(device, plan, parts) for device, part in _by_device(gradients) if (parts := list(batches(plan, part)))]
-        self._plan = None
-        if all(is_ordinary(gradient) for _, gradient in gradients):  # of others the kind does not tell how they are grouped
-            self._plan, self._kinds, self._groups = plan, kinds, [group.around(None) for group in groups]
+        # Of gradients that are not ordinary the kind does not tell how they are grouped.
+        ordinary = all(is_ordinary(gradient) for _, gradient in gradients)
+        self._known = (plan, kinds, [group.around(None) for group in groups]) if ordinary else None
         return groups
 
 
