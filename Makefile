@@ -1,4 +1,4 @@
-# The map of what can be done here; `make` lists it. Everything lands in .venv/ and .tools/.
+# The map of what can be done here; `make` lists it. Everything lands in .venv/, .venv-bench/ and .tools/.
 
 PYTHON ?= python3
 ARGS ?=
@@ -8,12 +8,17 @@ TOOLS ?= prometheus promtool
 BIN := .venv/bin
 STAMP := .venv/installed
 
+# The benchmarks have an environment of their own: what they compare with brings a hundred packages.
+BENCH := .venv-bench/bin
+BENCH_STAMP := .venv-bench/installed
+COMPOSER := mosaicml==0.32.1
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint type golden tools build clean
+.PHONY: help venv demo test soak bench bench-cuda lint type golden tools build clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create .venv with the package and all that development needs (PYTHON=python3)
 
@@ -33,6 +38,26 @@ demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inje
 test: venv tools ## run the tests (ARGS='-k demo')
 	$(BIN)/python -m pytest $(ARGS)
 
+soak: venv ## train 100,000 steps and look for leaks (6 min)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, into docs/benchmarks.md (45 min)
+	$(BENCH)/python -m benchmarks.overhead
+	$(BENCH)/python -m benchmarks.costs
+	$(BENCH)/python -m benchmarks.scraped
+	$(BENCH)/python -m benchmarks.report
+
+bench-cuda: venv ## measure the same on a GPU (5 min)
+	$(BIN)/python -m benchmarks.cuda $(ARGS)
+	$(BIN)/python -m benchmarks.report
+
+$(BENCH_STAMP): pyproject.toml
+	@$(PYTHON) -m venv .venv-bench
+	$(BENCH)/python -m pip install 'pip>=23'
+	$(BENCH)/python -m pip install --editable '.[bench]'
+	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
+	@touch $@
+
 lint: venv ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,5 +76,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .tools build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .tools build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

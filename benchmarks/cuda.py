@@ -1,0 +1,233 @@
+"""The same questions on a GPU, at about a billion parameters in bfloat16: `make bench-cuda`, about five minutes.
+
+Overhead at defaults and with every step sampled, in interleaved blocks that begin and end with an idle device; one sample beside
+one read of the gradients at the memory's bandwidth; kernel launches; and what the training thread itself spends. Four trainings
+with AdamW take about 50 GB on the device; `--layers 5` makes do with a quarter. `--device cpu --tiny` runs the same code to see
+that it works; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from benchmarks import record
+from benchmarks.apart import OptimizerHooks
+from benchmarks.device import device_seconds, extra_memory, host_seconds, launches, synchronise
+from benchmarks.interleave import compare, interleave
+from benchmarks.workloads import Decoder
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.layers import LayerIndex
+from torch_grad_exporter.statistics.eager import EagerStatistics
+
+ARMS: dict[str, str | int | None] = {"plain": None, "control": None, "defaults": "auto", "every=1": 1}
+"""`every` of each arm's exporter, `None` for none."""
+
+LONGEST_INTERVAL = 256
+"""A block holds a whole sampling interval, if it is not longer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A decoder and its batch. The default has about 1.07 billion parameters."""
+
+    layers: int = 20
+    width: int = 2048
+    heads: int = 16
+    vocabulary: int = 32_768
+    length: int = 1024
+    batch: int = 4
+
+
+TINY = Size(layers=2, width=32, heads=2, vocabulary=128, length=16, batch=2)
+
+
+@dataclass(slots=True)
+class Arm:
+    """A training of its own with the optimizer hooks that are its own, and perhaps an exporter."""
+
+    size: Size
+    device: torch.device
+    hooks: OptimizerHooks = field(default_factory=OptimizerHooks)
+    exporter: Exporter | None = None
+    model: torch.nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    text: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.size
+        torch.manual_seed(0)
+        with self.device:
+            decoder = Decoder(size.layers, size.width, size.heads, size.vocabulary, size.length)
+            self.text = torch.randint(size.vocabulary, (size.batch, size.length + 1))
+        self.model = decoder.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=True)
+
+    def watch(self, every: str | int) -> None:
+        """Starts an exporter, after ending the one before."""
+        self.close()
+        with self.hooks.there():
+            self.exporter = start_exporter(self.model, port=None, every=every)  # type: ignore[arg-type]
+
+    def backward(self) -> None:
+        """Clears the gradients and runs forward and backward."""
+        self.optimizer.zero_grad()
+        logits = self.model(self.text[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), self.text[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+
+    def steps(self, number: int) -> None:
+        """So many training steps, from an idle device to an idle device."""
+        synchronise(self.device)
+        for _ in range(number):
+            self.backward()
+            self.optimizer.step()
+        synchronise(self.device)
+
+    def counters(self) -> tuple[float, float, float]:
+        """What the exporter says: seconds that it took on the training thread, samples, and its interval."""
+        values = {family.spec.name: family.values for family in self.exporter.collect()} if self.exporter is not None else {}
+        names = ("overhead_seconds_total", "captures_total", "sampling_interval_steps")
+        own, samples, interval = (float(values[f"torch_grad_exporter_{name}"][0]) for name in names)
+        return own, samples, interval
+
+    def close(self) -> None:
+        """Ends the exporter, if there is one."""
+        exporter, self.exporter = self.exporter, None
+        with self.hooks.there():
+            if exporter is not None:
+                exporter.close()
+
+
+def overhead(arms: dict[str, Arm], seconds: float) -> record.Table:
+    """Blocks of steps of all arms in turns."""
+    for name, arm in arms.items():
+        every = ARMS[name]
+        if every is not None:
+            arm.watch(every)
+        with arm.hooks.there():
+            arm.steps(40)
+    interval = arms["defaults"].counters()[2]
+    # A whole interval and no half one: each block of `defaults` has as many samples as the next.
+    steps = math.ceil(8 / min(interval, LONGEST_INTERVAL)) * int(min(interval, LONGEST_INTERVAL))
+    blocks = interleave(
+        {name: lambda arm=arm: arm.steps(steps) for name, arm in arms.items()},  # type: ignore[misc]
+        steps_per_block=1,
+        seconds=seconds,
+        least_rounds=4,
+        around={name: arm.hooks.there for name, arm in arms.items()},
+    )
+    rows: list[list[record.Cell]] = [["plain", round(1e3 * median(blocks["plain"]) / steps, 3), "", "", ""]]
+    for name, found in compare(blocks).items():
+        percent = [100 * value for value in (found.overhead, found.low, found.high)]
+        own = arms[name].counters() if arms[name].exporter is not None else None
+        cells = ["", ""] if own is None else [int(own[2]), int(own[1])]
+        rows.append(
+            [name, round(1e3 * found.seconds / steps, 3), f"{percent[0]:+.2f} [{percent[1]:+.2f}, {percent[2]:+.2f}]", *cells]
+        )
+    notes = [
+        f"{len(blocks['plain'])} blocks of {steps} steps each, from an idle device to an idle device.",
+        f"The sampling interval at the defaults was {interval:.0f} before the blocks; the bar at the defaults is 1 %.",
+    ]
+    return record.table("Overhead of a step", ("arm", "step ms", "beside plain %", "interval", "samples"), rows, notes)
+
+
+def sample(arm: Arm) -> record.Table:
+    """The statistics of one sample on the gradients of a real backward, beside what any such thing must take."""
+    device = arm.device
+    with arm.hooks.there():
+        arm.backward()
+    plan = LayerIndex({"": arm.model}).plan
+    gradients = [(i, g) for i, one in enumerate(plan.tracked) if (g := one.gradient()) is not None]
+    size = sum(g.numel() * g.element_size() for _, g in gradients)
+    statistics, numbers = EagerStatistics(100), itertools.count()
+    flat = torch.cat([g.reshape(-1) for _, g in gradients])
+    other = torch.empty_like(flat)
+    actions: dict[str, Callable[[], object]] = {
+        "one read of the bytes (sum)": flat.sum,
+        "a copy of the bytes": lambda: other.copy_(flat),
+        "torch._foreach_norm": lambda: torch._foreach_norm([g for _, g in gradients]),
+        "all default statistics": lambda: statistics.measure(plan, gradients, next(numbers)),
+        "norms alone, as when the optimizer steps": lambda: statistics.norms(plan, gradients),
+    }
+    times = {name: device_seconds(action, device) for name, action in actions.items()}
+    read = times["one read of the bytes (sum)"]
+    rows: list[list[record.Cell]] = []
+    for name, action in actions.items():
+        memory = extra_memory(action, device)
+        megabytes = None if memory is None else round(memory / 1e6, 1)
+        host = round(1e3 * host_seconds(action, device), 3)
+        rows.append([name, round(1e3 * times[name], 3), round(times[name] / read, 2), host, launches(action, device), megabytes])
+    columns = ("what", "ms", "times one read", "host ms", "launches" if device.type == "cuda" else "operators", "memory MB")
+    notes = [
+        f"{len(gradients)} gradients, {size / 1e9:.3f} GB, read at {size / read / 1e9:.0f} GB/s.",
+        f"Copied at {2 * size / times['a copy of the bytes'] / 1e9:.0f} GB/s, reading and writing counted.",
+        "ms: ten calls in a row between two device events, per call. Host ms: until the call returns, the device idle before it.",
+    ]
+    return record.table("One sample beside one read of the gradients", columns, rows, notes)
+
+
+def host_time(arm: Arm, plain: Arm) -> record.Table:
+    """What the training thread spends per step, as the exporter counts it, and launches per step."""
+    rows: list[list[record.Cell]] = []
+    for label, every in (("a step that is sampled", 1), ("a step that is not", 4096)):
+        arm.watch(every)
+        with arm.hooks.there():
+            arm.steps(3)
+            own, samples, _ = arm.counters()
+            arm.steps(32)
+            later, taken, _ = arm.counters()
+            found = launches(lambda: arm.steps(1), arm.device)
+        rows.append([label, round(1e6 * (later - own) / 32, 1), int(taken - samples), found])
+    with plain.hooks.there():
+        rows.append(["a plain step", None, 0, launches(lambda: plain.steps(1), plain.device)])
+    columns = ("what", "own count us", "samples in 32 steps", "launches" if arm.device.type == "cuda" else "operators")
+    return record.table(
+        "The training thread", columns, rows, ["Own count: what the exporter says that it took on that thread, per step."]
+    )
+
+
+def run(size: Size, device: torch.device, seconds: float) -> list[record.Table]:
+    """All tables."""
+    arms = {name: Arm(size, device) for name in ARMS}
+    elements = sum(p.numel() for p in arms["plain"].model.parameters())
+    tables = [overhead(arms, seconds)]
+    tables[0]["notes"].append(f"{elements / 1e9:.3f} billion parameters in bfloat16, {size.batch} x {size.length} tokens.")
+    for name in ("control", "defaults"):
+        arms.pop(name).close()  # what follows needs the room
+    tables += [sample(arms["plain"]), host_time(arms["every=1"], arms["plain"])]
+    arms["every=1"].close()
+    return tables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs it and writes `results/cuda.json`, of a trial `cuda-trial.json`; status 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that this runs")
+    parser.add_argument("--layers", type=int, default=Size().layers, help="of 50 million parameters each")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the overhead's blocks")
+    chosen = parser.parse_args(arguments)
+    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+        print("torch sees no CUDA device, and this measures one; `--device cpu --tiny` tries the code without", file=sys.stderr)
+        return 2
+    if chosen.device == "cpu":
+        torch.set_num_threads(1)
+    tables = run(TINY if chosen.tiny else Size(layers=chosen.layers), torch.device(chosen.device), chosen.seconds)
+    for table in tables:
+        print(f"\n{table['title']}")
+        for row in (table["columns"], *table["rows"], *table["notes"]):
+            print(row if isinstance(row, str) else " | ".join(map(str, row)))
+    name = "cuda-trial" if chosen.tiny or chosen.device == "cpu" else "cuda"
+    print(f"written to {record.save(name, {'tables': tables})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
