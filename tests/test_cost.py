@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
+import pytest
 import torch
 from models import Perceptron, batch, sgd
 from scrape import errors, value
 
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.cost import PAIRS, DeviceTimer
+from torch_grad_exporter.cost import PAIRS, SAMPLES, DeviceTimer, SampleCost
+from torch_grad_exporter.progress import StepClock
+from torch_grad_exporter.schedule import SamplingSchedule
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,24 +47,47 @@ class FakeDevice:
 
 
 def test_nothing_is_read_before_the_device_has_passed() -> None:
-    """A timer is busy until the device has passed the last event, and then says how long the work took in all."""
-    device = FakeDevice(0.25)
+    """What a sample cost is told once the device has passed all of its work, host and device together."""
+    device, schedule = FakeDevice(0.25), SamplingSchedule()
+    moments = iter([0.0, 0.5])
+    clock = StepClock(deque(), clock=lambda: 0.0)
     timer = DeviceTimer(device.recorded)
-    for _ in range(2):
-        timer.end(timer.begin([CUDA, torch.device("cpu")]))
-    assert timer.busy
+    cost = SampleCost(clock, schedule, timer)
+    clock.clock = lambda: next(moments)
+    cost.of(lambda: [timer.end(timer.begin([CUDA, torch.device("cpu")])) for _ in range(2)])
+    cost.sample_over()
+    cost.settle()
+    assert not schedule._costs
     device.passed = device.launched
-    assert not timer.busy
-    assert timer.taken() == 0.5
-    assert timer.taken() == 0
+    cost.settle()
+    assert list(schedule._costs) == [0.5 + 2 * 0.25]
+    assert clock.device_seconds == 0.5
+
+
+def test_a_device_that_is_always_behind_is_charged_sample_by_sample() -> None:
+    """Where the device is two samples behind for ever, each sample's own device time is told, none with another's."""
+    device, schedule = FakeDevice(0.1), SamplingSchedule()
+    timer = DeviceTimer(device.recorded)
+    cost = SampleCost(StepClock(deque(), clock=lambda: 0.0), schedule, timer)
+    for _ in range(100):
+        timer.end(timer.begin([CUDA]))
+        cost.sample_over()
+        device.passed = device.launched - 0.45  # each sample's two events are 0.2 apart
+        cost.settle()
+    assert list(schedule._costs) == pytest.approx([0.1] * 32)
 
 
 def test_a_device_that_never_comes_along_fills_no_memory() -> None:
-    """Beyond a number of pairs under way, work is no longer timed."""
+    """Beyond a number of samples under way, the oldest are forgotten."""
     timer = DeviceTimer(FakeDevice(1.0).recorded)
-    for _ in range(3 * PAIRS):
-        timer.end(timer.begin([CUDA]))
-    assert len(timer._under_way) == PAIRS
+    cost = SampleCost(StepClock(deque()), SamplingSchedule(), timer)
+    for _ in range(3 * SAMPLES):
+        for _ in range(2 * PAIRS):
+            timer.end(timer.begin([CUDA]))
+        cost.sample_over()
+        cost.settle()
+    assert len(cost._unsettled) == SAMPLES
+    assert all(len(pairs) == PAIRS for _, pairs in cost._unsettled)
 
 
 def test_device_time_counts_as_overhead_and_stretches_the_interval() -> None:

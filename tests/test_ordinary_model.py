@@ -29,7 +29,7 @@ import psutil
 import pytest
 import torch
 import torch.multiprocessing as mp
-from models import batch, sgd
+from models import Perceptron, batch, sgd
 from record import gradients_of, norm
 from scrape import errors, key, mode, value, values
 from torch._dynamo.utils import counters
@@ -768,3 +768,22 @@ def test_compiles_after_close_as_before() -> None:
         one.exporter.close()
         assert compiled(one.model) == expected
         torch.jit.script(one.model)
+
+
+def test_a_saved_model_leaves_the_hooks_of_others_alone() -> None:
+    """A model that was saved with the exporter attached, loaded elsewhere, calls the hooks of others as they were registered."""
+    model = Perceptron()
+    with start_exporter(model, port=None):
+        data = pickle.dumps(model)
+    script = """if True:
+        import pickle, sys
+        import torch
+        sys.path.insert(0, sys.argv[1])
+        model = pickle.loads(sys.stdin.buffer.read())
+        seen = []
+        model.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+        model.register_forward_hook(lambda module, args, output: seen.append(len(args)))
+        model(torch.randn(5, 6))
+        assert seen == [1, 1]
+    """
+    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent)], input=data, check=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from models import Perceptron, batch, sgd
 from scrape import errors, value
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -88,7 +89,7 @@ def test_steps_backwards_durations_and_samples_are_exact() -> None:
                 assert value(exporter, STEPS, optimizer="SGD") == loop.steps
                 assert value(exporter, BACKWARDS) == loop.steps
                 assert value(exporter, SAMPLES) == 5 * loop.steps
-        assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 100
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 20
         loop.rest(exporter)
         exporter._loop.stretches.settle()
         assert value(exporter, "torch_train_step_duration_seconds_count") == loop.steps - 1
@@ -262,6 +263,163 @@ def test_a_witness_that_is_not_used_costs_no_backward() -> None:
         assert value(exporter, SKIPPED) == 0
 
 
+def test_a_witness_that_fires_twice_is_none() -> None:
+    """A layer that two reentrant checkpoints share receives its gradient twice in each backward; no step is called skipped."""
+
+    class Shared(Perceptron):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=True)
+            return self.second(x)
+
+    loop = Loop(Shared(inputs=8))
+    with watching(loop.model) as exporter:
+        for _ in range(600):
+            loop.optimizer.zero_grad()
+            loop.model(batch(inputs=8)).square().mean().backward()
+            loop.optimizer.step()
+        exporter._loop.stretches.settle()
+        assert value(exporter, SKIPPED) == 0
+        assert value(exporter, BACKWARDS) == value(exporter, STEPS, optimizer="SGD") == 600
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_one_backward_more_now_and_then_is_no_skipped_step(set_to_none: bool) -> None:
+    """A penalty that is added in every 20th round, by a backward of its own, is part of that round."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter, one=lambda: loop.step(set_to_none=set_to_none))
+        for step in range(800):
+            loop.backward(set_to_none=set_to_none)
+            if step % 20 == 7:
+                loop.add()
+            loop.optimizer.step()
+        exporter._loop.stretches.settle()
+        assert value(exporter, SKIPPED) == 0
+
+
+def test_a_shorter_round_is_what_it_is() -> None:
+    """An accumulation that ends early, at the end of an epoch, is counted with the backwards that it had."""
+    loop = Loop()
+
+    def accumulated(backwards: int = 4) -> None:
+        loop.backward()
+        for _ in range(backwards - 1):
+            loop.add()
+        loop.optimizer.step()
+        loop.steps += 1
+
+    with watching(loop.model) as exporter:
+        loop.rest(exporter, one=accumulated)
+        whole = loop.steps
+        accumulated(2)
+        accumulated()
+        exporter._loop.stretches.settle()
+        assert value(exporter, BACKWARDS) == 4 * whole + 2 + 4
+        assert value(exporter, SKIPPED) == 0
+
+
+def test_a_skipped_step_before_a_stall_is_seen() -> None:
+    """A step is skipped, the loop stands still, the hooks come back, and the next forward finds the gradients cleared."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        loop.backward()
+        exporter._hooks.wake_modules()
+        for _ in range(3):
+            loop.step()
+        assert value(exporter, SKIPPED) == 1
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+def test_samples_do_not_alias_with_the_epoch() -> None:
+    """With a short last batch in each epoch, whatever its length, the samples come out right within a few percent."""
+    loop, samples = Loop(), 0
+    with watching(loop.model) as exporter:
+        for step in range(4000):
+            size = 1 if step % 20 == 19 else 20
+            loop.step(size)
+            samples += size
+        assert not errors(exporter)
+        assert value(exporter, SAMPLES) == pytest.approx(samples, rel=0.1)
+
+
+def test_a_stretch_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that become slow do not stay in a stretch that was meant for fast ones."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        monkeypatch.setattr(stretches, "STRETCH_SECONDS", 0.0)
+        for _ in range(300):
+            loop.step()
+            assert not resting(exporter) or len(exporter._loop.stretches._counting.moments) == 0
+        assert value(exporter, STEPS, optimizer="SGD") == 300
+
+
+def test_what_the_user_observes_is_not_charged_to_one_round() -> None:
+    """Values observed in each round of a stretch cost what they cost, and no round that is followed is charged with them."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        for _ in range(600):
+            loop.step()
+            exporter.observe(loss=torch.zeros(()))
+        floors = sorted(exporter._schedule._floors)
+        assert floors[-1] < 20 * floors[0]
+        assert min(exporter._schedule._steps) > 0
+
+
+def test_hooks_of_others_keep_their_places() -> None:
+    """With a hook of somebody else on the model there is no stretch; one that comes in a stretch stays behind ours."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        seen: list[str] = []
+        loop.model.register_forward_pre_hook(lambda *_: seen.append("before"))
+        loop.model.register_forward_hook(lambda *_: seen.append("after"))
+        exporter._hooks.wake_modules()
+        assert len(loop.model._forward_hooks) == 1
+        exporter._loop.stretches.settle()
+        assert [type(hook).__name__ for hook in loop.model._forward_pre_hooks.values()] == ["GuardedHook", "function"]
+        assert [type(hook).__name__ for hook in loop.model._forward_hooks.values()] == ["GuardedHook", "function"]
+        for _ in range(600):
+            loop.step()
+            assert not resting(exporter)
+        assert len(seen) == 1200
+
+
+def test_an_interrupt_at_the_wrong_moment_leaves_no_hook_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt between two lines of the beginning or the end of a stretch is mended by the next forward."""
+    loop = Loop()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with watching(loop.model) as exporter:
+        loop.rest(exporter)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(exporter._hooks), "_put_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                exporter._loop.stretches.settle()
+        for _ in range(5):
+            loop.step()
+        exporter._loop.stretches.settle()
+        assert loop.model._forward_hooks
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+def test_where_no_stretch_is_possible_the_schedule_knows() -> None:
+    """With two optimizers every round is followed: the gauge says so, and samples get what that leaves of the budget."""
+    loop = Loop()
+    second = torch.optim.Adam(loop.model.second.parameters())
+    with watching(loop.model, overhead_budget=0.01) as exporter:
+        for _ in range(300):
+            loop.step()
+            second.step()
+        schedule = exporter._schedule
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") == 1
+        assert schedule._available() == pytest.approx(0.0025)
+
+
 def test_an_evaluation_after_a_stretch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no step comes for a while the worker puts the forward's hooks back, and an evaluation is seen."""
     loop = Loop()
@@ -319,11 +477,11 @@ def test_a_forked_child_counts_nothing() -> None:
         loop.rest(exporter)
         counting = exporter._loop.stretches._counting
         exporter.after_fork_in_child()
-        seen = len(counting.moments)
+        seen = len(counting.moments), len(counting.backwards)
         for _ in range(10):
             loop.step()
-        assert len(counting.moments) == seen
-        assert not counting.backwards
+        assert (len(counting.moments), len(counting.backwards)) == seen
+        assert set(counting.backwards) == {None}
         exporter._closed = False
 
 
@@ -336,10 +494,12 @@ def test_the_model_stays_ordinary() -> None:
         again = pickle.loads(pickle.dumps(loop.model))  # noqa: S301 - our own bytes
         assert torch.equal(twin.first.weight, again.first.weight)
         assert not any(p._post_accumulate_grad_hooks for p in (*twin.parameters(), *again.parameters()))
+        before = value(exporter, BACKWARDS), value(exporter, SAMPLES)
         gone = weakref.ref(loop.model)
         loop.model = loop.optimizer = None
         gc.collect()
         assert gone() is None
+        assert (value(exporter, BACKWARDS), value(exporter, SAMPLES)) == before
 
 
 @pytest.mark.parametrize("clips", [True, False])

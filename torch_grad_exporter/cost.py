@@ -16,7 +16,10 @@ from torch_grad_exporter.progress import StepClock
 from torch_grad_exporter.schedule import SamplingSchedule
 
 PAIRS = 64
-"""Pairs at most that are waited for; beyond it work is not timed."""
+"""Pieces of work of a sample that are timed at most."""
+
+SAMPLES = 64
+"""Samples at most whose devices are waited for; what older ones cost is never known then."""
 
 
 class Event(Protocol):
@@ -37,32 +40,31 @@ def recorded_event(device: torch.device) -> Event:
     return found
 
 
+Pairs = list[tuple[Event, Event]]
+"""Events before and after work."""
+
+
 class DeviceTimer:
     """Times work on CUDA devices. Belongs to the training thread: querying an event is a CUDA call."""
 
     def __init__(self, recorded: Callable[[torch.device], Event] = recorded_event) -> None:
         self._recorded = recorded
-        self._under_way: deque[tuple[Event, Event]] = deque()
+        self._pairs: Pairs = []
 
     def begin(self, devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
         """Work begins on these devices; what is returned belongs to `end`."""
-        if len(self._under_way) >= PAIRS:
+        if len(self._pairs) >= PAIRS:
             return []
         return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
 
     def end(self, begun: Iterable[tuple[torch.device, Event]]) -> None:
         """All work that was begun is launched."""
-        self._under_way.extend((event, self._recorded(device)) for device, event in begun)
+        self._pairs.extend((event, self._recorded(device)) for device, event in begun)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a device has not yet come to the end of what was timed. Not to be asked while a graph is captured."""
-        return any(not end.query() for _, end in self._under_way)
-
-    def taken(self) -> float:
-        """Seconds that the devices took since the last call, once they are not busy."""
-        pairs, self._under_way = self._under_way, deque()
-        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+    def taken(self) -> Pairs:
+        """The pairs of all work since the last call."""
+        pairs, self._pairs = self._pairs, []
+        return pairs
 
 
 class SampleCost:
@@ -73,8 +75,8 @@ class SampleCost:
         self._schedule = schedule
         self._timer = timer
         self._seconds = 0.0
-        self._unsettled: float | None = None
-        """What the last sample cost on the host, while that on the devices is not known yet."""
+        self._unsettled: deque[tuple[float, Pairs]] = deque(maxlen=SAMPLES)
+        """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
 
     def of(self, action: Callable[..., object], *arguments: object) -> None:
         """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
@@ -90,15 +92,15 @@ class SampleCost:
             self._seconds += seconds
 
     def sample_over(self) -> None:
-        """The sample is complete on the host; what the one before took on devices came too late to be known."""
-        if self._unsettled is not None:
-            self._schedule.sampled(self._unsettled)
-        self._unsettled, self._seconds = self._seconds, 0.0
+        """The sample is complete on the host."""
+        self._unsettled.append((self._seconds, self._timer.taken()))
+        self._seconds = 0.0
 
     def settle(self) -> None:
-        """Tells the schedule what the last sample cost, once the devices have said how long they took. A CUDA call."""
-        if self._unsettled is not None and not self._timer.busy:
-            seconds = self._timer.taken()
-            self._clock.device_seconds += seconds
-            self._schedule.sampled(self._unsettled + seconds)
-            self._unsettled = None
+        """Tells the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
+        waiting = self._unsettled
+        while waiting and all(end.query() for _, end in waiting[0][1]):
+            seconds, pairs = waiting.popleft()
+            on_devices = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            self._clock.device_seconds += on_devices
+            self._schedule.sampled(seconds + on_devices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -112,27 +113,31 @@ class CountingHook:
 
     `moments`: when each step of `optimizer` was over, in seconds of `clock`. `backwards`: something for each backward
     since; `to_a_step`: how many are expected to each step. `otherwise` is called with the arguments at the last of
-    `rounds` steps, where there were more or fewer backwards, and where another optimizer has stepped.
+    `rounds` steps, and at the first after `until`, where there were more or fewer backwards, and where another optimizer
+    has stepped.
     """
 
-    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "backwards", "moments", "to_a_step")
+    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")
 
     def __init__(
         self,
         optimizer: weakref.ref[torch.optim.Optimizer],
         *,
         rounds: int,
+        until: float,
+        backwards: list[object],
         to_a_step: int,
         clock: Callable[[], float],
         otherwise: Callable[..., None],
     ) -> None:
         self._optimizer = optimizer
         self._rounds = rounds
+        self._until = until
         self._clock = clock
         self._otherwise = otherwise
         self.to_a_step = to_a_step
         self.moments: list[float] = []
-        self.backwards: list[object] = []
+        self.backwards = backwards
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -150,9 +155,10 @@ class CountingHook:
             return
         moments = self.moments
         if optimizer is self._optimizer():
-            moments.append(self._clock())
+            moment = self._clock()
+            moments.append(moment)
             steps = len(moments)
-            if steps < self._rounds and len(self.backwards) == steps * self.to_a_step:
+            if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:
                 return
         self._otherwise(optimizer, args, kwargs)
 
@@ -163,47 +169,79 @@ def _nothing(*_arguments: object) -> None:
 
 _never_compile(GuardedHook.__call__)
 _never_compile(CountingHook.__call__)
+_never_compile(_nothing)
+
+
+_keys = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class _ModuleHooks:
-    """The hooks around one module's forward, and under which numbers the module has them."""
+    """The hooks around one module's forward, under a key of our own in the module's dictionaries.
+
+    PyTorch's numbers would do harm: a pickled module keeps those of hooks that take keyword arguments, and in another
+    process the first hooks of somebody else get the same numbers.
+    """
 
     module: weakref.ref[torch.nn.Module]
     before: GuardedHook
-    before_number: int
     after: GuardedHook
-    after_number: int
+    key: Any
 
-    def present(self) -> bool:
-        """Whether the module has both."""
+    @classmethod
+    def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> _ModuleHooks:
+        """Registers both."""
+        one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
+        module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
+        module._forward_pre_hooks[one.key], module._forward_hooks[one.key] = before, after
+        one.come_first()
+        return one
+
+    def remove(self) -> None:
+        """Takes the registration back; idempotent."""
         module = self.module()
-        return (
-            module is not None
-            and module._forward_pre_hooks.get(self.before_number) is self.before
-            and module._forward_hooks.get(self.after_number) is self.after
-        )
+        if module is not None:
+            self.take_out()
+            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+            module._forward_hooks_with_kwargs.pop(self.key, None)
+
+    def alone(self) -> bool:
+        """Whether the module has both, and none of anybody else."""
+        module = self.module()
+        if module is None:
+            return False
+        return [*module._forward_pre_hooks] == [self.key] and [*module._forward_hooks] == [self.key]
 
     def take_out(self) -> None:
         """Lets the module's forward run as if there were none; nothing else is forgotten."""
         module = self.module()
         if module is not None:
-            module._forward_pre_hooks.pop(self.before_number, None)
-            module._forward_hooks.pop(self.after_number, None)
+            module._forward_pre_hooks.pop(self.key, None)
+            module._forward_hooks.pop(self.key, None)
 
-    def put_back(self) -> None:
-        """Ends `take_out`. PyTorch reads both dictionaries in one go at each forward, so any thread may do this."""
+    def put_back(self, *, into_empty: bool = False) -> None:
+        """Ends `take_out`, before which there were no others; those that came since stay behind ours.
+
+        `into_empty`: only where there are no others. Then any thread may do this: nobody goes through an empty dictionary.
+        """
         module = self.module()
-        if module is not None:
-            module._forward_pre_hooks[self.before_number] = self.before
-            module._forward_hooks[self.after_number] = self.after
-            self.come_first()
+        if module is None or self.key in module._forward_hooks:
+            return
+        if into_empty and (module._forward_pre_hooks or module._forward_hooks):
+            return
+        module._forward_pre_hooks[self.key], module._forward_hooks[self.key] = self.before, self.after
+        self.come_first()
+        if len(module._forward_hooks) > 1:
+            module._forward_hooks.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
 
     def come_first(self) -> None:
         """Puts the hook before the forward in front of all others."""
         module = self.module()
-        if module is not None and self.before_number in module._forward_pre_hooks:
-            module._forward_pre_hooks.move_to_end(self.before_number, last=False)  # type: ignore[attr-defined]
+        if module is not None and self.key in module._forward_pre_hooks and len(module._forward_pre_hooks) > 1:
+            module._forward_pre_hooks.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
+
+
+_STEP_HOOKS: tuple[dict[int, Any], dict[int, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 class Hooks:
@@ -218,7 +256,8 @@ class Hooks:
         self._after_step: GuardedHook | None = None
         self._step_numbers = -1, -1
         self._resting = self._closed = False
-        self._lock = threading.Lock()
+        # Reentrant: a signal's handler may close the exporter while its own thread is in here.
+        self._lock = threading.RLock()
 
     def guarded(self, source: str, action: Callable[..., None]) -> GuardedHook:
         """A hook around `action` that `close()` disconnects."""
@@ -228,11 +267,9 @@ class Hooks:
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
-        first, last = self.guarded("forward_hook", before), self.guarded("forward_hook", after)
-        handle = module.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
-        other = module.register_forward_hook(last, with_kwargs=True)
-        self._handles += [handle, other]
-        self._on_modules.append(_ModuleHooks(weakref.ref(module), first, handle.id, last, other.id))
+        hooks = _ModuleHooks.set_on(module, self.guarded("forward_hook", before), self.guarded("forward_hook", after))
+        self._handles.append(hooks)
+        self._on_modules.append(hooks)
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
@@ -247,39 +284,40 @@ class Hooks:
             one.come_first()
 
     def rest(self, counting: CountingHook) -> bool:
-        """Leaves only `counting` after each step, until `wake`; whether that could be done."""
+        """Leaves only `counting` after each step, until `wake`; whether that could be done: a module may have other hooks."""
         with self._lock:
-            if self._closed or self._before_step is None or not all(one.present() for one in self._on_modules):
+            if self._closed or self._resting or not all(one.alone() for one in self._on_modules):
                 return False
+            self._resting = True
+            self._set_step_hooks(_nothing, counting)
             for one in self._on_modules:
                 one.take_out()
-            self._set_step_hooks(_nothing, counting)
-            self._resting = True
             return True
-
-    def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Changes no more than what stands under numbers that are there: somebody may be going through the dictionaries."""
-        first, last = self._step_numbers
-        _global_optimizer_pre_hooks[first], _global_optimizer_post_hooks[last] = before, after
 
     def wake(self) -> None:
         """Ends `rest`; idempotent."""
         with self._lock:
-            if self._resting and not self._closed and self._before_step is not None and self._after_step is not None:
-                self._resting = False
+            if self._resting and self._before_step is not None and self._after_step is not None:
                 self._set_step_hooks(self._before_step, self._after_step)
-                self._put_back()
+                self._put_back(into_empty=False)
+                self._resting = False
 
     def wake_modules(self) -> None:
         """Puts the hooks around forwards back, while steps are still only counted; idempotent, from any thread."""
         with self._lock:
-            if self._resting and not self._closed:
-                self._put_back()
+            if self._resting:
+                self._put_back(into_empty=True)
 
-    def _put_back(self) -> None:
-        for one in self._on_modules:
-            if not one.present():
-                one.put_back()
+    def _put_back(self, *, into_empty: bool) -> None:
+        if not self._closed:
+            for one in self._on_modules:
+                one.put_back(into_empty=into_empty)
+
+    def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Changes no more than what stands under numbers that are there: somebody may be going through the dictionaries."""
+        for hooks, number, hook in zip(_STEP_HOOKS, self._step_numbers, (before, after), strict=True):
+            if number in hooks:
+                hooks[number] = hook
 
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks of somebody else run between the one that `on_optimizers` set and the step."""

@@ -132,8 +132,14 @@ class TrainingLoop:
                 self._observe_output(output)
         clock.own_seconds += clock.clock() - start
 
-    def step_began(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself."""
+    def step_began(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, over: bool = False
+    ) -> None:
+        """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself.
+
+        `over`: it was not seen until it was over, so that no other hook is to be waited for.
+        """
+        self.stretches.settle()
         within = graph_task() != -1
         inside = self._capture.stepping if self._clock.stepping else frozenset()
         number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
@@ -155,7 +161,7 @@ class TrainingLoop:
         sampled = self._capture.current.sampled
         if sampled:
             self._find_scaler()
-        if sampled and self._hooks.others_follow(optimizer):
+        if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
@@ -219,7 +225,7 @@ class TrainingLoop:
             self._weigh(functools.partial(self._weights.after, number))
         if sampled or start - self._settings_read > READ_SECONDS:
             self._read_settings()
-        self._clock.own_seconds += self._clock.clock() - start + HOOKS_SECONDS
+        self._clock.own_seconds += self._clock.clock() - start + (HOOKS_SECONDS if first else 0.0)
         own = self._clock.own_seconds
         seconds = self._clock.step_ended(first_of_round=first)
         if seconds is not None:
@@ -229,7 +235,7 @@ class TrainingLoop:
 
     def _late_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped of which nobody thought that it would, so that its step's beginning was not seen."""
-        self.step_began(optimizer, (), {})
+        self.step_began(optimizer, (), {}, over=True)
         self.step_ended(optimizer, (), {})
 
     def _weigh(self, action: Callable[[], None]) -> None:

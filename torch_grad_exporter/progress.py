@@ -39,6 +39,8 @@ class _Pause:
     backwards: list[object]
     samples: float
     """Samples to a backward."""
+    offset: float
+    """What Unix time was ahead of the moments' clock when it began."""
 
     def counts(self) -> Counts:
         """All up to now."""
@@ -110,14 +112,17 @@ class StepClock:
 
     def counts(self) -> Counts:
         """What was counted so far, also of rounds that are only counted. From any thread."""
-        pause = self._pause
-        return Counts(self.steps, self.backward_passes, self.samples) if pause is None else pause.counts()
+        while True:
+            pause = self._pause
+            found = Counts(self.steps, self.backward_passes, self.samples) if pause is None else pause.counts()
+            if self._pause is pause:  # else it ended meanwhile, and what it had counted may be gone
+                return found
 
     @property
     def last_step(self) -> float | None:
         """When the last step was over, as Unix time; `None` before the first."""
         pause = self._pause
-        return self._last_step if pause is None or not pause.moments else self.now() - (self.clock() - pause.moments[-1])
+        return self._last_step if pause is None or not pause.moments else pause.moments[-1] + pause.offset
 
     @property
     def last_activity(self) -> float | None:
@@ -153,7 +158,7 @@ class StepClock:
         `moments`: when steps of `optimizer` were over. `backwards`: has an item for each. `samples`: to a backward.
         """
         before = Counts(self.steps, self.backward_passes, self.samples)
-        self._pause = _Pause(before, optimizer, moments, backwards, samples)
+        self._pause = _Pause(before, optimizer, moments, backwards, samples, self.now() - self.clock())
 
     def resume(self) -> list[float]:
         """Ends `pause`; returns the seconds from step to step of the rounds that were only counted."""

@@ -96,11 +96,6 @@ class Mark:
         now = self.tracked.gradient()
         return now is not None and (_number_of(now) != self.gradient or _version_of(now) != self.version)
 
-    def added_to(self) -> bool:
-        """Whether the gradient is another tensor by now, and was written to more often than this one had been by then."""
-        now = self.tracked.gradient()
-        return now is not None and _number_of(now) != self.gradient and _version_of(now) > self.version
-
 
 @dataclass(frozen=True, slots=True)
 class Marks:

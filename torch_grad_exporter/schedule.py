@@ -50,6 +50,7 @@ STRETCH_SECONDS = 0.5
 """Rounds that are only counted in a row, at most."""
 
 _REMEMBERED = 32
+_ROUNDS_REMEMBERED = 1024
 
 
 @dataclass(slots=True)
@@ -57,13 +58,12 @@ class SamplingSchedule:
     """Decides with `due`, learns from `stepped` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or `None` to follow `budget`, the share of step time that samples may
-    take, in (0, 1). `timing_interval`: of so many rounds that are not sampled one is timed, the others may be only counted.
+    take, in (0, 1).
     """
 
     every: int | None = None
     budget: float = 0.01
     interval: int = 1
-    timing_interval: int = 1
     _first: int = FIRST_SAMPLES
     _first_spent: float = 0.0
     _since_change: int = 0
@@ -71,6 +71,9 @@ class SamplingSchedule:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _until_judged: int = PATIENCE
+    _rounds_to_a_followed: int = 1
+    _lately: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Rounds that were followed and that were only counted, older ones halved."""
     _due: tuple[int, int, int] = (0, 0, -1)
     """The interval, and the first and the last of some rounds of which only the last is sampled."""
 
@@ -103,9 +106,19 @@ class SamplingSchedule:
         return block
 
     def only_counted(self, number: int) -> int:
-        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled."""
-        rounds = self.timing_interval - 1
-        return 0 if rounds < 1 else max(0, min(rounds, self.next_due(number) - number))
+        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled.
+
+        The same number on average, but not each time, for the reason that samples are scattered for.
+        """
+        most = self._rounds_to_a_followed - 1
+        if most < 1:
+            return 0
+        return min((most + 1) // 2 + _scattered(number) % most, STRETCH_ROUNDS, self.next_due(number) - number)
+
+    @property
+    def timing_interval(self) -> int:
+        """Of how many rounds that are not sampled one was followed by hooks lately."""
+        return round(1 / self._followed)
 
     @property
     def capped(self) -> bool:
@@ -117,22 +130,36 @@ class SamplingSchedule:
         self._steps.append(seconds)
         if floor is not None:
             self._floors.append(floor)
-            self._until_judged -= 1
-            if self._until_judged <= 0:
-                self._until_judged = PATIENCE
-                self.timing_interval = self._judge_floors()
+            self._note(followed=1)
 
     def counted(self, seconds: Sequence[float]) -> None:
         """Learns how long rounds took that were only counted."""
         self._steps.extend(seconds[-_REMEMBERED:])
+        self._note(counted=len(seconds))
+
+    def _note(self, followed: int = 0, counted: int = 0) -> None:
+        """Takes in rounds that were not sampled, and judges from time to time how many of the next ones to follow."""
+        self._lately = [self._lately[0] + followed, self._lately[1] + counted]
+        if sum(self._lately) > _ROUNDS_REMEMBERED:
+            self._lately = [max(1.0, self._lately[0] / 2), self._lately[1] / 2]
+        self._until_judged -= 1
+        if self._until_judged <= 0:
+            self._until_judged = PATIENCE
+            self._rounds_to_a_followed = self._judge_floors()
+
+    @property
+    def _followed(self) -> float:
+        """The share of rounds followed by hooks, of those lately that were not sampled."""
+        followed, counted = self._lately
+        return max(followed, 1.0) / max(followed + counted, 1.0)
 
     def _judge_floors(self) -> int:
-        """Of how many rounds that are not sampled one is timed, so that the hooks keep to their share of the budget."""
+        """Of how many rounds that are not sampled one is to be followed, so that its hooks keep to their share of the budget."""
         if len(self._floors) < PATIENCE:
             return 1
         step = max(median(self._steps), 1e-9)
         rounds = math.ceil(median(self._floors) / step / (TIMED_SHARE * self.budget))
-        return max(1, min(rounds, STRETCH_ROUNDS + 1, int(STRETCH_SECONDS / step)))
+        return max(1, min(rounds, STRETCH_ROUNDS, int(STRETCH_SECONDS / step)))
 
     def sampled(self, cost: float) -> None:
         """Learns what a sample cost in seconds and adapts the interval."""
@@ -160,8 +187,7 @@ class SamplingSchedule:
         """What samples may take of the budget once the rounds that are not sampled have taken theirs."""
         if not self._floors or not self._steps:
             return self.budget
-        counted = COUNTED_SECONDS if self.timing_interval > 1 else 0.0
-        floor = median(self._floors) / self.timing_interval + counted
+        floor = self._followed * median(self._floors) + (1 - self._followed) * COUNTED_SECONDS
         return max(self.budget - floor / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:

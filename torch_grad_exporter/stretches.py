@@ -1,10 +1,13 @@
 """Stretches: rounds that are only counted, where even the hooks of rounds that are not sampled cost too much.
 
-A forward, a backward and a step with hooks that do nothing cost some 20 microseconds, which is more than 1 % of a step of
+A forward, a backward and a step with hooks that do nothing cost 10 to 30 microseconds, which is more than 1 % of a step of
 a millisecond. So where steps are short and training runs as it did before, all hooks rest for a stretch of rounds but the
 one after the step, which notes the moment, and a witness: a parameter that says when it has received its gradient. Then
-one round is followed closely again. Steps, their durations, backwards and skipped steps are exact in a stretch, too; for
-samples each backward is taken for one of the round before, and phases are not timed.
+one round is followed closely again. Steps and their durations are exact in a stretch, too, and so are backwards and skipped
+steps but for what `_skipped_steps` says; each backward is taken for as many samples as those of the last rounds that were
+followed, and phases are not timed. A stretch lasts half a second at most.
+
+A parameter is a witness only after a trial: in a round that was followed closely it fired once for each backward.
 
 Everything that is no such step ends the stretch first, by `settle`; and when no step has come for a second, the hooks
 around the forward come back, so that an evaluation shows.
@@ -13,23 +16,70 @@ around the forward come back, so that an evaluation shows.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
 from torch_grad_exporter.capture import GradientCapture
 from torch_grad_exporter.events import Counted, Mailbox, Outcome, Told
 from torch_grad_exporter.hooks import CountingHook, GuardedHook, Handle, Hooks, count_backwards
+from torch_grad_exporter.layers import TrackedParameter
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.progress import StepClock
 from torch_grad_exporter.rounds import Mark
-from torch_grad_exporter.schedule import COUNTED_SECONDS, SamplingSchedule
+from torch_grad_exporter.schedule import COUNTED_SECONDS, STRETCH_SECONDS, SamplingSchedule
 
 STILL_SECONDS = 1.0
 """Without a step, after which the hooks around the forward come back."""
 
-PATIENCE = 256
-"""Rounds without a stretch after a skipped step, and after a stretch that ended before its first step."""
+AFTER_TROUBLE = 256
+"""Rounds without a stretch after a skipped step, and after a stretch that ended otherwise than thought."""
+
+SIZES = 8
+"""Rounds followed closely whose mean size is that of the rounds that are only counted."""
+
+
+@dataclass(slots=True)
+class Witness:
+    """A parameter that tells of backwards. `fired`: an item for each; `mark`: its gradient as it was after a round."""
+
+    fired: list[object]
+    handle: Handle
+    mark: Mark
+    growth: int | None = None
+    """How often a round writes to the gradient, if it stays the same tensor."""
+
+    @classmethod
+    def on_trial(cls, called: TrackedParameter) -> Witness | None:
+        """Calls a parameter, right after a round; `None` if it is not in its place."""
+        parameter, fired = called.parameter(), list[object]()
+        return None if parameter is None else cls(fired, count_backwards(parameter, fired), Mark.of(called))
+
+    def begin(self) -> None:
+        """A round, or a stretch of them, begins."""
+        self.mark = Mark.of(self.mark.tracked)
+        self.fired.clear()
+
+    def passed(self, backwards: int) -> bool:
+        """Whether it has told of all backwards of the round that is over. Begins anew."""
+        told, before = len(self.fired), self.mark
+        self.begin()
+        self.growth = self.mark.version - before.version if self.mark.gradient == before.gradient else None
+        return told == backwards
+
+    def added_up(self, steps: int, surplus: int) -> bool:
+        """Whether `surplus` backwards more than the last of so many steps accounts for went into the same gradient.
+
+        A gradient that is made anew in each round has then been written to more often than usual. One that stays has been
+        written to once more for each, and not once more for clearing it as well.
+        """
+        now = Mark.of(self.mark.tracked)
+        if now.gradient != self.mark.gradient:
+            return now.gradient is not None and now.version > self.mark.version
+        return self.growth is None or now.version - self.mark.version - steps * self.growth <= surplus
 
 
 class Stretches:
@@ -58,12 +108,11 @@ class Stretches:
         self._other = other
         self._over: GuardedHook = hooks.guarded("optimizer_hook", self._no_longer)
         self._counting: CountingHook | None = None
-        self._witness: Handle | None = None
-        """Tells of backwards in a stretch."""
-        self._mark: Mark | None = None
-        """The gradient of the witness as it was before the stretch."""
-        self._samples = 0
-        """Samples up to the last round."""
+        self._witness: Witness | None = None
+        """Tells of backwards, in a stretch or on trial."""
+        self._sizes: deque[float] = deque(maxlen=SIZES)
+        self._seen = (0, 0)
+        """Samples and backward passes up to the last round."""
         self._skipped = 0
         self._not_before = 0
         self._norm_at: tuple[int, int] | None = None
@@ -75,29 +124,52 @@ class Stretches:
         return self._counting is not None
 
     def round_over(self) -> None:
-        """A round that was followed closely is over; begins a stretch if the next ones need not be."""
+        """A round that was followed closely is over; begins a stretch, or a witness' trial, if the next ones need not be."""
         clock, number = self._clock, self._capture.current.number
-        samples, self._samples = clock.samples - self._samples, clock.samples
+        samples, backwards = clock.samples - self._seen[0], clock.backward_passes - self._seen[1]
+        self._seen = clock.samples, clock.backward_passes
+        if samples and backwards:
+            self._sizes.append(samples / backwards)
         if clock.skipped != self._skipped:
-            self._skipped, self._not_before = clock.skipped, number + PATIENCE
+            self._skipped, self._not_before = clock.skipped, number + AFTER_TROUBLE
         rounds = self._schedule.only_counted(number + 1)
-        if rounds and number >= self._not_before:
-            self._begin(rounds, samples)
+        stepper = self._capture.regular_stepper() if rounds and number >= self._not_before else None
+        found = self._optimizers.numbered() if stepper is not None else []
+        if len(found) != 1 or found[0][0] != stepper:
+            self._dismiss()
+        elif self._on_trial(backwards):
+            self._begin(found[0], rounds)
 
-    def _begin(self, rounds: int, samples: int) -> None:
-        stepper, witness = self._capture.regular_stepper(), self._capture.witness()
-        found = self._optimizers.numbered()
-        parameter = None if witness is None else witness.parameter()
-        if stepper is None or witness is None or parameter is None or len(found) != 1 or found[0][0] != stepper:
+    def _on_trial(self, backwards: int) -> bool:
+        """Whether the witness has told of the round's backwards, no more and no less; calls another one if there is none."""
+        witness = self._witness
+        passed = witness is not None and witness.passed(backwards)
+        if witness is not None and not passed:
+            self._not_before = self._capture.current.number + AFTER_TROUBLE
+        if not passed:
+            self._dismiss()
+            called = self._capture.witness()
+            self._witness = None if called is None else Witness.on_trial(called)
+        return passed
+
+    def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int) -> None:
+        witness, clock = self._witness, self._clock
+        if witness is None:
             return
-        to_a_step = self._capture.current.backwards
-        optimizer = weakref.ref(found[0][1])
-        counting = CountingHook(optimizer, rounds=rounds, to_a_step=to_a_step, clock=self._clock.clock, otherwise=self._over)
-        if self._hooks.rest(counting):
-            self._counting = counting
-            self._witness = count_backwards(parameter, counting.backwards)
-            self._mark = Mark.of(witness)
-            self._clock.pause(stepper, counting.moments, counting.backwards, samples / to_a_step)
+        counting = CountingHook(
+            weakref.ref(optimizer[1]),
+            rounds=rounds,
+            until=clock.clock() + STRETCH_SECONDS,
+            backwards=witness.fired,
+            to_a_step=self._capture.current.backwards,
+            clock=clock.clock,
+            otherwise=self._over,
+        )
+        # In this order: whatever interrupts this, `settle` puts back what there is.
+        self._counting = counting
+        clock.pause(optimizer[0], counting.moments, counting.backwards, fmean(self._sizes) if self._sizes else 0.0)
+        if not self._hooks.rest(counting):
+            self.settle()
 
     def _no_longer(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         counting = self._counting
@@ -111,43 +183,45 @@ class Stretches:
 
         `after_step`: a step is just over, so that no round is under way.
         """
-        counting, self._counting = self._counting, None
+        counting = self._counting
         if counting is None:
             return
         self._hooks.wake()
-        witness, self._witness = self._witness, None
-        if witness is not None:
-            witness.remove()
-        steps, surplus = len(counting.moments), counting.surplus
-        if not steps or surplus < 0:
-            self._not_before = self._capture.current.number + PATIENCE
-        skipped = self._skipped_steps(counting, after_step=after_step)
-        unfinished = 0 if after_step else surplus - skipped * counting.to_a_step
+        durations = self._clock.resume()
+        self._counting = None
+        steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
+        skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
+        unfinished = 0 if after_step else max(0, surplus - skipped * counting.to_a_step)
+        if not steps or (surplus and after_step):
+            self._not_before = self._capture.current.number + AFTER_TROUBLE
         norm_waits = self._tell(counting, skipped)
-        self._clock_resumes(counting)
-        self._capture.passed_over(steps, skipped=skipped, backwards=max(unfinished, 0))
+        self._add(durations, counting)
+        self._capture.passed_over(steps, skipped=skipped, backwards=unfinished)
         self._norm_at = None
         if norm_waits:
             self._capture.norm_observed()
+        if witness is not None and after_step and not surplus:
+            witness.begin()  # the next round is its trial for the next stretch
+        else:
+            self._dismiss()
 
-    def _clock_resumes(self, counting: CountingHook) -> None:
-        durations = self._clock.resume()
-        # A backward in which the witness had no part, rather than a step without one.
-        self._clock.backward_passes += max(0, -counting.surplus)
-        self._samples = self._clock.samples
+    def _add(self, durations: list[float], counting: CountingHook) -> None:
+        clock = self._clock
+        if counting.surplus == -counting.to_a_step:
+            # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
+            clock.backward_passes += counting.to_a_step
+            clock.samples += round(counting.to_a_step * fmean(self._sizes or [0.0]))
+        self._seen = clock.samples, clock.backward_passes
         self._schedule.counted(durations)
         if durations:
-            self._mailbox.append(Counted(tuple(durations), len(durations) * COUNTED_SECONDS))
+            # With what the user's calls in the stretch have cost.
+            own, clock.own_seconds = clock.own_seconds + len(durations) * COUNTED_SECONDS, 0.0
+            self._mailbox.append(Counted(tuple(durations), own))
 
-    def _skipped_steps(self, counting: CountingHook, *, after_step: bool) -> int:
-        """How many rounds ended without a step, of those with more backwards than their steps account for.
-
-        After a step the gradient tells: more than one backward was added up in it, or it is as after any other round.
-        """
-        surplus = max(0, counting.surplus - (0 if after_step else 1))
-        if after_step and (surplus % counting.to_a_step or self._mark is None or self._mark.added_to()):
-            return 0
-        return surplus // counting.to_a_step
+    def _dismiss(self) -> None:
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.handle.remove()
 
     # Norms that the user gives
 
@@ -194,9 +268,20 @@ class Stretches:
 
     def release(self) -> None:
         """Lets go of the parameter that is a witness; idempotent."""
-        witness, self._witness = self._witness, None
+        witness = self._witness
+        self._dismiss()
         if witness is not None:
-            witness.remove()
-        counting = self._counting
-        if counting is not None:
-            counting.backwards.clear()
+            witness.fired[:] = [None] * len(witness.fired)
+
+
+def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool) -> int:
+    """How many rounds ended without a step, of those with more backwards than their steps account for.
+
+    The witness' gradient tells: without a step since, it is gone, or another backward came on top. After a step it shows
+    whether more than one backward was added up in it. What cannot be told is not called skipped.
+    """
+    surplus, to_a_step = max(0, counting.surplus), counting.to_a_step
+    if after_step:
+        return 0 if surplus % to_a_step or witness.added_up(len(counting.moments), surplus) else surplus // to_a_step
+    gone = witness.mark.tracked.gradient() is None
+    return (surplus if gone else max(0, surplus - 1)) // to_a_step
