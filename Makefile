@@ -41,7 +41,7 @@ test: venv tools ## run the tests (ARGS='-k demo')
 soak: venv ## train 100,000 steps and look for leaks (6 min)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
-bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, into docs/benchmarks.md (45 min)
+bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, into docs/benchmarks.md (35 min)
 	$(BENCH)/python -m benchmarks.overhead
 	$(BENCH)/python -m benchmarks.costs
 	$(BENCH)/python -m benchmarks.scraped

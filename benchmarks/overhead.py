@@ -178,7 +178,7 @@ def main() -> None:
     quick = options.quick
     workloads = options.workload or (["mlp"] if quick else list(WORKLOADS))
     monitors = options.monitor or list(MONITORS)
-    seconds = options.seconds or (6.0 if quick else 90.0)
+    seconds = options.seconds or (6.0 if quick else 45.0)
     plans = [
         Plan(
             workload=workload,

@@ -15,10 +15,10 @@ from benchmarks.costs import observe, sample, scrape, steps
 Tables = record.Table | list[record.Table]
 
 WHAT: dict[str, tuple[Callable[[float], Tables], float]] = {
-    "sample": (sample.measure, 15.0),
-    "steps": (steps.measure, 40.0),
+    "sample": (sample.measure, 8.0),
+    "steps": (steps.measure, 20.0),
     "scrape": (scrape.measure, 4.0),
-    "observe": (observe.measure, 10.0),
+    "observe": (observe.measure, 5.0),
 }
 """What can be measured, and for how many seconds per case unless said otherwise."""
 
