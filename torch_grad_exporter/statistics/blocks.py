@@ -35,14 +35,17 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+        self._mask: BoolArray = np.zeros(0, dtype=np.bool_)
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A contiguous tensor of this shape. The next one of the same type overwrites it."""
         return torch.from_numpy(self._bytes(dtype, math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
-    def mask(self, shape: Sequence[int]) -> BoolArray:
-        """Such an array of booleans."""
-        return self._bytes(torch.bool, math.prod(shape)).view(np.bool_).reshape(shape)
+    def mask(self, shape: tuple[int, ...]) -> BoolArray:
+        """Such an array of booleans; it is mostly of the same shape as the last one."""
+        if self._mask.shape != shape:
+            self._mask = self._bytes(torch.bool, math.prod(shape)).view(np.bool_).reshape(shape)
+        return self._mask
 
     def _bytes(self, dtype: torch.dtype, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         memory = self._memory.get(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,12 +21,20 @@ _FAITHFUL = 1e-30
 def squares(flat: FloatArray) -> FloatArray:
     """The sum of squares of each row, shape (n, k) to (n,), float64: of pieces in their own precision, and of these in float64."""
     rows, size = flat.shape
-    piece = min(size, _PIECE)
-    rest = size % piece
+    piece, rest = _cut(size)
     pieces = _dots((flat[:, :-rest] if rest else flat).reshape(rows, -1, piece))
     # Not `sum(dtype=float64)`, which works in chunks across the rows: a row's sum would depend on the others'.
     found: FloatArray = np.add.reduce(pieces.astype(np.float64), axis=1)
     return found + _dots(flat[:, -rest:]) if rest else found
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(size: int) -> tuple[int, int]:
+    """The length of the pieces of so many elements, and how many are left over: none, if pieces in whole cache lines allow it."""
+    longest = min(size, _PIECE)
+    even = (length for length in range(_PIECE, _PIECE // 4, -16) if size % length == 0)
+    piece = next(even, longest)
+    return piece, size % piece
 
 
 def norms(batches: Sequence[Batch], scratch: Scratch, total: FloatArray, magnitudes: FloatArray | None = None) -> FloatArray:
