@@ -9,8 +9,8 @@ from benchmarks.soak import Soaked, complaints, soak
 STEPS = {"auto": 2000, 1: 1600}
 """The longest of the exporter's windows is over the last 1,000 steps; it is full when the last quarter of the steps begins."""
 
-OBJECTS = 32
-"""By which the objects behind the exporter may differ from reading to reading: numbers that are cached, hooks of an armed round."""
+OBJECTS = 300
+"""By which the objects behind the exporter may differ: hooks of an armed round, the moments of a stretch. One a step would be more."""
 
 RESIDENT = 16 * 2**20
 """Generous: memory that the allocator has not given back belongs to all tests before this one as well."""
