@@ -8,7 +8,8 @@ From then on `/metrics` shows the norm of each layer's gradient, NaN counts, dea
 progress of the training. The training itself is never changed, never waited for and never raised into.
 """
 
-from torch_grad_exporter.exporter import Exporter, start_exporter
+from torch_grad_exporter.exporter import Exporter
+from torch_grad_exporter.start import start_exporter
 from torch_grad_exporter.version import __version__
 
 __all__ = ["Exporter", "__version__", "start_exporter"]

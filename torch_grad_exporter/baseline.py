@@ -26,6 +26,9 @@ FACTOR = 3.0
 LOG_FLOOR = 0.1
 """Smallest sigma of a logarithm: a quantity that hardly moves must not alarm at a change of some percent."""
 
+RELATIVE_FLOOR = 0.01
+"""The same of a value that is judged as it is, as a share of the median."""
+
 NEW_LEVEL = 32
 """Spikes in a row after which they are the new normal and the baseline starts again from them."""
 
@@ -42,11 +45,13 @@ class Verdict:
 class Baselines:
     """One baseline per row over the last `WINDOW` accepted values; rows are added as they appear.
 
-    `log` judges logarithms and a spike is upwards by `FACTOR` too; otherwise the values themselves, with
-    `floor` as the smallest sigma relative to the median's magnitude.
+    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise the values
+    themselves.
     """
 
     log: bool = True
+    factor: float = FACTOR
+    floor: float = LOG_FLOOR
     _values: FloatArray = field(default_factory=lambda: np.full((0, WINDOW), np.nan))
     _count: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _row_of_spikes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -84,11 +89,11 @@ class Baselines:
         past, count = self._values[rows], np.minimum(self._count[rows], WINDOW)
         median = _medians(past, count)
         deviation = 1.4826 * _medians(np.abs(past - median[:, None]), count)
-        floor = LOG_FLOOR if self.log else np.maximum(0.01 * np.abs(median), 1e-12)
+        floor = self.floor if self.log else np.maximum(RELATIVE_FLOOR * np.abs(median), 1e-12)
         zscore = (values - median) / np.maximum(deviation, floor)
         spike = zscore > SIGMAS
         if self.log:
-            spike &= values - median > np.log(FACTOR)
+            spike &= values - median > np.log(self.factor)
         return np.where(np.isfinite(zscore), zscore, np.nan), spike
 
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
@@ -100,6 +105,28 @@ class Baselines:
         kept = rows[~spike]
         self._values[kept, self._count[kept] % WINDOW] = values[~spike]
         self._count[kept] += 1
+
+
+@dataclass(slots=True)
+class LossBaseline:
+    """Whether a loss is unusual: by its logarithm while the last `WINDOW` and this one are positive, else as it is.
+
+    The losses of small batches vary by factors, too: taken as they are, those of a healthy run with a spread like that of a
+    lognormal distribution of sigma 2 are spikes in one of five. Where they hardly vary both ways are the same.
+    """
+
+    _logarithms: Baselines = field(default_factory=lambda: Baselines(factor=1.0, floor=RELATIVE_FLOOR))
+    _values: Baselines = field(default_factory=lambda: Baselines(log=False))
+    _positive: int = WINDOW
+
+    def is_spike(self, loss: float) -> bool:
+        """Judges a finite loss and takes it in, unless it is a spike."""
+        self._positive = self._positive + 1 if loss > 0 else 0
+        found = []
+        for baseline in (self._logarithms, self._values):
+            baseline.grow(1)
+            found.append(bool(baseline.judge(np.zeros(1, dtype=np.int64), np.array([loss])).spike[0]))
+        return found[0] if self._positive > WINDOW else found[1]
 
 
 def _medians(values: FloatArray, count: IntArray) -> FloatArray:

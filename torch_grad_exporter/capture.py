@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.cost import SampleCost
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.events import Closed, Mailbox, Outcome, Told
 from torch_grad_exporter.fused import FusedSteps
 from torch_grad_exporter.hooks import (
@@ -36,20 +36,23 @@ from torch_grad_exporter.hooks import (
     Hooks,
     after_backward,
     at_end_of_backward,
-    backwards_are_compiled,
+    compiled_backwards,
     graph_is_kept,
     graph_task,
     on_gradient,
     within_transform,
 )
 from torch_grad_exporter.layers import LayerIndex, Plan, TrackedParameter
+from torch_grad_exporter.local import LocalGradients
 from torch_grad_exporter.nodes import AccumulateGradNodes
 from torch_grad_exporter.optimizers import Optimizers
 from torch_grad_exporter.outputs import differentiable
 from torch_grad_exporter.progress import BACKWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader
+from torch_grad_exporter.reduction import Reductions
 from torch_grad_exporter.rounds import PROBES, Habits, Marks, Round
 from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.waits import GradientWaits
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -61,6 +64,9 @@ FULL_EVERY = 8
 
 MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
+
+CROWDED = 1 << 12
+"""Records in the mailbox, half of what it takes, beyond which no sample is taken: the host side has fallen behind."""
 
 UNANSWERED = 100
 """Backward passes without any step after which the user is told."""
@@ -91,7 +97,10 @@ class EarlyLook:
 
 
 class GradientCapture:
-    """Watches backwards and steps, has the reader read and posts `Closed`."""
+    """Watches backwards and steps, has the reader read and posts `Closed`.
+
+    `local_norm`: whether to measure this rank's own gradients, too, before they are reduced over ranks.
+    """
 
     def __init__(
         self,
@@ -106,6 +115,7 @@ class GradientCapture:
         mailbox: Mailbox,
         hooks: Hooks,
         errors: ErrorLog,
+        local_norm: bool = False,
     ) -> None:
         self._hooks = hooks
         self._index = index
@@ -119,8 +129,7 @@ class GradientCapture:
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
         self._end_hook = hooks.guarded("backward_hook", self._on_end)
         self.mode = Mode.OUTPUT
-        self.samples = 0
-        self.skipped = 0
+        self.samples = self.skipped = self._misses = 0
         self._round = Round(0, index.plan, sampled=schedule.due(0))
         self._habits = Habits()
         self._task = -1
@@ -133,18 +142,23 @@ class GradientCapture:
         self._probed: tuple[Plan, set[int]] | None = None
         self._nodes = AccumulateGradNodes(hooks.guarded("backward_hook", self._on_node))
         self._early = EarlyLook()
+        self._compiled_before = compiled_backwards()
+        self._reductions = Reductions()
+        self._waits = GradientWaits(clock, hooks)
+        self._local = LocalGradients(hooks, mailbox, cost, clock) if local_norm else None
         self._detectors: dict[int, Handle] = {}
         self._stepping: set[int] = set()
         self._late: set[int] = set()
-        self._misses = 0
         self._cost = cost
         self.on_backward: Callable[[], None] = lambda: None
         """Called before a backward is looked at."""
 
     # What the training loop does
 
-    def forward_began(self) -> None:
-        """A training forward of a root begins: with FSDP2 the last moment at which the sharded parameters are in their places."""
+    def forward_began(self, root: torch.nn.Module) -> None:
+        """A forward of a root with gradients begins: with FSDP2 the last moment at which sharded parameters are in their places."""
+        if graph_task() == -1 and self._next_is_sampled():
+            self._errors.guard("reduction", functools.partial(self._look_at_ranks, root))
         if self._index.fully_sharded and graph_task() == -1:
             current = self._round
             again = bool(current.backwards) and not current.stepped and not self._stepping
@@ -155,11 +169,20 @@ class GradientCapture:
             looked = self._next_is_sampled() and not gathered
             self._early.marks = Marks.of(self._index.refresh().tracked) if looked else None
 
+    def _look_at_ranks(self, root: torch.nn.Module | None = None) -> None:
+        """Which ranks have the same gradients, and what reduces them: looked at within a forward of a root, or without one."""
+        if self._index.replicas.undecided(self._index.models):
+            self._index.find_replicas(root)
+        if root is not None:
+            self._reductions.forward_began(root)
+
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of a root is over: hooks its output, so that its backward is seen."""
         if self.mode is not Mode.OUTPUT or graph_task() != -1 or within_transform():
             return
-        self._task = -1  # no backward is running: one that began and did not end has raised
+        if self._task != -1:  # no backward is running: one that began and did not end has raised
+            self._task = -1
+            self._disarm_local()
         hook = self._output_hooks[model]
         for tensor in differentiable(output):
             on_gradient(tensor, hook)
@@ -295,6 +318,9 @@ class GradientCapture:
             self._start_round()
             self._round.backwards, self._round.models = backwards, set(last.models)
             self._habits.remember(self._round.models)
+        self._waits.missed()
+        if self._local is not None:
+            self._local.samples_before = None if backwards else self._samples()
 
     def set_step(self, number: int) -> None:
         """Numbers the current round, so that ranks or restarted runs sample the same rounds."""
@@ -327,6 +353,7 @@ class GradientCapture:
     def release(self) -> None:
         """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
         self._nodes.disarm()
+        self._disarm_local()
         detectors, self._detectors = self._detectors, {}
         for handle in detectors.values():
             handle.remove()
@@ -365,6 +392,7 @@ class GradientCapture:
         start = self._clock.clock()
         self.on_backward()
         self._task = task
+        self._waits.saw(task)
         self._reader.within.clear()
         if not self._clock.stepping:
             self._stepping.clear()
@@ -385,17 +413,37 @@ class GradientCapture:
                 self._renew_plan()
             self._nodes.fired.clear()
             self._unannounced = False
+            self._errors.guard("reduction", self._reduction_begins)
             at_end_of_backward(self._end_hook)
             self._before = None
             if self.mode is not Mode.OPTIMIZER:
                 self._errors.guard("capture", self._look)
         else:
             self._before = None if self._certain else self._probe_marks()
-            after_backward(self._end_hook)
+            # What a wrapper waits for at the end is part of the backward.
+            (at_end_of_backward if self._reductions.wrapped else after_backward)(self._end_hook)
         self._cost.spent(start, sampled=sampled)
+
+    def _reduction_begins(self) -> None:
+        """Has what comes before the reduction over ranks looked at, in a backward that is sampled."""
+        reduction = self._reductions.coming()
+        if reduction is not None and reduction.parameters and self._reader.devices <= {"cpu"}:
+            self._waits.begin()
+        if self._local is not None and self.mode is Mode.OUTPUT:
+            carries_on = self._round.backwards > 0 and self._habits.untouched()
+            self._local.begin(self._round.plan, reduction, carries_on=carries_on)
+
+    def _samples(self) -> int | None:
+        return self._clock.samples if self._clock.samples_known else None
+
+    def _disarm_local(self) -> None:
+        if self._local is not None:
+            self._local.disarm()
 
     def _renew_plan(self) -> None:
         """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
+        if self.mode is not Mode.OUTPUT:
+            self._errors.guard("reduction", self._look_at_ranks)
         plan = self._round.plan = self._index.refresh(within_step=True)
         if self._nodes.armed and not self._nodes.sees_all_of(plan):
             self._nodes.disarm()
@@ -438,6 +486,7 @@ class GradientCapture:
         self._task = -1
         self._clock.switch(OUTSIDE)
         current = self._round
+        self._waits.end(current.number, start)
         before, self._before = self._before, None
         fired = self._fired(before) | self._reader.within.fired if current.sampled else set()
         if current.sampled and (before is not None or self._nodes.armed):
@@ -445,13 +494,16 @@ class GradientCapture:
             written = bool(fired) or (self._index.fully_sharded and self._certain)
         else:
             written = self._certain or bool(before is not None and before.moved())
+        if self._local is not None:
+            over = functools.partial(self._local.end, current, fired, self._samples(), written=written)
+            self._errors.guard("reduction", over)
         if written:
             self._misses = 0
             current.backwards += 1
             current.fired |= fired
             self._clock.backward_passes += 1
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
-                logger.warning(NO_STEP, UNANSWERED)
+                say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             # Who steps within the backward does not wait for another one.
             if fired and (self._reader.within.fired or current.backwards >= (self._habits.backwards or 1)):
                 self._capture(current)
@@ -483,8 +535,7 @@ class GradientCapture:
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
         self._clock.skipped += self._habits.learn(last)
-        if not _capturing_graph():
-            self._cost.settle()
+        self._settle_cost()
         if last.sampled and last.fired and not last.captured:
             self._lost(last)
         self._reader.within.clear()
@@ -517,6 +568,9 @@ class GradientCapture:
         if strangers:
             self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
         self._cost.sample_over()
+        self._settle_cost()
+
+    def _settle_cost(self) -> None:
         if not _capturing_graph():
             self._cost.settle()
 
@@ -540,7 +594,7 @@ class GradientCapture:
             return
         self._misses += 1
         self._nodes.disarm()  # they may be those of tensors that were replaced
-        if backwards_are_compiled():
+        if compiled_backwards() > self._compiled_before:
             self._fall_to(Mode.OPTIMIZER, "backwards are compiled; norms are those after clipping")
         elif self._misses >= MISSES:
             if self.mode is Mode.OUTPUT and not self._index.fully_sharded:
@@ -552,7 +606,7 @@ class GradientCapture:
         return any(tracked.gradient() is not None for tracked in self._round.plan.tracked)
 
     def _fall_to(self, mode: Mode, why: str) -> None:
-        logger.info("gradients are captured by rung %r from now on: %s", mode.value, why)
+        say(logger, logging.INFO, "gradients are captured by rung %r from now on: %s", mode.value, why)
         self.mode, self._misses = mode, 0
         self._habits.probes.clear()
         self._probed = None
@@ -570,7 +624,7 @@ class GradientCapture:
 
         def measure() -> None:
             nonlocal done
-            done = self._reader.read(current, self._habits, self._clock.now())
+            done = len(self._mailbox) < CROWDED and self._reader.read(current, self._habits, self._clock.now())
 
         self._errors.guard("capture", measure)
         if not done:
@@ -579,6 +633,8 @@ class GradientCapture:
         self.samples += not current.captured
         self._check_is_next = self.samples < 2 or self.samples % CHECK_EVERY == 0
         current.captured = True
+        if self._local is not None:
+            self._errors.guard("reduction", functools.partial(self._local.post, current.number))
         self._place_probes(current)
 
     def _catch_up(self) -> None:
@@ -600,6 +656,7 @@ class GradientCapture:
         current = self._round
         if not current.sampled or _capturing_graph():
             return
+        self._errors.guard("reduction", self._look_at_ranks)
         if not current.captured:
             current.plan = self._index.refresh()
         owners, _ = self._optimizers.owners(current.plan, {optimizer})

@@ -9,9 +9,13 @@ import logging
 from collections.abc import Mapping
 
 import torch
+from opentelemetry.metrics import MeterProvider
 
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.exposition.web_config import WebConfigFile, load_web_config
 from torch_grad_exporter.layers import LayerFilter, LayerIndex
 from torch_grad_exporter.optimizers import Optimizers
+from torch_grad_exporter.replicas import Replicas
 from torch_grad_exporter.settings import Settings, source
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -62,14 +66,20 @@ def checked_optimizers(optimizers: object) -> dict[str, torch.optim.Optimizer]:
     return named
 
 
-def check_scaler(scaler: object) -> None:
-    """Raises on what is no gradient scaler."""
+def check_objects(scaler: object, registry: object, meter_provider: object) -> None:
+    """Raises on what is no gradient scaler, no registry of `prometheus_client`, or no meter provider."""
     # A disabled one has no scale.
     if scaler is not None and not hasattr(scaler, "_scale") and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
+    if registry is not None and not hasattr(registry, "register"):
+        raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
+    if meter_provider is not None and not isinstance(meter_provider, MeterProvider):
+        raise TypeError(f"meter_provider={meter_provider!r}: expected an opentelemetry.metrics.MeterProvider")
 
 
-def checked_index(models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object]) -> LayerIndex:
+def checked_index(
+    models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object], replicas: Replicas
+) -> LayerIndex:
     """The index of the layers that are to be watched; raises where there are none, or a pattern matches none."""
     if not any(True for module in models.values() for _ in module.parameters()):
         raise ValueError("model: it has no parameters, so there are no gradients to watch; pass the module that is trained")
@@ -82,16 +92,13 @@ def checked_index(models: Mapping[str, torch.nn.Module], settings: Settings, arg
     layer_filter = LayerFilter(settings.include, settings.exclude)
     if not any(layer_filter.accepts(layer) for layer in everything):
         raise ValueError("include and exclude leave no layer of the model; loosen one of them")
-    index = LayerIndex(models, layer_filter, settings.max_layers)
+    index = LayerIndex(models, layer_filter, settings.max_layers, replicas)
     if not index.plan.tracked:
-        logger.warning("no parameter of the model requires a gradient yet; those that do later are picked up then")
+        message = "no parameter of the model requires a gradient yet; those that do later are picked up then"
+        say(logger, logging.WARNING, message)
     if index.plan.folded:
-        logger.warning(
-            "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include=",
-            index.plan.folded,
-            len(index.plan.layers),
-            settings.max_layers,
-        )
+        message = "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include="
+        say(logger, logging.WARNING, message, index.plan.folded, len(index.plan.layers), settings.max_layers)
     return index
 
 
@@ -104,3 +111,13 @@ def check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimizer
                 f"optimizers[{name!r}]={type(optimizer).__name__}: owns no parameter that is watched; "
                 "pass the optimizer of this model, made after the model was moved or wrapped"
             )
+
+
+def checked_web_config(settings: Settings, arguments: Mapping[str, object]) -> WebConfigFile | None:
+    """The web configuration, read and checked, or `None` if none was named; raises on one that is wrong."""
+    if not settings.web_config_file:
+        return None
+    try:
+        return load_web_config(settings.web_config_file)
+    except ValueError as error:
+        raise ValueError(f"{source(arguments, 'web_config_file')}={settings.web_config_file!r}: {error}") from error

@@ -1,51 +1,134 @@
-"""The command line: `torch-grad-exporter demo` and `torch-grad-exporter --version`."""
+"""The command line: `torch-grad-exporter demo`, `assets`, `plot` and `--version`."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 
-from torch_grad_exporter import demo
+from torch_grad_exporter import assets, demo, plot
+from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.history import QUANTITIES
 from torch_grad_exporter.version import __version__
 
 PROGRAM = "torch-grad-exporter"
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_SERVING = ("addr", "web_config_file", "collectors")
+"""Options that go to `start_exporter` as they are; where one is not given, the environment decides."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, by default the process's own. Returns the exit code; wrong arguments exit with 2."""
-    options = parse(arguments)
     try:
-        return demo.run(options)
+        return _run(parse(arguments))
     except demo.DemoError as error:
         print(f"{PROGRAM} demo: error: {error}", file=sys.stderr)
+        return 2
+    except assets.AssetsError as error:
+        print(f"{PROGRAM} assets: error: {error}", file=sys.stderr)
+        return 2
+    except plot.PlotError as error:
+        print(f"{PROGRAM} plot: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
-def parse(arguments: Sequence[str] | None = None) -> demo.Options:
-    """The demo's options; whatever is wrong with the arguments is told on standard error and exits with 2."""
+def _run(options: demo.Options | assets.Options | plot.Options) -> int:
+    if isinstance(options, demo.Options):
+        return demo.run(options)
+    if isinstance(options, plot.Options):
+        print(plot.run(options))
+        return 0
+    print(*assets.write(options), sep="\n")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> demo.Options | assets.Options | plot.Options:
+    """The command's options; whatever is wrong with the arguments is told on standard error and exits with 2."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Prometheus exporter for PyTorch training: gradients, progress and its own cost."
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    demo_parser = commands.add_parser(
+    _add_demo(commands)
+    _add_assets(commands)
+    _add_plot(commands)
+    chosen = parser.parse_args(arguments)
+    options: demo.Options | assets.Options | plot.Options = chosen.options(chosen)
+    return options
+
+
+def _add_demo(commands: _Commands) -> None:
+    parser = commands.add_parser(
         "demo",
         help="train a small model with the exporter on",
         description="Trains a small transformer on the source of Python's standard library and serves its metrics.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(demo_parser)
-    chosen = vars(parser.parse_args(arguments))
-    options = demo.Options(**{**chosen, "inject": tuple(chosen["inject"])})
-    _check_together(options, demo_parser)
-    return options
+    _add_demo_options(parser)
+
+    def options(chosen: argparse.Namespace) -> demo.Options:
+        found = _demo_options(chosen)
+        _check_together(found, parser)
+        return found
+
+    parser.set_defaults(options=options)
+
+
+def _demo_options(chosen: argparse.Namespace) -> demo.Options:
+    values = {name: value for name, value in vars(chosen).items() if name != "options"}
+    serving = {name: value for name in _SERVING if (value := values.pop(name)) is not None}
+    return demo.Options(**{**values, "inject": tuple(values["inject"]), "serving": serving})
+
+
+def _add_assets(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "assets",
+        help="write the dashboards, the rules and what runs them",
+        description="Writes the Grafana dashboards, the rules of Prometheus, the configuration of Alertmanager, a compose file "
+        "with all three, manifests for Kubernetes, and the runbook.",
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if it is not there")
+    add("--prometheus-job", type=_job, default=assets.JOB, metavar="NAME",
+        help=f"name of the scrape job, which the dashboards then begin with (default {assets.JOB})")  # fmt: skip
+    add("--runbook-url", type=_address, default=assets.RUNBOOK, metavar="URL",
+        help="where you keep runbook.md, for the links in alerts and dashboards (default: the project's own)")  # fmt: skip
+    add("--force", action="store_true", help="overwrite files that have another content")
+    parser.set_defaults(options=lambda chosen: assets.Options(chosen.out, chosen.prometheus_job, chosen.runbook_url, chosen.force))
+
+
+def _add_plot(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "plot",
+        help="draw a run: a PNG, or the live page as one HTML file",
+        description="Draws what a running exporter shows on its live page, or what exporter.save(path) has kept of one.",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="address of a running exporter, such as http://localhost:9100, or a saved history")
+    add("--out", type=_picture, required=True, metavar="FILE", help="a .png, which needs matplotlib, or a .html")
+    add("--quantity", choices=QUANTITIES, default="norm", help="what the heatmap of a PNG shows (default norm)")
+    add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
+    add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
+    parser.set_defaults(
+        options=lambda chosen: plot.Options(chosen.source, chosen.out, chosen.quantity, chosen.recent, chosen.cacert)
+    )
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".html"):
+        raise argparse.ArgumentTypeError(f"{text!r} ends neither in .png nor in .html")
+    return path
 
 
 def _epilog() -> str:
@@ -53,7 +136,7 @@ def _epilog() -> str:
     return f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1."
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     default = demo.Options(device="cuda" if torch.cuda.is_available() else "cpu")
     add = parser.add_argument
     add("--steps", type=_whole(0), default=default.steps, metavar="N", help="steps to train; 0, the default, until Ctrl-C")
@@ -71,7 +154,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--width", type=_width, default=default.width, metavar="N",
         help=f"width of the model, a multiple of {demo.HEADS} (default {default.width})")  # fmt: skip
     add("--layers", type=_whole(1), default=default.layers, metavar="N", help=f"layers of the model (default {default.layers})")
+    add("--addr", metavar="ADDRESS", help="address to listen on (default: all interfaces)")
+    add("--web-config-file", metavar="FILE", help="TLS and basic authentication; see docs/security.md")
     add("--device", choices=("cpu", "cuda"), default=default.device, help=f"where to train (default here: {default.device})")
+    switches = parser.add_argument_group("collectors", "all of these are on by default")
+    for name in (name for name in NAMES if name in DEFAULT):
+        switches.add_argument(f"--no-collector.{name}", dest="collectors", action=_SwitchOff, const=name, nargs=0,
+                              help=f"switch off the collector {name!r}")  # fmt: skip
+
+
+class _SwitchOff(argparse.Action):
+    """Adds one more collector to those that are off."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, _values: object, _option: str | None = None) -> None:
+        namespace.collectors = {**(namespace.collectors or {}), str(self.const): False}
 
 
 def _check_together(options: demo.Options, parser: argparse.ArgumentParser) -> None:
@@ -101,6 +197,20 @@ def _integer(text: str) -> int | None:
         return int(text)
     except ValueError:
         return None
+
+
+def _job(text: str) -> str:
+    # It goes into YAML and JSON as it is.
+    if not re.fullmatch(r"[A-Za-z_][\w./-]*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits and any of _ . / -, with a letter first")
+    return text
+
+
+def _address(text: str) -> str:
+    # As above; an anchor is put behind it.
+    if not re.fullmatch(r"https?://[^\s\"'#{}$\\]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a page")
+    return text
 
 
 def _every(text: str) -> int | Literal["auto"]:
@@ -145,7 +255,3 @@ def _seconds(text: str, length: str) -> float:
     if not 0.0 < seconds <= 86400.0:
         raise argparse.ArgumentTypeError(f"{text!r}: a stall's length is a number of seconds up to 86400, as in stall@100:30")
     return seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.families import BoolArray, FloatArray
-from torch_grad_exporter.statistics.host import combined_norm
 
 AGREE = 1e-3
 """Largest relative difference of probes that still agree: rounding to bfloat16 moves a norm less."""
@@ -46,7 +45,7 @@ def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full:
 
     `full`: that was all of them. Where the norm of the whole is not finite there is nothing to compare.
     """
-    whole, seen = (float(combined_norm(norms[None, :])[0]) for norms in (before, after[measured]))
+    whole, seen = _norm(before), _norm(after[measured])
     if not measured.any() or not 0 < whole < math.inf:
         return Clipping(None)
     if not math.isfinite(seen):  # then that of the whole is not, either
@@ -83,6 +82,14 @@ def is_unscaling(ratio: float) -> bool:
         return False
     exponent = math.log2(ratio)
     return abs(exponent - round(exponent)) < 1e-6
+
+
+def _norm(parts: FloatArray) -> float:
+    """The L2 norm of a vector whose parts have these norms, shape (parts,), without overflow."""
+    with np.errstate(all="ignore"):  # NaN and Infinity are what is looked for here
+        largest = float(parts.max(initial=0.0))
+        scale = largest if 0 < largest < math.inf else 1.0
+        return float(np.sqrt(np.square(parts / scale).sum()) * scale)
 
 
 def _ratios(before: FloatArray, after: FloatArray, measured: BoolArray) -> FloatArray:

@@ -11,27 +11,24 @@ import itertools
 import math
 import sysconfig
 import time
-import urllib.request
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor, nn
 
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.exposition import samples
+from torch_grad_exporter.families import Family
 
 HEADS = 4
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 100
 HORIZON_STEPS = 10_000  # The cosine's length where the demo has no end.
 EXPLODE_STEPS = 5
-SCRAPE_TIMEOUT_SECONDS = 10.0
-SETTLE_SECONDS = 1.1  # A scrape may be up to a second old: that long its body is shared between scrapers.
 
 
 class DemoError(Exception):
@@ -81,7 +78,7 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C."""
+    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C. `serving`: further arguments of `start_exporter`."""
 
     steps: int = 0
     port: int = 9100
@@ -93,6 +90,7 @@ class Options:
     width: int = 128
     layers: int = 4
     device: str = "cpu"
+    serving: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Block(nn.Module):
@@ -300,7 +298,7 @@ def run(options: Options) -> int:
     corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
     model = ByteTransformer(width=options.width, layers=options.layers, context=options.context).to(options.device)
     try:
-        exporter = start_exporter(model, port=options.port, every=options.every)
+        exporter = start_exporter(model, port=options.port, every=options.every, **options.serving)
     except (TypeError, ValueError) as error:
         raise DemoError(str(error)) from error
     interrupted = False
@@ -313,9 +311,7 @@ def run(options: Options) -> int:
             interrupted = True
         finally:
             progress.close()
-        if exporter.url is not None:
-            time.sleep(SETTLE_SECONDS)
-            print(summary(exporter.url), flush=True)
+        print(summary(exporter.collect()), flush=True)
     return 130 if interrupted and options.steps else 0
 
 
@@ -325,14 +321,21 @@ def _introduction(model: nn.Module, corpus: Tensor, options: Options, url: str |
     end = "Ctrl-C ends it" if options.steps == 0 else f"{options.steps:,} steps, Ctrl-C ends it earlier"
     if url is None:
         return f"{size}; {end}. No port could be opened, so nothing is served."
-    target = url.removeprefix("http://").removesuffix("/metrics")
+    scheme, _, address = url.partition("://")
+    target = address.removesuffix("/metrics")
+    secured = ", scheme: https" if scheme == "https" else ""
+    more = (
+        "\n    # and tls_config and basic_auth, as your web configuration asks for them"
+        if options.serving.get("web_config_file")
+        else ""
+    )
     return f"""{size}; {end}.
 
 Open     {url}
 or have it scraped, in prometheus.yml:
 
 scrape_configs:
-  - {{job_name: torch, honor_labels: true, scrape_interval: 5s, static_configs: [{{targets: ["{target}"]}}]}}
+  - {{job_name: torch, honor_labels: true, scrape_interval: 5s{secured}, static_configs: [{{targets: ["{target}"]}}]}}{more}
 """
 
 
@@ -345,21 +348,11 @@ SUMMARY = (
 )
 
 
-def summary(url: str) -> str:
-    """What a scraper sees now: read over HTTP, so that it shows the whole way and not the demo's own state."""
-    # Without the proxies of the environment, which could not reach this machine's own port.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=SCRAPE_TIMEOUT_SECONDS) as response:
-            scrape: str = response.read().decode()
-    except OSError as error:
-        return f"{url} cannot be read: {error}"
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for family in text_string_to_metric_families(scrape):
-        for sample in family.samples:
-            values[sample.name].append(sample.value)
+def summary(families: Iterable[Family]) -> str:
+    """The last values, as a scrape would show them now; several series of a metric are added up."""
+    shown = {family.spec.name: samples.table(family) for family in families if family.series}
     lines = [
-        f"  {title:<17} {form.format(math.fsum(values[name])) if name in values else 'no value yet':<14} {name}"
+        f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
         for title, name, form in SUMMARY
     ]
-    return "\n".join([f"The last scrape of {url} says:", *lines])
+    return "\n".join(["The last values:", *lines])

@@ -1,15 +1,18 @@
-"""Who this process is among the ranks of the run, from what the launcher put into the environment.
+"""Who this process is among the ranks of the run: from the process group, else from what a launcher put into the environment.
 
-No collective is ever called, and the process group is not even asked.
+No collective is ever called: of the process group only its size and this rank are read, which every process knows by itself.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +24,150 @@ class Identity:
     local_rank: int = 0
     local_world_size: int = 1
     run: str = ""
-    """The launcher's name for the run, empty if it has none."""
+    """The launcher's name for the run, the same on all ranks and after a restart; empty if it has none."""
 
 
-def identity(environment: Mapping[str, str]) -> Identity:
-    """The identity that torchrun's variables give; a variable that is no number raises `ValueError`."""
-    run = environment.get("TORCHELASTIC_RUN_ID", "")
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process' place among all: its rank and how many there are."""
+
+    rank: int
+    world_size: int
+
+
+def process_group() -> Place | None:
+    """This process' place in the default process group, `None` where there is none (yet)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Place(dist.get_rank(), dist.get_world_size())
+
+
+def came_late(known: Identity, *, group: Callable[[], Place | None] = process_group) -> bool:
+    """Whether there is a process group of several ranks by now, of which nothing was known when this process' rank was."""
+    now = group()
+    return now is not None and now.world_size > 1 == known.world_size
+
+
+def identity(environment: Mapping[str, str], *, group: Callable[[], Place | None] = process_group) -> Identity:
+    """Rank and size from the process group, else the launcher; place on the host and the run's name from the launcher.
+
+    Launchers, the first that has left its variables wins: torchrun, Open MPI and others of MPI, Slurm's srun, Kubernetes.
+    Where ranks outnumber what was launched, as with `torch.multiprocessing.spawn`, each launched process, or else this host,
+    is taken to have an equal, consecutive share of them. A variable that is no number raises `ValueError`.
+    """
+    launched = next((found for source in _LAUNCHERS if (found := source(environment)) is not None), Identity())
+    known = group()
+    if known is not None:
+        launched = _placed(known, launched, environment)
+    return replace(launched, run=_launchers_name(environment, launched))
+
+
+def _placed(known: Place, launched: Identity, environment: Mapping[str, str]) -> Identity:
+    """The place on the host of a rank that the process group knows."""
+    if (known.rank, known.world_size) == (launched.rank, launched.world_size):
+        return launched
+    hosts = max(1, launched.world_size // launched.local_world_size)
+    share = max(1, known.world_size // hosts)
     return Identity(
-        rank=_number(environment, "RANK", 0),
-        world_size=_number(environment, "WORLD_SIZE", 1),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
-        run="" if run == "none" else run,
+        rank=known.rank,
+        world_size=known.world_size,
+        local_rank=_number(environment, "LOCAL_RANK", known.rank % share),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", share),
     )
+
+
+# Launchers
+
+
+def _variables(
+    rank: str, world_size: str, local_rank: str = "", local_world_size: str = "", *, also: str = ""
+) -> Callable[[Mapping[str, str]], Identity | None]:
+    """A launcher that sets the variables with these names; it is known by the first one, and by `also` if that is given."""
+
+    def read(environment: Mapping[str, str]) -> Identity | None:
+        if not environment.get(rank) or (also and not environment.get(also)):
+            return None
+        return Identity(
+            rank=_number(environment, rank, 0),
+            world_size=max(1, _number(environment, world_size, 1)),
+            local_rank=_number(environment, local_rank, 0),
+            local_world_size=max(1, _number(environment, local_world_size, 1)),
+        )
+
+    return read
+
+
+_NO_TASKS = 0xFFFF_FF00
+"""From here on, Slurm's numbers of steps are names: of the batch script, of an interactive shell."""
+
+
+def _slurm(environment: Mapping[str, str]) -> Identity | None:
+    """What srun set. The shell of sbatch or salloc has most of its variables too, for one process that is no task of many."""
+    step = environment.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _NO_TASKS or not environment.get("SLURM_PROCID"):
+        return None
+    return Identity(
+        rank=_number(environment, "SLURM_PROCID", 0),
+        world_size=max(1, _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))),
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
+        local_world_size=_tasks_here(environment),
+    )
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """How many of the step's tasks are on this host; Slurm writes `4(x2),1` for 4, 4 and 1."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is not None:
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = _number(environment, "SLURM_NODEID", 0)
+    return counts[node] if 0 <= node < len(counts) else max(1, _number(environment, "SLURM_NTASKS_PER_NODE", 1))
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Identity | None:
+    """One process in each pod of an indexed job. The index alone is no rank: the pods may work on things of their own."""
+    index = environment.get("PET_NODE_RANK") or environment.get("JOB_COMPLETION_INDEX") or ""
+    pods = environment.get("PET_NNODES") or environment.get("WORLD_SIZE") or ""
+    if not index.isdecimal() or not pods.isdecimal() or not int(index) < int(pods):
+        return None
+    return Identity(rank=int(index), world_size=int(pods))
+
+
+# mpirun starts a daemon on each host, under Slurm by srun: then Slurm's variables are the daemon's, and MPI's are right.
+_LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
+    _variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", also="MPI_LOCALRANKID"),
+    _variables("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", also="PMI_LOCAL_RANK"),
+    _slurm,
+    _variables("PMI_RANK", "PMI_SIZE"),
+    _kubernetes,
+)
+
+
+# Names
+
+
+def _launchers_name(environment: Mapping[str, str], identity: Identity) -> str:
+    """The `--rdzv-id` of torchrun, Slurm's job, or the job whose pods these are; none of them changes when the job restarts."""
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run not in ("", "none"):
+        return run
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+    return job or _pods_job(environment, several=identity.world_size > identity.local_world_size)
+
+
+def _pods_job(environment: Mapping[str, str], *, several: bool) -> str:
+    """The name of the Kubernetes job, from this pod's; empty if it does not show, or if the pods are not one run."""
+    pod, index = environment.get("HOSTNAME", ""), environment.get("JOB_COMPLETION_INDEX") or environment.get("PET_NODE_RANK") or ""
+    if not several or not environment.get("KUBERNETES_SERVICE_HOST"):
+        return ""
+    kubeflow = re.fullmatch(r"(.+)-(?:master-0|worker-\d+|node-0-\d+)", pod)
+    if kubeflow is not None:
+        return kubeflow[1]
+    return pod.removesuffix(f"-{index}") if index and pod.endswith(f"-{index}") else ""
 
 
 def new_run_name(now: float) -> str:

@@ -10,8 +10,9 @@ import enum
 from collections import deque
 from dataclasses import dataclass
 
-from torch_grad_exporter.families import IntArray
+from torch_grad_exporter.families import BoolArray, IntArray
 from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.tracing import TraceIds
 from torch_grad_exporter.transfer import Ticket
 
 
@@ -56,6 +57,32 @@ class Captured:
     scale_known: bool = True
     scale: Ticket | None = None
     again: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """Norms of one device, on their way to the host. `positions`: shape (n,), of parameters; one may have several, of its parts.
+
+    A negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, and that should be zero.
+    """
+
+    positions: IntArray
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """This rank's own gradient in the backward of the `Captured` before, as it was before it was reduced over ranks.
+
+    `reduced`: shape (parameters,), which of the plan's are. `samples`: of its forwards, `None` if unknown; `ranks`: over
+    how many the mean was taken, 0 if unknown.
+    """
+
+    round: int
+    reduced: BoolArray
+    parts: tuple[LocalPart, ...]
+    samples: int | None
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +142,15 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took."""
+    """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took.
+
+    `at`: Unix time. `trace`: the one that was active, if that was looked for.
+    """
 
     seconds: float | None
     own_seconds: float
+    at: float = 0.0
+    trace: TraceIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +187,30 @@ class Hints:
     full: bool = False
 
 
-Event = Captured | AfterClip | Weights | Closed | Told | Stepped | Counted | Observed
+Event = Captured | Local | AfterClip | Weights | Closed | Told | Stepped | Counted | Observed
 
-Mailbox = deque[Event]
-"""The queue; bounded, so that a dead worker cannot fill the memory."""
+ROOM = 1 << 13
+"""Records in the mailbox, at most."""
+
+
+class Mailbox(deque[Event]):
+    """The queue; bounded, so that a dead worker cannot fill the memory. What comes when it is full is left out and counted."""
+
+    __slots__ = ("left_out",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out = 0
+        """Records for which there was no room. Belongs to the training thread; it only grows."""
+
+    def append(self, event: Event) -> None:
+        """Takes a record, if there is room."""
+        if len(self) < ROOM:
+            super().append(event)
+        else:
+            self.left_out += 1
 
 
 def mailbox() -> Mailbox:
     """An empty queue; the host side drains it several times a second."""
-    return deque(maxlen=1 << 13)
+    return Mailbox()

@@ -1,12 +1,7 @@
-"""The composition root: `start_exporter` checks everything, builds the stages and wires them together.
-
-`Exporter` owns every handle; `close()` gives all of them back. Nothing is global but the set of exporters
-that are not closed, for the process' fork and exit handlers, which are registered at the first start.
-"""
+"""The composition root: `Exporter` builds the stages, wires them together and owns every handle; `close()` gives them back."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
@@ -14,27 +9,33 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import prometheus_client
 import torch
+from opentelemetry.metrics import MeterProvider
+from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter import checks, distributed
+from torch_grad_exporter import distributed, living, resources
 from torch_grad_exporter.capture import GradientCapture
-from torch_grad_exporter.catalogue import CATALOGUE
+from torch_grad_exporter.catalogue import CATALOGUE, STANDARD
+from torch_grad_exporter.collectors import NAMES
 from torch_grad_exporter.collectors.exporter import ExporterCollector
-from torch_grad_exporter.collectors.gradients import GradientCollector
+from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
 from torch_grad_exporter.collectors.training import TrainingCollector
+from torch_grad_exporter.collectors.whole_run import WholeRunCollector
 from torch_grad_exporter.cost import SampleCost
-from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.devices import DeviceMemory
+from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.events import Hints, mailbox
-from torch_grad_exporter.exposition.listener import candidate_ports
+from torch_grad_exporter.exponential import Exponentials
+from torch_grad_exporter.exposition.instruments import Instruments
+from torch_grad_exporter.exposition.live import Run
 from torch_grad_exporter.exposition.registry import RegistryCollector
-from torch_grad_exporter.exposition.server import MetricsServer
-from torch_grad_exporter.exposition.text import Renderer
+from torch_grad_exporter.exposition.web_config import WebConfigFile
 from torch_grad_exporter.families import Collector, Family
 from torch_grad_exporter.hooks import Hooks
 from torch_grad_exporter.host import HostSide, Snapshot
@@ -42,99 +43,47 @@ from torch_grad_exporter.layers import LayerIndex
 from torch_grad_exporter.ledger import GradientLedger
 from torch_grad_exporter.loop import Number, TrainingLoop, WatchedLoader
 from torch_grad_exporter.optimizers import Optimizers
+from torch_grad_exporter.outlets import Outlets, Rank
 from torch_grad_exporter.progress import StepClock
+from torch_grad_exporter.push_settings import PushSettings
 from torch_grad_exporter.reader import GradientReader, Scaler
 from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.scrape import SOURCE as COLLECTOR
 from torch_grad_exporter.scrape import Scrape
-from torch_grad_exporter.settings import UNSET, Settings, Unset, resolve
+from torch_grad_exporter.settings import Settings
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.store import JobStore
 from torch_grad_exporter.totals import TrainingTotals
 from torch_grad_exporter.version import __version__
+from torch_grad_exporter.view import View
 from torch_grad_exporter.weights import WeightProbe
+from torch_grad_exporter.whole_run import WholeRun
 
 logger = logging.getLogger("torch_grad_exporter")
 
 SOURCES = (
-    "forward_hook", "backward_hook", "optimizer_hook", "capture", "weights", "observe", "worker", "request", "close",
-    "collector_gradients", "collector_training", "collector_exporter",
+    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
+    "devices", "discovery", "textfile", "web_config", "otlp", "history", *(f"{COLLECTOR}_{name}" for name in NAMES),
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted."""
 
-Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+LATE_GROUP = (
+    "the process group came after the exporter: this rank's series carry rank %d, as those of the others may, and all show "
+    "their layers; start the exporter after init_process_group, or with torchrun"
+)
+
+STORE_SECONDS = 0.4
+"""That the end waits for the job's store, at most."""
+
 _Batch = TypeVar("_Batch")
-
-
-def start_exporter(
-    model: Models,
-    port: int | Unset | None = UNSET,
-    *,
-    addr: str | Unset = UNSET,
-    every: Literal["auto"] | int | Unset = UNSET,
-    overhead_budget: float | Unset = UNSET,
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None = None,
-    grad_scaler: Scaler | None = None,
-    include: str | Sequence[str] | Unset = UNSET,
-    exclude: str | Sequence[str] | Unset = UNSET,
-    max_layers: int | Unset = UNSET,
-    dead_window: int | Unset = UNSET,
-    moments: bool | Unset = UNSET,
-    weights: bool | Unset = UNSET,
-    run: str | Unset = UNSET,
-    rank: int | Unset = UNSET,
-    labels: Mapping[str, str] | Unset = UNSET,
-    registry: prometheus_client.CollectorRegistry | None = None,
-) -> Exporter:
-    """Watches the training of `model` and serves its metrics at `http://<host>:<port>/metrics`.
-
-    Every argument but the model, the optimizers, the scaler and the registry can also be given as an
-    environment variable, `TORCH_GRAD_EXPORTER_PORT` for `port` and so on; an argument wins.
-
-    - `model`: a module, or a mapping of names to modules, whose names become the first part of the layer labels.
-    - `port`: 9100 plus the local rank by default; the next free one if it is taken; 0 for any free one; `None`
-      serves nothing. `addr`: the address to listen on, by default all interfaces.
-    - `every`: "auto" adapts the interval between samples to `overhead_budget`, the share of training time that
-      sampling may take (default 0.01); a number samples every so many rounds of optimizer steps.
-    - `optimizers`: only needed to give them names, or where they are not known before their first step.
-    - `grad_scaler`: the `torch.amp.GradScaler` in use; the norms are divided by its scale.
-    - `include`, `exclude`: regular expressions, searched in layer names. `max_layers` (default 300): beyond it,
-      layers are folded by module depth.
-    - `dead_window` (default 100): samples of exactly zero gradient after which an output unit counts as dead.
-    - `moments`, `weights`: metrics of the gradient's moments, and of weights and their updates.
-    - `run`, `rank`: on every series; by default from the launcher, else a new name and 0. `labels`: more of them.
-    - `registry`: a `prometheus_client` registry in which the metrics are to appear as well.
-
-    Starting again on a model replaces the exporter that was there. Raises `TypeError` or `ValueError` before
-    anything is registered if an argument is wrong; later, nothing is ever raised into the training.
-    """
-    chosen = {
-        "port": port, "addr": addr, "every": every, "overhead_budget": overhead_budget, "include": include,
-        "exclude": exclude, "max_layers": max_layers, "dead_window": dead_window, "moments": moments,
-        "weights": weights, "run": run, "rank": rank, "labels": labels,
-    }  # fmt: skip
-    settings = resolve(chosen, os.environ)
-    identity = distributed.identity(os.environ)
-    models = checks.checked_models(model)
-    named = checks.checked_optimizers(optimizers)
-    checks.check_scaler(grad_scaler)
-    if registry is not None and not hasattr(registry, "register"):
-        raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
-    index = checks.checked_index(models, settings, chosen)
-    checks.check_ownership(index, named)
-    for other in list(_live):
-        # A notebook cell that is run again makes its model anew, too: then the old one is gone.
-        if other.watches(models.values()) or other.orphaned:
-            logger.info("a new exporter replaces one on the same model, or on a model that is gone")
-            other.close()
-    exporter = Exporter(models, index, settings, identity, optimizers=named, grad_scaler=grad_scaler, registry=registry)
-    _register(exporter)
-    return exporter
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How the run ended, for `torch_train_state`."""
+    """How the run ended, for `torch_train_state`. `interrupted`: by somebody who is at the keyboard."""
 
     state: str | None = None
+    interrupted: bool = False
 
 
 class Exporter:
@@ -153,36 +102,56 @@ class Exporter:
         optimizers: Mapping[str, torch.optim.Optimizer],
         grad_scaler: Scaler | None,
         registry: prometheus_client.CollectorRegistry | None,
+        web_config: WebConfigFile | None,
+        run: str,
+        store: JobStore,
+        push: PushSettings | None = None,
+        meter_provider: MeterProvider | None = None,
     ) -> None:
         self.settings = settings
-        self.run = settings.run or identity.run or distributed.new_run_name(time.time())
+        self.run = run
         self.rank = identity.rank if settings.rank is None else settings.rank
         self._identity = identity
         self._models = [weakref.ref(module) for module in models.values()]
         self._index = index
         self._errors = ErrorLog(SOURCES)
+        self._store = store
+        self._told_of_group = False
         self._closed = False
-        self._closing = threading.Lock()
+        # Reentrant: a signal's handler may close while its own thread is at it.
+        self._closing = threading.RLock()
         self._ending = _Ending()
         self._finalizers: list[weakref.finalize[[], torch.nn.Module]] = []
-        self._build(optimizers, grad_scaler)
+        self._build(optimizers, grad_scaler, exponential=push is not None and push.exponential)
         self._labels = {"run": self.run, "rank": str(self.rank), **settings.labels}
-        self._registry = RegistryCollector(self._scrape, self._labels, CATALOGUE.values(), on_error=self._errors.count)
-        if registry is not None:
-            self._registry.register(registry)
-        self._host.start()
-        self._server = self._serve()
-        self._install(models)
+        self._registry = RegistryCollector(
+            self._scrape, self._labels, CATALOGUE.values(), common=STANDARD, on_error=self._errors.count
+        )
+        self._outlets: Outlets | None = None
+        self._instruments: Instruments | None = None
+        self._view = self._viewed()
+        try:
+            self._appear(registry, meter_provider)
+            self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
+            self._outlets = self._served(store, web_config, push)
+            self._scrape.start()
+            self._errors.guard("history", self._view.start)
+            self._install(models)
+        except BaseException:
+            self._drop_instruments()  # a run that has not begun has no last values
+            self.close()
+            raise
 
     # Building
 
-    def _build(self, optimizers: Mapping[str, torch.optim.Optimizer], grad_scaler: Scaler | None) -> None:
+    def _build(self, optimizers: Mapping[str, torch.optim.Optimizer], grad_scaler: Scaler | None, *, exponential: bool) -> None:
         """The stages from left to right."""
         settings, index = self.settings, self._index
         post = mailbox()
         hints = Hints()
         self._hooks = Hooks(self._errors)
         self._clock = StepClock(post)
+        self._memory = DeviceMemory(used=lambda: self._loop.devices)
         self._schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self._optimizers = Optimizers(index, optimizers)
         reader = GradientReader(
@@ -204,6 +173,7 @@ class Exporter:
             mailbox=post,
             hooks=self._hooks,
             errors=self._errors,
+            local_norm=settings.local_norm,
         )
         self._loop = TrainingLoop(
             clock=self._clock,
@@ -217,58 +187,110 @@ class Exporter:
             errors=self._errors,
             models=len(self._models),
             weights=WeightProbe(post) if settings.weights else None,
+            beside=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
-        ledger = GradientLedger(settings.dead_window, hints)
+        ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.plan)
         self._host = HostSide(post, ledger, TrainingTotals(), self._errors, beside=self._loop.stretches.look)
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
     def _collectors(self) -> list[Collector]:
+        """Those that are switched on; one that cannot be made costs only itself."""
+        made: list[Collector] = []
+        factories = {**self._own_collectors(), **resources.collectors(self._identity, self._memory)}
+        for name in NAMES:
+            if name in self.settings.collectors:
+                self._errors.guard(f"{COLLECTOR}_{name}", lambda name=name: made.append(factories[name]()))  # type: ignore[misc]
+        return made
+
+    def _own_collectors(self) -> dict[str, Callable[[], Collector]]:
+        """How the collectors of the training and of the exporter itself are made, by name."""
+
         def latest() -> Snapshot:
             return self._snapshot
 
-        return [
-            GradientCollector(
+        return {
+            "gradients": lambda: GradientCollector(
                 lambda: latest().gradients,
                 self._optimizers.names,
                 dead_window=self.settings.dead_window,
                 moments=self.settings.moments,
                 weights=self.settings.weights,
             ),
-            TrainingCollector(
+            "training": lambda: TrainingCollector(
                 lambda: latest().totals,
                 self._clock,
                 self._optimizers.names,
-                info=functools.partial(_info, self._identity, self._loop),
+                info=functools.partial(_info, self._identity, self._loop, _kinds(self._index, self._models)),
                 world_size=self._identity.world_size,
                 ended=lambda: self._ending.state,
                 phases=lambda: self._loop.devices <= {"cpu"},
             ),
-            ExporterCollector(latest, self._capture, self._schedule, self._errors, lambda: self._scrape.series),
-        ]
+            "whole_run": self._whole_run,
+            "exporter": lambda: ExporterCollector(latest, self._capture, self._schedule, self._errors, lambda: self._scrape.series),
+        }
+
+    def _whole_run(self) -> WholeRunCollector:
+        whole_run = WholeRun(
+            self._store,
+            self.rank,
+            self._identity.world_size,
+            snapshot=self._host.snapshot,
+            steps=lambda: sum(self._clock.counts().steps.values()),
+            on_error=functools.partial(self._errors.count, f"{COLLECTOR}_whole_run"),
+        )
+        return WholeRunCollector(whole_run)
+
+    def _look_at_devices(self) -> None:
+        self._errors.guard("devices", self._memory.look)
 
     def _take_snapshot(self) -> None:
         self._snapshot = self._host.snapshot()
+        if not self._told_of_group and distributed.came_late(self._identity):
+            self._told_of_group = True
+            say(logger, logging.WARNING, LATE_GROUP, self.rank)
 
-    def _serve(self) -> MetricsServer | None:
-        port, identity = self.settings.port, self._identity
-        if port is None:
-            return None
-        try:
-            return MetricsServer(
-                self._scrape,
-                Renderer(self._labels),
-                addr=self.settings.addr,
-                ports=candidate_ports(port, identity.local_rank, identity.local_world_size),
-                on_error=self._errors.count,
-                health=self._health,
-                version=__version__,
-            )
-        except OSError as error:
-            where = self.settings.addr or "all interfaces"
-            logger.warning("no metrics are served, training goes on: cannot listen on %s, port %d and on: %s", where, port, error)
-            return None
+    def _served(self, store: JobStore, web_config: WebConfigFile | None, push: PushSettings | None) -> Outlets:
+        rank = Rank(self.run, self.rank, self._identity, self._labels)
+        return Outlets(
+            self._scrape,
+            rank,
+            self.settings,
+            self._errors,
+            health=self._health,
+            store=store,
+            web_config=web_config,
+            push=push,
+            page=self._view.page,
+        )
+
+    def _appear(self, registry: prometheus_client.CollectorRegistry | None, provider: MeterProvider | None) -> None:
+        """In what the user has already."""
+        if registry is not None:
+            self._registry.register(registry)
+        if provider is not None:
+            on_error = functools.partial(self._errors.count, "request")
+            self._instruments = Instruments(provider, self._scrape, self._labels, on_error=on_error)
+
+    def _viewed(self) -> View:
+        run = Run(
+            self.run,
+            self.rank,
+            self._identity.world_size,
+            distributed.hostname(),
+            __version__,
+            targets=lambda: b"[]" if self._outlets is None else self._outlets.targets(),
+        )
+        return View(
+            run,
+            self._host.snapshot,
+            lambda: max(self._clock.counts().steps.values(), default=0),
+            self._scrape,
+            dead_from=dead_from(self.settings.dead_window),
+            now=time.time,
+            on_error=functools.partial(self._errors.count, "history"),
+        )
 
     def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Registers the hooks; from here on the training is watched."""
@@ -279,26 +301,24 @@ class Exporter:
             self._finalizers[-1].atexit = False
         self._hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
         if self.url is not None:
-            logger.info("serving metrics at %s", self.url)
+            say(logger, logging.INFO, "serving metrics at %s", self.url)
 
     def _release(self) -> None:
-        """Lets go of everything that keeps a parameter alive."""
-        self._capture.release()
-        self._loop.stretches.release()
+        """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
+        for action in (self._capture.release, self._loop.stretches.release):
+            self._errors.guard("close", action)
 
     # The user's door
 
     @property
     def port(self) -> int | None:
         """The port in use, `None` if nothing is served."""
-        return None if self._server is None or self._closed else self._server.port
+        return None if self._outlets is None or self._closed else self._outlets.port
 
     @property
     def url(self) -> str | None:
         """The address of the metrics as seen from this host, `None` if nothing is served."""
-        addr = self.settings.addr
-        host = "localhost" if addr in ("", "0.0.0.0", "::") else f"[{addr}]" if ":" in addr else addr  # noqa: S104
-        return None if self.port is None else f"http://{host}:{self.port}/metrics"
+        return None if self._outlets is None or self._closed else self._outlets.url
 
     def observe(
         self,
@@ -334,11 +354,25 @@ class Exporter:
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
-        return self._loop.watch(loader)
+        return WatchedLoader(loader, self._clock, self._errors)
 
-    def collect(self) -> Iterator[Family]:
-        """All metrics as of now, as an output gets them; for tests and outputs of one's own."""
-        return self._scrape()
+    def collect(self) -> list[Family]:
+        """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
+        try:
+            return self._scrape()
+        except Exception as error:  # noqa: BLE001 - the boundary: whoever asks may be the training
+            self._errors.count("request", error)
+            return []
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.
+
+        A failure, such as a full disk, is logged: the training goes on.
+        """
+        try:
+            self._view.save(os.fspath(path))
+        except Exception as error:  # noqa: BLE001 - the boundary: a picture must not end the training
+            self._errors.tell("history", error)
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Whether this exporter watches one of the models."""
@@ -363,19 +397,47 @@ class Exporter:
             self._loop.close,
             self._capture.close,
             self._host.close,
+            self._view.close,
+            self._close_outlets,
             self._registry.close,
-            *((self._server.close,) if self._server is not None else ()),
+            self._close_instruments,
+            self._scrape.close,
+            lambda: self._store.close(STORE_SECONDS),
         ):
             self._errors.guard("close", action)
         for finalizer in self._finalizers:
             finalizer.detach()
-        _live.discard(self)
+        living.discard(self)
+
+    def end(self, *, failed: bool) -> None:
+        """Closes at the end of the process, if nobody has; `failed`: an exception has ended it."""
+        if not self._closed:
+            self._ending = _Ending("failed" if failed else "finished")
+        self.close()
+
+    def _close_instruments(self) -> None:
+        if self._instruments is not None:
+            self._instruments.close()
+
+    def _drop_instruments(self) -> None:
+        if self._instruments is not None:
+            self._instruments.drop()
+
+    def _close_outlets(self) -> None:
+        if self._outlets is not None:
+            failed = self._ending.state == "failed"
+            # The ranks of a run that fails wait for each other, and for the launcher that is to end them.
+            hurried = self._ending.interrupted or (failed and self._identity.world_size > 1)
+            self._outlets.close(failed=failed, hurried=hurried)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._ending = _Ending("finished" if kind is None else "failed")
+        # Ctrl-C is an end, as somebody wants it, and so is `sys.exit` with a status of success.
+        success = isinstance(error, SystemExit) and error.code in (None, 0)
+        finished = kind is None or success or issubclass(kind, KeyboardInterrupt)
+        self._ending = _Ending("finished" if finished else "failed", interrupted=kind is KeyboardInterrupt)
         self.close()
 
     def __repr__(self) -> str:
@@ -397,49 +459,38 @@ class Exporter:
     def after_fork_in_child(self) -> None:
         """The forked child is another process: it serves nothing, watches nothing and frees the port."""
         self._closed = True
-        if self._server is not None:
-            self._server.after_fork_in_child()
+        self._closing = threading.RLock()
+        if self._outlets is not None:
+            self._outlets.after_fork_in_child()
+        self._drop_instruments()
+        self._store.after_fork_in_child()
         self._host.after_fork_in_child()
+        self._scrape.after_fork_in_child()
         self._hooks.disconnect()
         self._loop.stretches.release()
 
 
-def _info(identity: distributed.Identity, loop: TrainingLoop) -> dict[str, str]:
+def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) -> frozenset[str]:
+    """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
+    every = [parameter for reference in models if (module := reference()) is not None for parameter in module.parameters()]
+    if any(is_lazy(parameter) or parameter.is_meta for parameter in every):
+        return frozenset()
+    return frozenset(parameter.device.type for parameter in index.plan.parameters() or ())
+
+
+def _info(identity: distributed.Identity, loop: TrainingLoop, expected: frozenset[str]) -> dict[str, str] | None:
+    """The labels of `torch_train_info`, `None` as long as they are not known: a series that changed its name would be two.
+
+    `expected`: the kinds of devices that the parameters were on at the start. They count until gradients are somewhere else.
+    """
+    devices = loop.devices if loop.devices - expected else expected
+    if not devices:
+        return None
     return {
         "torch_version": str(torch.__version__),
         "exporter_version": __version__,
         "python_version": platform.python_version(),
         "host": distributed.hostname(),
         "local_rank": str(identity.local_rank),
-        "devices": ",".join(sorted(loop.devices)),
+        "devices": ",".join(sorted(devices)),
     }
-
-
-# The process' fork and exit
-
-_live: set[Exporter] = set()
-"""Exporters that nobody has closed: they live on, like their hooks, though nobody holds them."""
-
-_registered = False
-
-
-def _register(exporter: Exporter) -> None:
-    """Remembers a live exporter for the handlers, which the first start registers."""
-    global _registered  # noqa: PLW0603 - the process has one set of handlers, and no way to take them back
-    _live.add(exporter)
-    if not _registered:
-        _registered = True
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_after_fork_in_child)
-        atexit.register(_at_exit)
-
-
-def _after_fork_in_child() -> None:
-    for exporter in list(_live):
-        exporter.after_fork_in_child()
-    _live.clear()
-
-
-def _at_exit() -> None:
-    for exporter in list(_live):
-        exporter.close()

@@ -8,7 +8,7 @@ process (`run`, `rank` and the user's own) are added by the outputs and appear i
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,8 @@ class Spec:
     buckets: tuple[float, ...] = ()
     opt_in: str = ""
     """The option that switches the metric on; empty for the metrics that are always there."""
+    older: bool = False
+    """Whether a counter began before the exporter did, with the process, the host or the device."""
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.COUNTER) != self.name.endswith("_total"):
@@ -69,6 +71,23 @@ NO_LABELS = LabelRows(((),))
 """The one row of a metric without labels."""
 
 
+SCALE = 3
+"""Of exponential buckets: each is 2 ** (1 / 2 ** SCALE) times as wide as the one below it, here 9 percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """One observation of a histogram and the trace that was active then; `at` is Unix time in seconds.
+
+    `trace_id`, `span_id`: of 16 and of 8 bytes, as W3C's trace context has them.
+    """
+
+    value: float
+    at: float
+    trace_id: bytes
+    span_id: bytes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """A metric with its values at one moment; row `i` of every array belongs to `labels.rows[i]`.
@@ -77,6 +96,9 @@ class Family:
     observations per bucket, not cumulated, the last one `+Inf`.
     `sums`: shape (rows,), the sum of the observations; histograms only.
     `present`: shape (rows,); a row that is False yields no sample. `None` means that all are present.
+    `exponential`: of a histogram, where it is counted, the same observations by exponential bucket of `SCALE`, a mapping for each
+    row; bucket i is over (2 ** (i / 2 ** SCALE), 2 ** ((i + 1) / 2 ** SCALE)], zeros are in none.
+    `exemplars`: of a histogram, a mapping for each row, by bucket.
     """
 
     spec: Spec
@@ -84,6 +106,8 @@ class Family:
     labels: LabelRows = NO_LABELS
     present: BoolArray | None = None
     sums: FloatArray | None = None
+    exponential: tuple[Mapping[int, int], ...] | None = None
+    exemplars: tuple[Mapping[int, Exemplar], ...] | None = None
 
     def __post_init__(self) -> None:
         # A wrong shape must cost the collector that made it, not the scrape that renders it.
@@ -93,13 +117,20 @@ class Family:
             raise ValueError(
                 f"{self.spec.name}: values of shape {self.values.shape}, expected {expected}; sums with a histogram only"
             )
+        if any(beside is not None and len(beside) != rows for beside in (self.exponential, self.exemplars)):
+            raise ValueError(f"{self.spec.name}: one mapping per row is expected beside a histogram, {rows} in all")
         if any(array is not None and array.shape != (rows,) for array in (self.present, self.sums)):
             raise ValueError(f"{self.spec.name}: one entry per row is expected in `present` and `sums`, {rows} in all")
 
     @property
+    def row_numbers(self) -> Sequence[int]:
+        """The numbers of the rows that yield samples, ascending."""
+        return range(len(self.labels)) if self.present is None else np.flatnonzero(self.present).tolist()
+
+    @property
     def series(self) -> int:
         """How many time series the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""
-        rows = len(self.labels) if self.present is None else int(self.present.sum())
+        rows = len(self.labels) if self.present is None else int(np.count_nonzero(self.present))
         return rows * (len(self.spec.buckets) + 3 if self.spec.kind is Kind.HISTOGRAM else 1)
 
 
@@ -112,6 +143,17 @@ class Collector(Protocol):
 
     def collect(self) -> Iterable[Family]:
         """The families as of now. May raise: that costs this collector alone."""
+
+
+def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
+    """The families of each metric, in the order in which the metrics first appear.
+
+    Outputs want all samples of a metric in one place.
+    """
+    groups: dict[Spec, list[Family]] = {}
+    for family in families:
+        groups.setdefault(family.spec, []).append(family)
+    return groups
 
 
 def scalar(spec: Spec, value: float | None) -> Family:

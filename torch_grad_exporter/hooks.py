@@ -64,14 +64,15 @@ class GuardedHook:
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
-            self._failed(error)
+            self.failed(error)
         else:
             self._in_a_row = 0
         finally:
             if compiler is not None:
                 _set_compiler(compiler)
 
-    def _failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """Counts a failure; after `LIMIT` in a row the action is not run again."""
         self._errors.count(self._source, error)
         self._in_a_row += 1
         if self._in_a_row == LIMIT:
@@ -113,8 +114,8 @@ class CountingHook:
 
     `moments`: when each step of `optimizer` was over, in seconds of `clock`. `backwards`: something for each backward
     since; `to_a_step`: how many are expected to each step. `otherwise` is called with the arguments at the last of
-    `rounds` steps, and at the first after `until`, where there were more or fewer backwards, and where another optimizer
-    has stepped.
+    `rounds` steps, and at the first after `until`, where there were more or fewer backwards, where another optimizer
+    has stepped, and where this fails.
     """
 
     __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")
@@ -128,7 +129,7 @@ class CountingHook:
         backwards: list[object],
         to_a_step: int,
         clock: Callable[[], float],
-        otherwise: Callable[..., None],
+        otherwise: GuardedHook,
     ) -> None:
         self._optimizer = optimizer
         self._rounds = rounds
@@ -154,12 +155,15 @@ class CountingHook:
         if is_compiling():
             return
         moments = self.moments
-        if optimizer is self._optimizer():
-            moment = self._clock()
-            moments.append(moment)
-            steps = len(moments)
-            if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:
-                return
+        try:
+            if optimizer is self._optimizer():
+                moment = self._clock()
+                moments.append(moment)
+                steps = len(moments)
+                if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:
+                    return
+        except Exception as error:  # noqa: BLE001 - the boundary, as in `GuardedHook`
+            self._otherwise.failed(error)
         self._otherwise(optimizer, args, kwargs)
 
 
@@ -389,10 +393,10 @@ def within_transform() -> bool:
     return level is not None and level() is not None
 
 
-def backwards_are_compiled() -> bool:
-    """Whether compiled autograd has compiled a backward in this process: that runs no hook, and each set of hooks anew."""
+def compiled_backwards() -> int:
+    """How many backwards compiled autograd has compiled in this process. Those run no hook; a new set of hooks makes one more."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["compiled_autograd"]["captures"] > 0
+    return 0 if dynamo is None else int(dynamo.counters["compiled_autograd"]["captures"])
 
 
 def graph_is_kept() -> bool:

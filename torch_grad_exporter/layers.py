@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.families import BoolArray, IntArray
+from torch_grad_exporter.replicas import Replicas
+from torch_grad_exporter.sharding import is_behind, is_copy, is_sharded, local, split_dims
 
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
@@ -57,8 +59,11 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     """The output units of a parameter: rows of a weight, output channels of a convolution.
 
     `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
-    absent token is not a dead neuron) and empty tensors.
+    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a part
+    that is zero says nothing of the unit.
     """
+    if not split_dims(parameter) <= {1 if isinstance(module, _ConvTransposeNd) else 0}:
+        return None
     parameter = local(parameter)
     if parameter.dim() < 2 or parameter.numel() == 0:
         return None
@@ -67,8 +72,6 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     if isinstance(module, _ConvTransposeNd):
         inputs, outputs = parameter.shape[:2]
         groups = module.groups
-        if inputs != module.in_channels and groups > 1:
-            return None  # a part of the inputs, cut through groups
         return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
     return UnitLayout((parameter.shape[0], -1), (0,))
 
@@ -90,6 +93,8 @@ class TrackedParameter:
     elements: int
     units: UnitLayout | None
     sharded: bool
+    copy: bool
+    """Whether another rank has the same part and counts it in sums over ranks."""
 
     def parameter(self) -> torch.nn.Parameter | None:
         """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
@@ -105,7 +110,8 @@ class TrackedParameter:
     def stands_at(self, owner: _Owner) -> bool:
         """Whether this is the parameter of that place, under the same label."""
         place = (self.attribute, self.layer, self.shape) == (owner.attribute, owner.layer, tuple(owner.parameter.shape))
-        return place and self.module() is owner.module and self.sharded == is_sharded(owner.parameter)
+        part = (self.elements, self.sharded, self.copy)
+        return place and self.module() is owner.module and part == _part(owner.parameter)
 
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
@@ -120,8 +126,8 @@ def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Paramete
 class Plan:
     """What is tracked at present: parameters by position, layers by index, and which belongs where.
 
-    `layer_of`, `elements`, `units`: shape (parameters,). `folded`: layers that share a label. `sharded`: shape (layers,),
-    whether this rank has only a part of the layer's parameters. The plan is replaced, never changed.
+    `layer_of`, `elements`, `units`, `counts`: shape (parameters,). `folded`: layers that share a label. `sharded`, `shown`:
+    shape (layers,). The plan is replaced, never changed.
     """
 
     tracked: tuple[TrackedParameter, ...]
@@ -131,6 +137,11 @@ class Plan:
     units: IntArray
     folded: int
     sharded: BoolArray
+    """Whether this rank has only a part of the layer's parameters."""
+    counts: BoolArray
+    """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
+    shown: BoolArray
+    """Whether this rank tells of the layer: it has a part of it, or the first of the copies."""
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
         """The parameters by position, or `None` if one of them is not in its place."""
@@ -138,17 +149,28 @@ class Plan:
         return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
 
 
-def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
-    """A plan over `tracked`, with layers folded by depth where there are more than `max_layers`."""
+def make_plan(
+    tracked: Sequence[TrackedParameter], max_layers: int, replicas: Replicas | None = None, *, behind: Collection[int] = ()
+) -> Plan:
+    """A plan over `tracked`, with layers folded by depth where there are more than `max_layers`.
+
+    `behind`: the models with parallel layers of which this rank is not the first.
+    """
+    replicas = replicas or Replicas()
     labels = fold([t.layer for t in tracked], max_layers)
     layers = tuple(dict.fromkeys(labels))
     index = {label: position for position, label in enumerate(layers)}
     members: dict[str, set[str]] = {}
     for label, one in zip(labels, tracked, strict=True):
         members.setdefault(label, set()).add(one.layer)
-    sharded = np.zeros(len(layers), dtype=np.bool_)
-    for label, one in zip(labels, tracked, strict=True):
+    sharded, shown = np.zeros((2, len(layers)), dtype=np.bool_)
+    copies = [
+        one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
+    ]
+    counts = ~np.array(copies, dtype=np.bool_)
+    for label, one, counted in zip(labels, tracked, counts, strict=True):
         sharded[index[label]] |= one.sharded
+        shown[index[label]] |= one.sharded or counted or replicas.all_shown
     return Plan(
         tracked=tuple(tracked),
         layers=layers,
@@ -157,24 +179,9 @@ def make_plan(tracked: Sequence[TrackedParameter], max_layers: int) -> Plan:
         units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
         folded=sum(len(names) for names in members.values() if len(names) > 1),
         sharded=sharded,
+        counts=counts,
+        shown=shown,
     )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, another tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether this rank has only a summand of the tensor, as of a gradient under sequence parallelism."""
-    placements: Sequence[object] = getattr(tensor, "placements", ())
-    return any("Partial" in type(placement).__name__ for placement in placements)
-
-
-def is_sharded(parameter: torch.nn.Parameter | None) -> bool:
-    """Whether this rank has only a part of a parameter: a DTensor that is sharded on some dimension of its mesh."""
-    placements: Sequence[object] = getattr(parameter, "placements", ())
-    return any(type(placement).__name__ != "Replicate" for placement in placements)
 
 
 def fold(names: Sequence[str], most: int) -> list[str]:
@@ -229,15 +236,20 @@ class LayerIndex:
     """
 
     def __init__(
-        self, models: Mapping[str, torch.nn.Module], layer_filter: LayerFilter | None = None, max_layers: int = 300
+        self,
+        models: Mapping[str, torch.nn.Module],
+        layer_filter: LayerFilter | None = None,
+        max_layers: int = 300,
+        replicas: Replicas | None = None,
     ) -> None:
         self._models = [(name, weakref.ref(module)) for name, module in models.items()]
         self._filter = layer_filter or LayerFilter()
         self._max_layers = max_layers
+        self.replicas = replicas or Replicas()
         self._scanned: list[weakref.ref[torch.nn.Module]] = []
         self._structure: tuple[list[object], ...] = ()
         self._known: dict[int, TrackedParameter] = {}
-        self._plan = make_plan((), max_layers)
+        self._plan = make_plan((), max_layers, self.replicas)
         self.fully_sharded = False
         """Whether FSDP2 manages a module, which then shows its sharded parameters outside of forward and backward only."""
         self._scan()
@@ -277,8 +289,26 @@ class LayerIndex:
         # One that is frozen now may thaw, and its units have a past.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
-            self._plan = make_plan(found, self._max_layers)
+            self._plan = self._planned(found)
         return self._plan
+
+    def find_replicas(self, root: torch.nn.Module | None = None) -> None:
+        """Looks whether a model is replicated, within a forward of its root; without one, of all that had no forward."""
+        before = self.replicas.state
+        for model, (_, reference) in enumerate(self._models):
+            module = reference()
+            if module is not None and root is None:
+                self.replicas.search(model, module)
+            elif module is root is not None:
+                self.replicas.look(model, root)
+        if self.replicas.state != before:
+            self._plan = self._planned(self._plan.tracked)
+
+    def _planned(self, tracked: Sequence[TrackedParameter]) -> Plan:
+        # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
+        roots = [] if self.fully_sharded else [(model, reference()) for model, (_, reference) in enumerate(self._models)]
+        behind = frozenset(model for model, root in roots if root is not None and is_behind(root.parameters()))
+        return make_plan(tracked, self._max_layers, self.replicas, behind=behind)
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         roots = [root for _, reference in self._models if (root := reference()) is not None]
@@ -324,7 +354,7 @@ def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
-    In columns, without a Python call per module or parameter: it is looked at twice in each sample.
+    In columns, without a Python call per module or parameter: it is looked at in each sample.
     """
     children = [module._modules for module in modules]
     owned = [module._parameters for module in modules]
@@ -341,6 +371,7 @@ def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
 
 def _track(owner: _Owner) -> TrackedParameter:
     parameter = owner.parameter
+    elements, sharded, copy = _part(parameter)
     return TrackedParameter(
         identity=id(parameter),
         module=weakref.ref(owner.module),
@@ -348,7 +379,13 @@ def _track(owner: _Owner) -> TrackedParameter:
         model=owner.model,
         layer=owner.layer,
         shape=tuple(parameter.shape),
-        elements=local(parameter).numel() * (2 if parameter.is_complex() else 1),
+        elements=elements,
         units=unit_layout(owner.module, parameter),
-        sharded=is_sharded(parameter),
+        sharded=sharded,
+        copy=copy,
     )
+
+
+def _part(parameter: torch.Tensor) -> tuple[int, bool, bool]:
+    """What this rank has of a parameter: how many elements, whether others have more of it, and whether others count them."""
+    return local(parameter).numel() * (2 if parameter.is_complex() else 1), is_sharded(parameter), is_copy(parameter)

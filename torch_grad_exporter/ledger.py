@@ -11,6 +11,7 @@ when its round goes on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,9 +19,12 @@ import numpy as np
 from torch_grad_exporter import clipping
 from torch_grad_exporter.baseline import Baselines
 from torch_grad_exporter.catalogue import DECADES, HALF_DECADES
-from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Outcome, Told, Weights
+from torch_grad_exporter.events import AfterClip, Captured, Closed, Hints, Local, Outcome, Told, Weights
+from torch_grad_exporter.exponential import Counts, Exponentials
 from torch_grad_exporter.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.layers import Plan
+from torch_grad_exporter.noise import LocalTotals, LocalValues
+from torch_grad_exporter.peaks import Peaks
 from torch_grad_exporter.samples import Groups, Sample, arrived, grouped_norms, values
 from torch_grad_exporter.statistics import Column
 
@@ -38,13 +42,14 @@ _ALWAYS_NUMBERS = ("squared_total", "captures", "spikes", "nans", "infs", "bucke
 LAYER = np.dtype(
     [(name, np.float64) for name in (
         "norm", "max_magnitude", "zero_ratio", "zero_units_ratio", "dead_ratio", "missing", "zscore",
-        "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio", *_ALWAYS_NUMBERS,
+        "part", "units", "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio", *_ALWAYS_NUMBERS,
     )]
     + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (_SECONDS,)), ("sized", np.bool_)]
 )  # fmt: skip
 """One layer's values; NaN where a value was never had, but for the totals.
 
-`sized`: whether the last sample was one whose loss scale is known.
+`sized`: whether the last sample was one whose loss scale is known. `part`: the norm over those parameters of which this
+rank's part counts in sums over ranks, as `squared_total`, `nans` and `infs` are; `units`: of what this rank has.
 """
 
 OPTIMIZER = np.dtype(
@@ -67,7 +72,10 @@ _HALF_DECADES = np.array(HALF_DECADES)
 class GradientSnapshot:
     """All gradient values at one moment, of one and the same sample; `layers` and `table` go together.
 
-    `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers.
+    `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
+    `peaks`: of each layer the largest norm and z-score since the last look, shape (2, layers), and `peaks_of_totals` of each
+    optimizer the largest norm and norm after clipping; NaN where there was no new one.
+    `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if they are counted.
     """
 
     plan: Plan
@@ -78,14 +86,24 @@ class GradientSnapshot:
     samples: int
     undelivered: int
     norm_observed: bool
+    local: Mapping[int, LocalValues]
+    peaks: FloatArray
+    peaks_of_totals: FloatArray
+    exponential: tuple[Counts, ...] | None = None
+    exponential_totals: tuple[Counts, ...] | None = None
 
 
 @dataclass(slots=True)
 class GradientLedger:
-    """Adds up samples. `hints` is where it says which parameters are worth probing for clipping."""
+    """Adds up samples. `hints` is where it says which parameters are worth probing for clipping.
+
+    `exponential`: counts the same norms by exponential bucket, too, if it is given.
+    """
 
     dead_window: int
     hints: Hints
+    exponential: Exponentials | None = None
+    local: LocalTotals = field(default_factory=LocalTotals)
     samples: int = 0
     undelivered: int = 0
     _plan: Plan | None = None
@@ -97,6 +115,9 @@ class GradientLedger:
     _totals: np.ndarray[tuple[int], np.dtype[np.void]] = field(default_factory=lambda: np.zeros(0, dtype=OPTIMIZER))
     _layer_baseline: Baselines = field(default_factory=Baselines)
     _global_baseline: Baselines = field(default_factory=Baselines)
+    _peaks: Peaks = field(default_factory=Peaks)
+    _peaks_of_totals: Peaks = field(default_factory=Peaks)
+    _peaks_of_observed: Peaks = field(default_factory=Peaks)
     _pending: Sample | None = None
     _after: list[AfterClip] = field(default_factory=list)
     _counted_round: int = -1
@@ -125,19 +146,23 @@ class GradientLedger:
                 more[name] = np.nan
         self._layers = np.concatenate([self._layers, more])
         self._layer_baseline.grow(len(self._layers))
+        self._peaks.grow(len(self._layers))
         self._rows = np.array([self._row_of[label] for label in plan.layers], dtype=np.int64)
         self._plan = plan
 
-    def apply(self, event: Captured | AfterClip | Closed | Told | Weights) -> None:
+    def apply(self, event: Captured | Local | AfterClip | Closed | Told | Weights) -> None:
         """Takes one event; its vectors have arrived."""
         with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
             self._apply(event)
 
-    def _apply(self, event: Captured | AfterClip | Closed | Told | Weights) -> None:
+    def _apply(self, event: Captured | Local | AfterClip | Closed | Told | Weights) -> None:
         match event:
             case Captured():
                 self._replace_pending(event)
                 self._pending, self._after = Sample.of(event), []
+                self.local.take(None)
+            case Local():
+                self.local.take(event)
             case AfterClip():
                 if self._pending is not None and self._pending.captured.round == event.round:
                     self._after.append(event)
@@ -161,11 +186,15 @@ class GradientLedger:
         if self._observed is None:
             self._observed = np.zeros(1, dtype=OPTIMIZER)
             self._observed_baseline.grow(1)
+            self._peaks_of_observed.grow(1)
         norm = norm if norm >= 0 else np.nan  # DeepSpeed says -1 where the norm is NaN or Inf
         self._untold = not np.isfinite(norm)
         self._observed["norm"], self._observed["sized"] = norm, True
+        self._peaks_of_observed.enter([0], np.array([norm]), np.array([np.nan]))
         with np.errstate(all="ignore"):
-            _count_norm(self._observed, self._observed_baseline, 0, np.array([norm]))
+            seen = _count_norm(self._observed, self._observed_baseline, 0, np.array([norm]))
+        if self.exponential is not None:
+            self.exponential.observed.observe(*seen)
 
     def _over_optimizers(self) -> tuple[tuple[int, ...], np.ndarray[tuple[int], np.dtype[np.void]], bool]:
         """The optimizers, a copy of their values, and whether the norm in it is an observed one."""
@@ -189,10 +218,10 @@ class GradientLedger:
             with np.errstate(all="ignore"):
                 self._publish_unknown(keep=True)
 
-    def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
+    def snapshot(self, now: float, *, more_to_come: bool = False, look: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
 
-        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way.
+        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way. `look`: peaks begin anew.
         """
         if not more_to_come:
             self.expire(now)
@@ -204,7 +233,31 @@ class GradientLedger:
         recent = np.fmax.reduce(table["recent"][:, fresh], axis=1, initial=np.nan)
         recent[np.isinf(recent)] = np.nan
         optimizers, totals, observed = self._over_optimizers()
-        return GradientSnapshot(plan, table, recent, optimizers, totals, self.samples, self.undelivered, observed)
+        local = self.local.snapshot()
+        layers, over = self._exponential(optimizers, observed=observed)
+        peaks = self._peaks.of(self._rows), self._peaks_over(optimizers, observed=observed)
+        if look:
+            for forgetful in (self._peaks, self._peaks_of_totals, self._peaks_of_observed):
+                forgetful.forget()
+        return GradientSnapshot(
+            plan, table, recent, optimizers, totals, self.samples, self.undelivered, observed, local, *peaks, layers, over
+        )
+
+    def _peaks_over(self, optimizers: tuple[int, ...], *, observed: bool) -> FloatArray:
+        """Of the optimizers, in the order of the snapshot."""
+        found = self._peaks_of_totals.of([self._optimizers.get(number, -1) for number in optimizers])
+        if observed:
+            found[0] = self._peaks_of_observed.of([0])[0]
+        return found
+
+    def _exponential(
+        self, optimizers: tuple[int, ...], *, observed: bool
+    ) -> tuple[tuple[Counts, ...] | None, tuple[Counts, ...] | None]:
+        """Of the layers and of the optimizers, in the order of the snapshot."""
+        if self.exponential is None:
+            return None, None
+        own = self.exponential.optimizers.snapshot(self._optimizers.get(number, -1) for number in optimizers)
+        return self.exponential.layers.snapshot(self._rows.tolist()), self.exponential.observed.snapshot([0]) if observed else own
 
     def _replace_pending(self, event: Captured) -> None:
         """Another capture has come: that of another round leaves the outcome of the pending one unknown."""
@@ -252,6 +305,7 @@ class GradientLedger:
             told = replace(closed, outcome=Outcome.SKIPPED) if optimizer in left_out else closed
             clip = None if optimizer in left_out else verdicts.get(optimizer)
             self._publish_optimizer(sample, told, optimizer, clip)
+        self.local.publish(sample, closed.owners, shown, shown - self._measured)
         self._counted |= shown
         if sample.sized:
             self._measured |= shown
@@ -330,6 +384,7 @@ class GradientLedger:
         rows = self._rows[groups.layers]
         norms, elements, units = groups.norms(), groups.total(sample.elements), groups.total(sample.units)
         table["norm"][rows], table["sized"][rows] = norms, sample.sized
+        table["part"][rows], table["units"][rows] = groups.counted_norms(), units
         table["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
         table["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
         share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
@@ -353,19 +408,23 @@ class GradientLedger:
     def _count_layers(self, groups: Groups) -> None:
         table, rows = self._layers, self._rows[groups.layers]
         table["captures"][rows] += 1
-        table["nans"][rows] += groups.sum(Column.NANS)
-        table["infs"][rows] += groups.sum(Column.INFS)
+        table["nans"][rows] += groups.counted_sum(Column.NANS)
+        table["infs"][rows] += groups.counted_sum(Column.INFS)
 
     def _judge_layers(self, groups: Groups, sample: Sample) -> None:
         """Enters norms that were not known before into the sums and compares them with earlier ones."""
         table, rows, norms = self._layers, self._rows[groups.layers], groups.norms()
         finite = np.isfinite(norms)
-        fits = np.isfinite(table["squared_total"][rows] + np.square(norms))
-        table["squared_total"][rows[fits]] += np.square(norms[fits])
-        _observe(table, rows[finite], norms[finite], _DECADES)
+        squares = np.square(groups.counted_norms())
+        fits = np.isfinite(table["squared_total"][rows] + squares)
+        table["squared_total"][rows[fits]] += squares[fits]
+        seen = _observe(table, rows[finite], norms[finite], _DECADES)
+        if self.exponential is not None:
+            self.exponential.layers.observe(*seen)
         verdict = self._layer_baseline.judge(rows, norms)
         table["zscore"][rows] = verdict.zscore
         table["spikes"][rows] += verdict.spike
+        self._peaks.enter(rows, norms, verdict.zscore)
         # A finite norm of unknown size may be the largest: nobody knows the largest until it is no longer recent.
         recent = finite if sample.sized else groups.sum(Column.NANS) + groups.sum(Column.INFS) == 0
         self._remember(rows[recent], norms[recent] if sample.sized else np.inf, int(sample.captured.at))
@@ -395,8 +454,14 @@ class GradientLedger:
         if closed.outcome is not Outcome.UNKNOWN:  # until then nobody knows whether it was clipped
             one["clipped"] += clip is not None and clip.clipped
         one["norm"], one["seen"], one["sized"] = norm, True, sample.sized
-        if optimizer not in self._measured:
-            _count_norm(one, self._global_baseline, row, norm)
+        fresh = optimizer not in self._measured
+        self._peaks_of_totals.enter(
+            [row], norm if fresh else np.array([np.nan]), np.where(one["clip_known"], one["after_clip"], np.nan)
+        )
+        if fresh:
+            _, norms = _count_norm(one, self._global_baseline, row, norm)
+            if self.exponential is not None:
+                self.exponential.optimizers.observe(np.full(len(norms), row), norms)
         if optimizer not in self._counted:
             one[f"nonfinite_{closed.outcome.value}"] += sample.nonfinite(mine)
 
@@ -409,6 +474,7 @@ class GradientLedger:
                 self._optimizers[optimizer] = len(self._totals)
                 self._totals = np.concatenate([self._totals, np.zeros(1, dtype=OPTIMIZER)])
                 self._global_baseline.grow(len(self._totals))
+                self._peaks_of_totals.grow(len(self._totals))
         return self._optimizers[optimizer]
 
     def _hint(self, sample: Sample, closed: Closed) -> None:
@@ -439,8 +505,10 @@ class GradientLedger:
         self._layers["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
 
 
-def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray) -> None:
-    """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it.
+def _observe(
+    table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray
+) -> tuple[IntArray, FloatArray]:
+    """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it. Returns what was entered.
 
     What would make the sum overflow is left out, like what is not finite.
     """
@@ -448,10 +516,17 @@ def _observe(table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, n
     rows, norms = rows[fits], norms[fits]
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
     table["bucket_sum"][rows] += norms
+    return rows, norms
 
 
-def _count_norm(one: np.ndarray[tuple[int], np.dtype[np.void]], baseline: Baselines, row: int, norm: FloatArray) -> None:
-    """Enters a global norm into the histogram of its row, and compares it with those in that row of the baseline."""
+def _count_norm(
+    one: np.ndarray[tuple[int], np.dtype[np.void]], baseline: Baselines, row: int, norm: FloatArray
+) -> tuple[IntArray, FloatArray]:
+    """Enters a global norm into the histogram `one`, and compares it with those in this row of the baseline.
+
+    Returns what was entered, as `_observe` does.
+    """
     finite = np.flatnonzero(np.isfinite(norm))
-    _observe(one, finite, norm[finite], _HALF_DECADES)
+    seen = _observe(one, finite, norm[finite], _HALF_DECADES)
     one["spikes"] += baseline.judge(np.array([row]), norm).spike
+    return seen

@@ -27,6 +27,7 @@ from torch_grad_exporter.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.reader import GradientReader, Scaler
 from torch_grad_exporter.schedule import HOOKS_SECONDS, SamplingSchedule
 from torch_grad_exporter.stretches import Stretches
+from torch_grad_exporter.tracing import active_trace
 from torch_grad_exporter.transfer import Arrived, HostTransfer, Ticket
 from torch_grad_exporter.weights import WeightProbe
 
@@ -41,7 +42,11 @@ _Batch = TypeVar("_Batch")
 
 
 class TrainingLoop:
-    """Receives forwards, steps and observations, all on the training thread."""
+    """Receives forwards, steps and observations, all on the training thread.
+
+    `beside`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps and of an
+    evaluation's forwards.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class TrainingLoop:
         errors: ErrorLog,
         models: int = 1,
         weights: WeightProbe | None = None,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock
         self._cost = cost
@@ -66,6 +72,7 @@ class TrainingLoop:
         self._schedule = schedule
         self._mailbox = mailbox
         self._weights = weights
+        self._beside = beside
         self._errors = errors
         self._models = models
         self._transfer = HostTransfer(ring=64)
@@ -108,8 +115,9 @@ class TrainingLoop:
         if clock.stepping and not called_from_step(sys._getframe(1)):
             clock.leave_step()
             self._capture.step_was_abandoned()
+        if torch.is_grad_enabled():
+            self._capture.forward_began(module)
         if module.training and torch.is_grad_enabled():
-            self._capture.forward_began()
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
             if not again:
@@ -130,6 +138,8 @@ class TrainingLoop:
             self._capture.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
                 self._observe_output(output)
+        if self._beside is not None and not module.training:
+            self._beside()
         clock.own_seconds += clock.clock() - start
 
     def step_began(
@@ -225,9 +235,11 @@ class TrainingLoop:
             self._weigh(functools.partial(self._weights.after, number))
         if sampled or start - self._settings_read > READ_SECONDS:
             self._read_settings()
+        if self._beside is not None:
+            self._beside()
         self._clock.own_seconds += self._clock.clock() - start + (HOOKS_SECONDS if first else 0.0)
         own = self._clock.own_seconds
-        seconds = self._clock.step_ended(first_of_round=first)
+        seconds = self._clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
         if seconds is not None:
             self._schedule.stepped(seconds - own, None if sampled else own)
         if first:
@@ -287,10 +299,6 @@ class TrainingLoop:
         if number is not None:
             self._capture.set_step(number)
 
-    def watch(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
-        """A loader whose waiting time is counted as the phase `data`."""
-        return WatchedLoader(loader, self._clock)
-
     # Values
 
     def _observe_output(self, output: object) -> None:
@@ -328,9 +336,10 @@ class TrainingLoop:
 class WatchedLoader(Generic[_Batch]):
     """Iterates over a loader and counts the time that the loop waits for it; else it is the loader."""
 
-    def __init__(self, loader: Iterable[_Batch], clock: StepClock) -> None:
+    def __init__(self, loader: Iterable[_Batch], clock: StepClock, errors: ErrorLog) -> None:
         self._loader = loader
         self._clock = clock
+        self._errors = errors
 
     def __iter__(self) -> Iterator[_Batch]:
         batches = self._waited(lambda: iter(self._loader))
@@ -348,11 +357,17 @@ class WatchedLoader(Generic[_Batch]):
         return getattr(self._loader, name)
 
     def _waited(self, fetch: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the loader gives
-        self._clock.switch(DATA)
+        self._switch(DATA)
         try:
             return fetch()
         finally:
-            self._clock.switch(OUTSIDE)
+            self._switch(OUTSIDE)
+
+    def _switch(self, phase: str) -> None:
+        try:
+            self._clock.switch(phase)
+        except Exception as error:  # noqa: BLE001 - the boundary: what fails is ours, not the loader
+            self._errors.count("observe", error)
 
 
 def _tensor(value: object) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.events import Mailbox, Stepped
+from torch_grad_exporter.tracing import TraceIds
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
 OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
@@ -72,6 +73,9 @@ class StepClock:
     """What the exporter took on this thread since the last round."""
     device_seconds: float = 0.0
     """What it took on devices, as far as that became known since the last round."""
+    gradient_waits: int | None = None
+    """Sampled rounds in which the wait for other ranks' gradients was timed; `None` where there are no other ranks."""
+    gradient_wait_seconds: float = 0.0
     _last_step: float | None = None
     _last_activity: float | None = None
     _pause: _Pause | None = None
@@ -174,16 +178,19 @@ class StepClock:
         times, self._round_at = [self._round_at, *moments], moments[-1]
         return [after - before for before, after in itertools.pairwise(times)]
 
-    def step_ended(self, *, first_of_round: bool) -> float | None:
-        """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only."""
+    def step_ended(self, *, first_of_round: bool, trace: TraceIds | None = None) -> float | None:
+        """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only.
+
+        `trace`: the one that is active.
+        """
         self._enter(OUTSIDE)
-        self._last_step = self._last_activity = self.now()
+        now = self._last_step = self._last_activity = self.now()
         self.evaluating = False
         if not first_of_round:
             return None
         moment = self.clock()
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
-        self.mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds))
+        self.mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace))
         self.own_seconds = self.device_seconds = 0.0
         return seconds

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_grad_exporter.layers import Plan, TrackedParameter, parameters_of
+from torch_grad_exporter.sharding import local
 
 PROBES = 4
 """Parameters per model whose gradient is looked at to see whether it was cleared."""
@@ -55,7 +56,7 @@ def _numbered(gradient: torch.Tensor) -> int:
 
 def _version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
-    return int(getattr(tensor, "_local_tensor", tensor)._version)
+    return local(tensor)._version
 
 
 @dataclass(slots=True)

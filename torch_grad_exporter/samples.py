@@ -87,12 +87,16 @@ def grouped_norms(norms: FloatArray, group: IntArray, groups: int) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Some parameters of a sample by layer: `layers`, shape (groups,), and to which of them each row belongs."""
+    """Some parameters of a sample by layer: `layers`, shape (groups,), and to which of them each row belongs.
+
+    `counts`: which rows count in sums over ranks.
+    """
 
     layers: IntArray
     chosen: IntArray
     group: IntArray
     columns: FloatArray
+    counts: BoolArray
 
     @classmethod
     def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
@@ -100,11 +104,16 @@ class Groups:
         chosen = np.flatnonzero(wanted)
         layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.plan.layer_of[chosen]
         layers, group = np.unique(layer_of, return_inverse=True)
-        return cls(layers, chosen, group, sample.columns[chosen])
+        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.plan.counts[chosen])
 
     def sum(self, column: Column) -> FloatArray:
         """The column's sum in each group."""
         return np.bincount(self.group, self.columns[:, column], len(self.layers)).astype(np.float64)
+
+    def counted_sum(self, column: Column) -> FloatArray:
+        """The same over what counts in sums over ranks."""
+        counted = np.where(self.counts, self.columns[:, column], 0.0)
+        return np.bincount(self.group, counted, len(self.layers)).astype(np.float64)
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """The sum of a per-parameter number in each group."""
@@ -113,6 +122,10 @@ class Groups:
     def norms(self) -> FloatArray:
         """The L2 norm of each group from those of its parameters, without overflow."""
         return grouped_norms(self.columns[:, Column.NORM], self.group, len(self.layers))
+
+    def counted_norms(self) -> FloatArray:
+        """The same over what counts in sums over ranks; 0 where nothing does."""
+        return grouped_norms(np.where(self.counts, self.columns[:, Column.NORM], 0.0), self.group, len(self.layers))
 
     def smallest(self, column: Column, *, negated: bool = False) -> FloatArray:
         """The column's smallest value in each group, or the smallest of its negation; NaN if there is one."""

@@ -7,12 +7,16 @@ is wrong raises `ValueError` or `TypeError` and names the argument or variable, 
 from __future__ import annotations
 
 import enum
+import ipaddress
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.replicas import Ranks
 from torch_grad_exporter.schedule import LONGEST
 
 PREFIX = "TORCH_GRAD_EXPORTER_"
@@ -34,7 +38,11 @@ UNSET = Unset.UNSET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where nobody chose."""
+    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where nobody chose.
+
+    `collectors`: those that are on. `linger`: in seconds. `web_config_file`, `sd_dir`, `advertise`, `textfile_dir`: empty for
+    none.
+    """
 
     port: int | None = DEFAULT_PORT
     addr: str = ""
@@ -46,9 +54,17 @@ class Settings:
     dead_window: int = 100
     moments: bool = False
     weights: bool = False
+    local_norm: bool = False
+    collectors: frozenset[str] = DEFAULT
+    web_config_file: str = ""
     run: str = ""
     rank: int | None = None
+    ranks: Ranks = Ranks.AUTO
     labels: Mapping[str, str] = field(default_factory=dict)
+    sd_dir: str = ""
+    advertise: str = ""
+    linger: float = 0.0
+    textfile_dir: str = ""
 
 
 def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
@@ -96,6 +112,12 @@ def _switch(text: str) -> bool:
         raise ValueError from None
 
 
+def _collector(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError
+    return name
+
+
 _PARSERS: dict[str, Callable[[str], object]] = {
     "port": int,
     "every": lambda text: text if text.lower() == "auto" else int(text),
@@ -104,7 +126,10 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "dead_window": int,
     "moments": _switch,
     "weights": _switch,
+    "local_norm": _switch,
+    "collectors": lambda text: {_collector(name): _switch(value) for name, value in _pairs(text).items()},
     "rank": int,
+    "linger": float,
     "labels": _pairs,
 }
 
@@ -119,8 +144,17 @@ _EXPECTED = {
     "dead_window": "expected a whole number of samples from 1 to 1000000",
     "moments": "expected True or False",
     "weights": "expected True or False",
+    "local_norm": "expected True or False",
+    "collectors": f"expected collectors to switch, such as {{'host': False}}, or host=off in the environment; "
+    f"there are {', '.join(NAMES)}",
+    "web_config_file": "expected the path of a web configuration file",
     "run": "expected a name of 1 to 200 characters",
     "rank": "expected a whole number from 0",
+    "ranks": "expected 'auto', 'all' or 'first'",
+    "sd_dir": "expected the path of a directory that Prometheus reads with file_sd_configs",
+    "advertise": "expected a host name or address, without a port, under which Prometheus reaches this host",
+    "linger": "expected a number of seconds from 0 to 3600",
+    "textfile_dir": "expected the path of a directory of node_exporter's textfile collector",
     "labels": "expected a mapping of label names such as {'team': 'vision'}",
 }
 
@@ -185,11 +219,58 @@ def _address(source: str, value: object) -> str:
     return text
 
 
+def _switches(source: str, value: object) -> frozenset[str]:
+    if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
+        raise _wrong(TypeError, source, "collectors", value)
+    if not set(value) <= set(NAMES):
+        raise _wrong(ValueError, source, "collectors", dict(value))
+    return frozenset(name for name in NAMES if value.get(name, name in DEFAULT))
+
+
+def _path(source: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text:
+        raise _wrong(ValueError, source, _name_of(source), value)
+    return text
+
+
+def _host(source: str, value: object) -> str:
+    text = _text(source, value)
+    if not (_is_ipv6(text) if ":" in text else re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text)):
+        raise _wrong(ValueError, source, "advertise", value)
+    return text
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _seconds(source: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(TypeError, source, _name_of(source), value)
+    if not 0 <= value <= 3600:
+        raise _wrong(ValueError, source, _name_of(source), value)
+    return float(value)
+
+
 def _run(source: str, value: object) -> str:
     text = _text(source, value)
     if not 1 <= len(text) <= 200:
         raise _wrong(ValueError, source, "run", value)
     return text
+
+
+def _ranks(source: str, value: object) -> Ranks:
+    text = _text(source, value).lower()
+    if text not in {one.value for one in Ranks}:
+        raise _wrong(ValueError, source, "ranks", value)
+    return Ranks(text)
 
 
 def _patterns(source: str, value: object) -> tuple[re.Pattern[str], ...]:
@@ -223,6 +304,8 @@ RESERVED_LABELS = frozenset(
     {
         "run",
         "rank",
+        "local_rank",
+        "host",
         "layer",
         "optimizer",
         "kind",
@@ -230,6 +313,10 @@ RESERVED_LABELS = frozenset(
         "state",
         "phase",
         "group",
+        "device",
+        "uuid",
+        "reason",
+        "generation",
         "mode",
         "source",
         "collector",
@@ -251,7 +338,18 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "dead_window": _integer(1, 1_000_000),
     "moments": _boolean,
     "weights": _boolean,
+    "local_norm": _boolean,
+    "collectors": _switches,
+    "web_config_file": _path,
     "run": _run,
     "rank": _or_none(_integer(0, 10_000_000)),
+    "ranks": _ranks,
     "labels": _labels,
+    "sd_dir": _path,
+    "advertise": _host,
+    "linger": _seconds,
+    "textfile_dir": _path,
 }
+
+CHOICES = tuple(_CHECKS)
+"""What can be chosen."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.baseline import Baselines
+from torch_grad_exporter.baseline import LossBaseline
 from torch_grad_exporter.catalogue import STEP_SECONDS
-from torch_grad_exporter.events import Counted, Observed
-from torch_grad_exporter.families import FloatArray
+from torch_grad_exporter.events import Counted, Observed, Stepped
+from torch_grad_exporter.families import Exemplar, FloatArray
 
 RATIO_STEPS = 1000
 """Steps over which the overhead ratio is taken."""
@@ -23,15 +23,21 @@ SLOWEST_STEPS = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TotalsSnapshot:
-    """The totals at one moment; `None` where there is no value yet. Durations in seconds."""
+    """The totals at one moment; `None` where there is no value yet. Durations in seconds.
+
+    `mean_loss`: of the finite ones since the last look. `exemplars`: of durations, the last one of each bucket that was sampled
+    within a trace.
+    """
 
     duration_buckets: FloatArray
     duration_sum: float
+    exemplars: dict[int, Exemplar]
     slowest: float | None
     overhead_ratio: float | None
     overhead_seconds: float
     last: dict[str, float]
     sums: dict[str, float]
+    mean_loss: float | None
     loss_nonfinite: int
     loss_spikes: int
     learning_rates: dict[tuple[str, str], float]
@@ -43,25 +49,31 @@ class TrainingTotals:
 
     _buckets: FloatArray = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1))
     _duration_sum: float = 0.0
+    _exemplars: dict[int, Exemplar] = field(default_factory=dict)
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWEST_STEPS))
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATIO_STEPS))
     _own_seconds: float = 0.0
     _last: dict[str, float] = field(default_factory=dict)
     _sums: dict[str, float] = field(default_factory=dict)
+    _losses_since_look: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """How many, and their mean: a sum of losses may be more than a float holds."""
     _loss_nonfinite: int = 0
     _loss_spikes: int = 0
-    _loss_baseline: Baselines = field(default_factory=lambda: Baselines(log=False))
+    _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
     _learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def stepped(self, seconds: float | None, own_seconds: float) -> None:
-        """Counts a round's first step: `seconds` since that of the round before, and what the exporter took of them."""
-        self._own_seconds += own_seconds
-        if seconds is None:
+    def stepped(self, event: Stepped) -> None:
+        """Counts a round's first step."""
+        self._own_seconds += event.own_seconds
+        if event.seconds is None:
             return
-        self._recent.append((own_seconds, seconds))
-        self._durations.append(seconds)
-        self._buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
-        self._duration_sum += seconds
+        self._recent.append((event.own_seconds, event.seconds))
+        self._durations.append(event.seconds)
+        bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
+        self._buckets[bucket] += 1
+        self._duration_sum += event.seconds
+        if event.trace is not None:
+            self._exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
 
     def counted(self, event: Counted) -> None:
         """Counts rounds of which only the steps were seen."""
@@ -89,20 +101,26 @@ class TrainingTotals:
         if not math.isfinite(value):
             self._loss_nonfinite += 1
             return
-        self._loss_baseline.grow(1)
-        self._loss_spikes += int(self._loss_baseline.judge(np.zeros(1, dtype=np.int64), np.array([value])).spike[0])
+        count, mean = self._losses_since_look
+        self._losses_since_look = [count + 1, mean * (count / (count + 1)) + value / (count + 1)]
+        self._loss_spikes += self._loss_baseline.is_spike(value)
 
-    def snapshot(self) -> TotalsSnapshot:
-        """A copy of all values."""
+    def snapshot(self, *, look: bool = False) -> TotalsSnapshot:
+        """A copy of all values. `look`: the losses of which the mean is taken begin anew."""
+        losses, mean = self._losses_since_look
+        if look:
+            self._losses_since_look = [0.0, 0.0]
         training = sum(seconds for _, seconds in self._recent)
         return TotalsSnapshot(
             duration_buckets=self._buckets.copy(),
             duration_sum=self._duration_sum,
+            exemplars=dict(self._exemplars),
             slowest=max(self._durations, default=None),
             overhead_ratio=sum(own for own, _ in self._recent) / training if training else None,
             overhead_seconds=self._own_seconds,
             last=dict(self._last),
             sums=dict(self._sums),
+            mean_loss=mean if losses else None,
             loss_nonfinite=self._loss_nonfinite,
             loss_spikes=self._loss_spikes,
             learning_rates=dict(self._learning_rates),

@@ -5,10 +5,15 @@ pattern that no arithmetic yields. The reader polls that plain memory: when no s
 done. So a value arrives even if the training loop hangs right after it. A buffer is used again only after
 its event has completed, which is queried on the training thread. Vectors that are on the CPU already are
 handed over as they are.
+
+Both kinds are bounded: where nobody takes the vectors, nothing more is sent. A vector that nobody can take any more, because
+its ticket is gone, counts no longer.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +28,9 @@ SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
 RING = 8
 """Buffers per device unless said otherwise: vectors that may be under way at once."""
 
+HELD_BYTES = 1 << 26
+"""Of vectors that were on the CPU, at most, and one vector at least, until they are taken."""
+
 
 class Ticket(Protocol):
     """A vector on its way to the host. Polled by the worker thread."""
@@ -31,7 +39,7 @@ class Ticket(Protocol):
         """The vector as a numpy array, shape (n,), or `None` while it is still under way."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Arrived:
     """A vector that is on the host."""
 
@@ -56,15 +64,40 @@ class Tail:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader."""
+    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of `ticket`."""
 
     memory: torch.Tensor
     bits: np.ndarray[tuple[int], np.dtype[np.uint64]]
     taken: bool = False
     done: torch.cuda.Event | None = None
+    ticket: weakref.ref[_UnderWay] | None = None
+    size: int = 0
+
+    def free(self) -> bool:
+        """Whether nobody will read it any more, and no copy writes to it."""
+        if self.taken and not self._given_up():
+            return False
+        return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
+
+    def lend(self, size: int) -> _UnderWay:
+        """A ticket for a vector whose copy was launched into it."""
+        ticket = _UnderWay(self, size)
+        self.taken, self.ticket, self.size = True, weakref.ref(ticket), size
+        return ticket
+
+    def clear(self) -> None:
+        """Makes it ready for another vector, if the one before was not read."""
+        if self.taken:
+            self.bits[: self.size] = SENTINEL
+            self.taken = False
+
+    def _given_up(self) -> bool:
+        """Whether the ticket is gone, without having been read, and the copy that it stood for has arrived."""
+        gone = self.ticket is not None and self.ticket() is None
+        return gone and not (self.bits[: self.size] == SENTINEL).any()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _UnderWay:
     """A vector whose copy was launched into `buffer`. See `Ticket`."""
 
@@ -86,22 +119,45 @@ class _UnderWay:
 
 
 @dataclass(slots=True)
+class _Held:
+    """Vectors that were on the CPU and that somebody still holds."""
+
+    _tickets: deque[tuple[weakref.ref[Arrived], int]] = field(default_factory=deque)
+    _bytes: int = 0
+
+    def admits(self, size: int) -> bool:
+        """Whether there is room for so many bytes more."""
+        while self._tickets and self._tickets[0][0]() is None:
+            self._bytes -= self._tickets.popleft()[1]
+        if self._bytes + size > HELD_BYTES:  # one that is held for long may hide others behind it
+            self._tickets = deque(one for one in self._tickets if one[0]() is not None)
+            self._bytes = sum(held for _, held in self._tickets)
+        return not self._tickets or self._bytes + size <= HELD_BYTES
+
+    def add(self, ticket: Arrived) -> None:
+        """Remembers a vector until its ticket is gone."""
+        self._tickets.append((weakref.ref(ticket), ticket.values.nbytes))
+        self._bytes += ticket.values.nbytes
+
+
+@dataclass(slots=True)
 class HostTransfer:
     """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker."""
 
     ring: int = RING
     _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
+    _held: _Held = field(default_factory=_Held)
 
     def send(self, vector: torch.Tensor) -> Ticket | None:
         """Starts the copy of a vector of shape (n,).
 
-        `None` when all buffers are under way, a graph is being captured, or there is no data to copy.
+        `None` when too much is under way, a graph is being captured, or there is no data to copy.
         """
         vector = vector.detach()
         if vector.device.type == "meta":
             return None
         if vector.device.type == "cpu":
-            return Arrived(vector.double().numpy())
+            return self._hand_over(vector)
         on_cuda = vector.device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -112,15 +168,21 @@ class HostTransfer:
         if on_cuda:
             buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.done.record(torch.cuda.current_stream(vector.device))
-        buffer.taken = True
-        return _UnderWay(buffer, vector.numel())
+        return buffer.lend(vector.numel())
+
+    def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
+        if not self._held.admits(8 * vector.numel()):
+            return None
+        ticket = Arrived(vector.double().numpy())
+        self._held.add(ticket)
+        return ticket
 
     def _free(self, device: torch.device, size: int) -> _Buffer | None:
         ring = self._rings.setdefault(device, [])
         for position, buffer in enumerate(ring):
-            done = buffer.done is None or buffer.done.query()  # type: ignore[no-untyped-call]
-            if buffer.taken or not done:
+            if not buffer.free():
                 continue
+            buffer.clear()
             if buffer.bits.size < size:
                 ring[position] = _allocate(device, size)
             return ring[position]

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 
 from torch_grad_exporter import catalogue as c
 from torch_grad_exporter.events import Outcome
+from torch_grad_exporter.exponential import Counts
 from torch_grad_exporter.families import Family, FloatArray, LabelRows, RowCache, Spec
 from torch_grad_exporter.ledger import GradientSnapshot
 
 DEAD_FROM = 20
 """Samples before which a dead ratio says nothing, or the whole window if that is shorter."""
+
+
+def dead_from(dead_window: int) -> int:
+    """Samples from which on a layer's dead ratio is shown."""
+    return min(DEAD_FROM, dead_window)
+
 
 _LAST_VALUES = {
     c.GRAD_NORM: "norm",
@@ -22,7 +30,7 @@ _LAST_VALUES = {
     c.GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
     c.GRAD_MISSING_PARAMETERS: "missing",
 }
-_OF_THE_WHOLE = {c.GRAD_NORM, c.GRAD_MAX_MAGNITUDE}
+_OF_THE_WHOLE = {c.GRAD_NORM, c.GRAD_MAX_MAGNITUDE, c.WEIGHT_NORM}
 _TOTALS = {
     c.GRAD_NORM_SQUARED_TOTAL: "squared_total",
     c.GRAD_CAPTURES: "captures",
@@ -48,7 +56,7 @@ class GradientCollector:
     ) -> None:
         self._snapshot = snapshot
         self._names = names
-        self._dead_from = min(DEAD_FROM, dead_window)
+        self._dead_from = dead_from(dead_window)
         self._moments = moments
         self._weights = weights
         self._layers, self._kinds = RowCache(), RowCache()
@@ -61,12 +69,14 @@ class GradientCollector:
         yield from self._per_optimizer(snapshot)
 
     def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
-        layers = self._layers.get(tuple((layer,) for layer in snapshot.plan.layers))
-        table = snapshot.table
+        plan, shown = snapshot.plan, snapshot.plan.shown
+        names = [layer for layer, here in zip(plan.layers, shown.tolist(), strict=True) if here]
+        layers = self._layers.get(tuple((layer,) for layer in names))
+        table, recent_max = snapshot.table[shown], snapshot.recent_max[shown]
         read = table["captures"] > 0
         sized = read & table["sized"]
         # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
-        whole = ~snapshot.plan.sharded
+        whole = ~plan.sharded[shown]
         judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
             # The norm itself may be NaN; where NaN means that there is no value, it is left out.
@@ -74,20 +84,23 @@ class GradientCollector:
             yield Family(spec, table[column], layers, sized & whole if spec in _OF_THE_WHOLE else present)
         yield Family(c.GRAD_SHARD_NORM, table["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
-            yield Family(c.GRAD_NORM_SQUARED, np.square(table["norm"]), layers, sized)
+            yield Family(c.GRAD_NORM_SQUARED, np.square(table["part"]), layers, sized)
         for spec, column in _TOTALS.items():
             yield Family(spec, table[column], layers)
-        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, whole, sums=table["bucket_sum"])
-        yield Family(c.GRAD_NORM_RECENT_MAX, snapshot.recent_max, layers, whole & ~np.isnan(snapshot.recent_max))
+        counts = None if snapshot.exponential is None else tuple(compress(snapshot.exponential, shown.tolist()))
+        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, whole, sums=table["bucket_sum"], exponential=counts)
+        yield Family(c.GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
+        yield Family(c.GRAD_UNITS, table["units"], layers, read & (table["units"] > 0))
         dead = table["dead_ratio"]
         yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (table["captures"] >= self._dead_from))
-        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in snapshot.plan.layers))
+        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
         yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([table["nans"], table["infs"]]), kinds)
         if self._moments:
             yield from (Family(spec, table[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
-                yield Family(spec, table[column], layers, ~np.isnan(table[column]))
+                known = ~np.isnan(table[column])
+                yield Family(spec, table[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)
@@ -95,13 +108,28 @@ class GradientCollector:
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.plan.sharded.any())
         clip = totals["clip_known"] & whole
         yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
-        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"])
+        more: tuple[Counts, ...] = ({},) * (len(names) - len(snapshot.totals))
+        counts = None if snapshot.exponential_totals is None else snapshot.exponential_totals + more
+        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
         yield Family(c.GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
         yield Family(c.GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
         yield Family(c.GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
         yield Family(c.GRAD_CLIPPED_STEPS, totals["clipped"], rows)
+        yield from self._local(snapshot, rows)
         yield Family(c.GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
         yield self._nonfinite(totals, names)
+
+    def _local(self, snapshot: GradientSnapshot, rows: LabelRows) -> Iterator[Family]:
+        """What is of this rank alone, if it is measured."""
+        if not snapshot.local:
+            return
+        found = [snapshot.local.get(number) for number in self._numbers(snapshot)] or [None]
+        for spec, values in (
+            (c.GRAD_LOCAL_NORM, [None if one is None else one.norm for one in found]),
+            (c.GRAD_NOISE_SCALE, [None if one is None else one.noise_scale for one in found]),
+        ):
+            present = np.array([value is not None for value in values])
+            yield Family(spec, np.array([value or 0.0 for value in values]), rows, present)
 
     def _nonfinite(self, totals: np.ndarray[tuple[int], np.dtype[np.void]], names: list[str]) -> Family:
         rows: LabelRows = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
@@ -109,14 +137,17 @@ class GradientCollector:
         spec: Spec = c.GRAD_NONFINITE_STEPS
         return Family(spec, values, rows)
 
+    def _numbers(self, snapshot: GradientSnapshot) -> tuple[int, ...]:
+        """The optimizers in the order of their rows; those without a sample come last, unless there is only one."""
+        optimizers, known = snapshot.optimizers, len(self._names)
+        return optimizers + tuple(number for number in range(known if known > 1 else 0) if number not in optimizers)
+
     def _labelled(self, snapshot: GradientSnapshot) -> tuple[np.ndarray[tuple[int], np.dtype[np.void]], list[str]]:
         """The values over each optimizer's parameters and its label: none, which is the empty one, while only one is known.
 
         Of an optimizer that is known and has no sample yet there are the totals, which are 0.
         """
-        names, optimizers = list(self._names), snapshot.optimizers
-        if len(names) > 1:
-            optimizers += tuple(number for number in range(len(names)) if number not in optimizers)
+        names, optimizers = list(self._names), self._numbers(snapshot)
         more = np.zeros(max(1, len(optimizers)) - len(snapshot.totals), dtype=snapshot.totals.dtype)
         totals = np.concatenate([snapshot.totals, more])
         if len(optimizers) <= 1:

@@ -15,7 +15,7 @@ STATES = ("initialising", "training", "evaluating", "finished", "failed")
 
 
 class TrainingCollector:
-    """Families of the step clock and the training totals. `info`: the labels of `torch_train_info`.
+    """Families of the step clock and the training totals. `info`: the labels of `torch_train_info`, `None` while unknown.
 
     `ended`: "finished" or "failed" once the run is over, else `None`. `phases`: whether the host's clock can
     time phases; on an accelerator it only times launches, so phases are absent there.
@@ -29,7 +29,7 @@ class TrainingCollector:
         clock: StepClock,
         names: Sequence[str],
         *,
-        info: Callable[[], Mapping[str, str]],
+        info: Callable[[], Mapping[str, str] | None],
         world_size: int,
         ended: Callable[[], str | None],
         phases: Callable[[], bool],
@@ -47,16 +47,18 @@ class TrainingCollector:
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
         totals, clock = self._snapshot(), self._clock
-        info = self._info()
-        yield Family(c.TRAIN_INFO, np.ones(1), self._rows[c.TRAIN_INFO].get((tuple(info[n] for n in c.TRAIN_INFO.labels),)))
+        yield self._facts()
         yield self._state()
         yield scalar(c.TRAIN_WORLD_SIZE, self._world_size)
         counts = clock.counts()
         yield self._steps(counts.steps)
         yield scalar(c.TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(c.TRAIN_SKIPPED_STEPS, clock.skipped)
-        yield Family(c.TRAIN_STEP_DURATION, totals.duration_buckets[None, :], sums=np.array([totals.duration_sum]))
+        yield self._durations(totals)
         yield from self._phase_seconds()
+        waits = clock.gradient_waits if self._phases() else None
+        yield scalar(c.TRAIN_GRADIENT_WAIT_SECONDS, None if waits is None else clock.gradient_wait_seconds)
+        yield scalar(c.TRAIN_GRADIENT_WAITS, waits)
         counted = counts.samples if clock.samples_known and counts.samples else None
         yield scalar(c.TRAIN_SAMPLES, totals.sums.get("samples", counted))
         yield scalar(c.TRAIN_TOKENS, totals.sums.get("tokens"))
@@ -70,6 +72,15 @@ class TrainingCollector:
         yield scalar(c.TRAIN_LAST_ACTIVITY_TIMESTAMP, clock.last_activity)
         yield scalar(c.TRAIN_START_TIMESTAMP, clock.started)
         yield scalar(c.TRAIN_SLOWEST_STEP, totals.slowest)
+
+    def _facts(self) -> Family:
+        info = self._info()
+        rows = () if info is None else (tuple(info[name] for name in c.TRAIN_INFO.labels),)
+        return Family(c.TRAIN_INFO, np.ones(len(rows)), self._rows[c.TRAIN_INFO].get(rows))
+
+    def _durations(self, totals: TotalsSnapshot) -> Family:
+        buckets, sums = totals.duration_buckets[None, :], np.array([totals.duration_sum])
+        return Family(c.TRAIN_STEP_DURATION, buckets, sums=sums, exemplars=(totals.exemplars,) if totals.exemplars else None)
 
     def _state(self) -> Family:
         clock = self._clock

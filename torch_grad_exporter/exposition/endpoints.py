@@ -1,8 +1,7 @@
-"""What is served: `/metrics`, `/healthz` and a landing page, each a method from request to response."""
+"""What is served: `/metrics`, `/healthz`, `/sd`, each a method of its own, and the live page."""
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -13,63 +12,78 @@ from torch_grad_exporter.exposition.shared import ScrapeBusyError, SharedScrape
 
 _METHODS = ("GET", "HEAD")
 
-_LANDING_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>torch_grad_exporter</title></head>
-<body>
-<h1>torch_grad_exporter</h1>
-<p>Version {version}</p>
-<ul>
-<li><a href="metrics">Metrics</a></li>
-<li><a href="healthz">Health</a></li>
-</ul>
-</body>
-</html>
-"""
+Respond = Callable[[Response | None], None]
+"""Takes the response from any thread, `None` where there is none; what comes after the first has no effect."""
 
 
 class Endpoints:
-    """Answers requests. Everything is read-only; a failure is counted and becomes a 500."""
+    """Answers requests. Everything is read-only; a failure is counted and becomes a 500.
+
+    `targets`: what Prometheus' http_sd reads. `page`: answers for all other paths, `None` where there is nothing.
+
+    `refusal` is asked first, whatever the request is for: a response that it returns is the answer.
+    """
 
     def __init__(
         self,
         shared: SharedScrape,
         *,
         health: Callable[[], Mapping[str, object]],
-        version: str,
+        targets: Callable[[], bytes],
+        page: Callable[[Request], Response | None],
         on_error: Callable[[str, BaseException], None],
+        refusal: Callable[[Request], Response | None] | None = None,
     ) -> None:
         self._shared = shared
         self._health = health
-        self._version = version
+        self._targets = targets
+        self._page = page
         self._on_error = on_error
-        self._routes = {"/": self._landing_page, "/metrics": self._metrics, "/healthz": self._healthz}
+        self._refusal = refusal
+        self._routes = {"/healthz": self._healthz, "/sd": self._sd}
 
-    def answer(self, request: Request) -> Response:
-        """The response; raises nothing but `BaseException`s that are no `Exception`."""
+    def answer(self, request: Request, respond: Respond) -> None:
+        """Has `respond` called with the response: from here, or from the thread of a scrape that runs already.
+
+        Raises nothing but `BaseException`s that are no `Exception`.
+        """
+        try:
+            refused = None if self._refusal is None else self._refusal(request)
+            if refused is None and request.path == "/metrics" and request.method in _METHODS:
+                self._metrics(request, respond)
+            else:
+                respond(refused or self._routed(request))
+        except ScrapeBusyError:
+            respond(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running"))
+        except Exception as exc:  # noqa: BLE001 the boundary of a request: a failure must not end the server
+            respond(self._failed(exc))
+
+    def _failed(self, error: Exception) -> Response:
+        self._on_error("request", error)
+        return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
+
+    def _routed(self, request: Request) -> Response:
         if request.method not in _METHODS:
             return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)),))
-        route = self._routes.get(request.path)
-        if route is None:
-            return plain(HTTPStatus.NOT_FOUND)
-        try:
-            return route(request)
-        except ScrapeBusyError:
-            return plain(HTTPStatus.SERVICE_UNAVAILABLE, "an earlier scrape is still running")
-        except Exception as exc:  # noqa: BLE001 the boundary of a request: a scrape must not end the server
-            self._on_error("request", exc)
-            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
+        route = self._routes.get(request.path, self._page)
+        return route(request) or plain(HTTPStatus.NOT_FOUND)
 
-    def _metrics(self, request: Request) -> Response:
+    def _metrics(self, request: Request, respond: Respond) -> None:
         form = negotiate(request.headers.get("accept", ""))
         compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
         encoding = (("Content-Encoding", "gzip"),) if compressed else ()
         headers = (("Vary", "Accept, Accept-Encoding"), *encoding)
-        return Response(HTTPStatus.OK, form.value, self._shared.body(form, compressed=compressed), headers)
+
+        def take(outcome: bytes | BaseException) -> None:
+            if isinstance(outcome, bytes):
+                respond(Response(HTTPStatus.OK, form.value, outcome, headers))
+            else:  # what is no Exception ends the thread of the scrape, and is no failure of ours
+                respond(self._failed(outcome) if isinstance(outcome, Exception) else None)
+
+        self._shared.ask(form, compressed=compressed, take=take)
 
     def _healthz(self, _request: Request) -> Response:
         return Response(HTTPStatus.OK, "application/json", json.dumps(dict(self._health()), allow_nan=False).encode())
 
-    def _landing_page(self, _request: Request) -> Response:
-        body = _LANDING_PAGE.format(version=html.escape(self._version))
-        return Response(HTTPStatus.OK, "text/html; charset=utf-8", body.encode())
+    def _sd(self, _request: Request) -> Response:
+        return Response(HTTPStatus.OK, "application/json", self._targets())

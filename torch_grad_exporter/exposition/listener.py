@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import socket
 from collections.abc import Iterable
+
+from torch_grad_exporter.errors import say
 
 MAX_CANDIDATES = 64
 MAX_PORT = 65535
@@ -39,7 +42,8 @@ def open_listener(addr: str, ports: Iterable[int]) -> socket.socket:
             continue
         listener.setblocking(False)
         if tried:
-            _log.warning("port %d is taken, metrics are served on port %d instead", tried[0], listener.getsockname()[1])
+            message = "port %d is taken, metrics are served on port %d instead"
+            say(_log, logging.WARNING, message, tried[0], listener.getsockname()[1])
         return listener
     raise OSError(errno.EADDRINUSE, f"no free port at address {addr!r}, tried {tried}")
 
@@ -49,3 +53,8 @@ def _listen(addr: str, port: int) -> socket.socket:
     family, _, _, _, address = found[0]
     dual_stack = addr == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this host can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

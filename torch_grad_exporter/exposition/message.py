@@ -11,7 +11,7 @@ from http import HTTPStatus
 MAX_REQUEST_LINE = 4096
 MAX_HEAD = 16384
 
-_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_HEAD_END = re.compile(rb"\n\r?\n")
 _REQUEST_LINE = re.compile(r"([!#-'*+\-.^-z|~0-9A-Z]+) (\S+) HTTP/(\d)\.\d")
 _FIELD_NAME = re.compile(r"[!#-'*+\-.^-z|~0-9A-Z]+")
 _TLS_HANDSHAKE = b"\x16"
@@ -27,11 +27,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request's method, the path of its target, and its header fields by lower-case name."""
+    """A request's method, the path and the query of its target, and its header fields by lower-case name."""
 
     method: str
     path: str
     headers: Mapping[str, str]
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Response:
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
 
-    def head(self) -> bytes:
-        """The status line and the header section, with the empty line that ends it."""
+    def head(self, extra: tuple[tuple[str, str], ...] = ()) -> bytes:
+        """The status line and the header section, with the empty line that ends it; `extra` fields are added to its own."""
         fields = (
             ("Date", formatdate(usegmt=True)),
             ("Content-Type", self.content_type),
@@ -53,6 +54,7 @@ class Response:
             ("Cache-Control", "no-store"),
             ("Connection", "close"),
             *self.headers,
+            *extra,
         )
         lines = (f"HTTP/1.1 {self.status.value} {self.status.phrase}", *(f"{name}: {value}" for name, value in fields))
         return "".join(f"{line}\r\n" for line in (*lines, "")).encode("latin-1")
@@ -63,24 +65,29 @@ def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ..
     return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
 
 
-def complete_head(received: bytes | bytearray) -> bytes | None:
-    """The request's head once all of it is there, `None` before that. Raises `RequestError` beyond the limits."""
+def complete_head(received: bytes | bytearray, scanned: int = 0) -> bytes | None:
+    """The request's head once all of it is there, `None` before that. Raises `RequestError` beyond the limits.
+
+    `scanned`: so many of the bytes were there when the last answer was `None`; they are not looked at again, as a
+    client that sends byte by byte would else cost a time that grows with their square.
+    """
     if received.startswith(_TLS_HANDSHAKE):
         # An answer in plain HTTP makes the client say what is wrong: that it spoke TLS to a server without.
         raise RequestError(HTTPStatus.BAD_REQUEST)
-    if len(received) > MAX_REQUEST_LINE and received.find(b"\n", 0, MAX_REQUEST_LINE) < 0:
+    if scanned <= MAX_REQUEST_LINE < len(received) and received.find(b"\n", 0, MAX_REQUEST_LINE) < 0:
         raise RequestError(HTTPStatus.REQUEST_URI_TOO_LONG)
-    end = _HEAD_END.search(received, 0, MAX_HEAD)
+    end = _HEAD_END.search(received, max(0, scanned - 2), MAX_HEAD)  # two bytes of it may have been there
     if end is None and len(received) >= MAX_HEAD:
         raise RequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-    return bytes(received[: end.start()]) if end else None
+    return bytes(received[: end.start()]).removesuffix(b"\r") if end else None
 
 
 def parse(head: bytes) -> Request:
     """The request of a complete head. Raises `RequestError` where it is not HTTP/1."""
-    first, *rest = head.decode("latin-1").replace("\r\n", "\n").split("\n")
+    text = head.decode("latin-1").replace("\r\n", "\n")
+    first, *rest = text.split("\n")
     line = _REQUEST_LINE.fullmatch(first)
-    if line is None:
+    if line is None or "\r" in text or "\0" in text:  # which others may take for the end of a line
         raise RequestError(HTTPStatus.BAD_REQUEST)
     method, target, major = line.groups()
     if major != "1":
@@ -92,10 +99,12 @@ def parse(head: bytes) -> Request:
             raise RequestError(HTTPStatus.BAD_REQUEST)
         name, value = name.lower(), value.strip()
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return Request(method, _path(target), headers)
+    path, query = _path_and_query(target)
+    return Request(method, path, headers, query)
 
 
-def _path(target: str) -> str:
-    """The path alone, also where a proxy sends the whole address."""
+def _path_and_query(target: str) -> tuple[str, str]:
+    """The path, also where a proxy sends the whole address, and what follows its question mark."""
     without_origin = re.sub(r"^https?://[^/?#]*", "", target, flags=re.IGNORECASE)
-    return re.split(r"[?#]", without_origin, maxsplit=1)[0] or "/"
+    path, _, query = without_origin.partition("#")[0].partition("?")
+    return path or "/", query

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_grad_exporter.families import Family, FloatArray, Kind, Spec
+from torch_grad_exporter.families import Exemplar, Family, FloatArray, Kind, Spec
 
 
 class Column(NamedTuple):
@@ -55,21 +55,22 @@ def table(family: Family) -> FloatArray:
     return values if family.present is None else values[family.present]
 
 
+def exemplars(family: Family) -> dict[int, Exemplar]:
+    """The exemplars of present rows by their place in the flattened `table`."""
+    if family.exemplars is None:
+        return {}
+    width = len(columns(family.spec))
+    return {
+        number * width + bucket: one
+        for number, row in enumerate(family.row_numbers)
+        for bucket, one in family.exemplars[row].items()
+    }
+
+
 def present_rows(family: Family) -> Iterable[tuple[str, ...]]:
     """The label values of all present rows, in the order of `table`."""
     rows = family.labels.rows
     return rows if family.present is None else compress(rows, family.present.tolist())
-
-
-def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
-    """The families of each metric, in the order in which the metrics first appear.
-
-    The formats want all samples of a metric in one place, below one `HELP` and `TYPE`.
-    """
-    groups: dict[Spec, list[Family]] = {}
-    for family in families:
-        groups.setdefault(family.spec, []).append(family)
-    return groups
 
 
 def family_name(spec: Spec) -> str:

@@ -1,25 +1,31 @@
 """The HTTP server of a training process: bounded in threads, connections, time and bytes.
 
 One thread talks to all clients (`loop`), a few workers compute the answers (`endpoints`), and all
-scrapers of a second share one of them (`shared`). All threads are daemons.
+scrapers of a second share one of them (`shared`). Whatever hangs, one worker is free. All threads are daemons.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
+from torch_grad_exporter.exposition.admission import Admission
+from torch_grad_exporter.exposition.basic_auth import BasicAuth
+from torch_grad_exporter.exposition.connection import Connection
 from torch_grad_exporter.exposition.endpoints import Endpoints
-from torch_grad_exporter.exposition.listener import open_listener
-from torch_grad_exporter.exposition.loop import Connection, ConnectionLoop
-from torch_grad_exporter.exposition.message import Request
+from torch_grad_exporter.exposition.listener import is_loopback, open_listener
+from torch_grad_exporter.exposition.loop import ConnectionLoop
+from torch_grad_exporter.exposition.message import Request, Response
 from torch_grad_exporter.exposition.shared import SharedScrape
 from torch_grad_exporter.exposition.text import Renderer
+from torch_grad_exporter.exposition.web_config import WebConfigFile
 from torch_grad_exporter.families import Family
 
-# Workers wait for nobody but each other: one renders, another answers /healthz while a scrape hangs.
+# One may scrape, one check a password and one read the files of the web configuration, each for as long as it takes,
+# and none of these is done by two at a time. So one is always free for /healthz and everything else that is quick.
 _WORKERS = 4
 _MAX_WAITING_REQUESTS = 64
 _GRACE_SECONDS = 1.0
@@ -30,8 +36,9 @@ class MetricsServer:
 
     `scrape` is called in a worker thread, by one at a time and at most once a second. `ports` are tried in
     order, see `open_listener`, whose OSError this raises. `on_error` gets each failure with the source
-    `"request"`, from any thread, and must not raise. `timeout`: seconds that a client has for sending its
-    request, and again for reading the answer.
+    `"request"` or `"web_config"`, from any thread, and must not raise. `timeout`: seconds that a client has for
+    sending its request, again for waiting, which then ends with a 503, and again for reading the answer.
+    `web_config`: TLS, users and the rest; without it plain HTTP is served to everybody.
     """
 
     def __init__(
@@ -43,16 +50,30 @@ class MetricsServer:
         ports: Iterable[int],
         on_error: Callable[[str, BaseException], None],
         health: Callable[[], Mapping[str, object]],
-        version: str,
+        targets: Callable[[], bytes] = lambda: b"[]",
+        page: Callable[[Request], Response | None] = lambda _request: None,
         timeout: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        web_config: WebConfigFile | None = None,
     ) -> None:
-        shared = SharedScrape(scrape, renderer, patience=timeout, clock=clock)
-        self._endpoints = Endpoints(shared, health=health, version=version, on_error=on_error)
+        self._on_error = on_error
+        self._web_config = web_config
+        self._endpoints = Endpoints(
+            SharedScrape(scrape, renderer, patience=timeout, clock=clock),
+            health=health,
+            targets=targets,
+            page=page,
+            on_error=on_error,
+            refusal=None if web_config is None else _admission(web_config, clock).refusal,
+        )
         listener = open_listener(addr, ports)
         self.port: int = listener.getsockname()[1]
-        self._jobs: SimpleQueue[tuple[Connection, Request] | None] = SimpleQueue()
-        self._loop = ConnectionLoop(listener, self._dispatch, on_error=on_error, timeout=timeout, clock=clock)
+        self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
+        self.open_to_all = (web_config is None or not web_config.authenticates) and not is_loopback(listener)
+        self._jobs: SimpleQueue[tuple[Connection, Request | None] | None] = SimpleQueue()
+        self._loop = ConnectionLoop(
+            listener, self._dispatch, on_error=on_error, timeout=timeout, clock=clock, web_config=web_config
+        )
         self._closed = False
         self._threads = [
             threading.Thread(target=target, name=f"torch-grad-exporter-http-{name}", daemon=True)
@@ -90,17 +111,44 @@ class MetricsServer:
         self._closed = True
         self._loop.abandon()
 
-    def _dispatch(self, connection: Connection, request: Request) -> bool:
+    def _dispatch(self, connection: Connection, request: Request | None) -> bool:
         if self._jobs.qsize() >= _MAX_WAITING_REQUESTS:
             return False
         self._jobs.put((connection, request))
         return True
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            connection, request = job
-            response = None
-            try:
-                response = self._endpoints.answer(request)
-            finally:  # also where the scrape ends this thread: the client must not wait for it
-                self._loop.respond(connection, response)
+        # In methods of their own, so that a worker that waits holds no client and no answer.
+        while self._take(self._jobs.get()):
+            pass
+
+    def _take(self, job: tuple[Connection, Request | None] | None) -> bool:
+        """Does a job; whether there may be another one."""
+        if job is None:
+            return False
+        connection, request = job
+        if request is None:
+            self._look(connection)
+        else:
+            self._answer(connection, request)
+        return True
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        try:
+            self._endpoints.answer(request, functools.partial(self._loop.respond, connection))
+        except BaseException as exc:
+            self._loop.respond(connection, None)  # also where this thread ends: the client must not wait for it
+            if not isinstance(exc, Exception):
+                raise
+            self._on_error("request", exc)  # the boundary of the thread: it goes on, and that is counted
+
+    def _look(self, connection: Connection) -> None:
+        try:
+            if self._web_config is not None:
+                self._web_config.look(self._on_error)
+        finally:
+            self._loop.begin(connection)
+
+
+def _admission(web_config: WebConfigFile, clock: Callable[[], float]) -> Admission:
+    return Admission(lambda: web_config.current.settings, auth=BasicAuth(clock=clock), clock=clock)

@@ -2,7 +2,7 @@
 
 The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is
 prepared once per metric and `LabelRows` object; a scrape formats the numbers and nothing else. Sample
-lines are equal in both formats, only the comment lines differ.
+lines are equal in both formats but for exemplars, which only OpenMetrics has, and the comment lines differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from torch_grad_exporter.exposition import samples
-from torch_grad_exporter.families import Family, FloatArray, LabelRows, Spec
+from torch_grad_exporter.families import Exemplar, Family, FloatArray, LabelRows, Spec, by_spec
 
 
 class Format(enum.Enum):
@@ -42,21 +42,24 @@ class Renderer:
 
     def render(self, families: Iterable[Family], form: Format) -> bytes:
         """The scrape's body. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
-        blocks = [self._block(spec, members, form) for spec, members in samples.by_spec(families).items()]
+        blocks = [self._block(spec, members, form) for spec, members in by_spec(families).items()]
         if form is Format.OPENMETRICS:
             blocks.append(b"# EOF\n")
         return b"".join(blocks)
 
     def _block(self, spec: Spec, members: list[Family], form: Format) -> bytes:
-        lines = "".join(self._lines(family) for family in members)
+        lines = "".join(self._lines(family, form) for family in members)
         return f"{_header(spec, form)}{lines}\n".encode("utf-8", "replace") if lines else b""
 
-    def _lines(self, family: Family) -> str:
+    def _lines(self, family: Family, form: Format) -> str:
         prefixes = self._prefixes(family.spec, family.labels)
         if family.present is not None:
             mask = np.repeat(family.present, len(samples.columns(family.spec)))
             prefixes = list(compress(prefixes, mask.tolist()))
         numbers = _numbers(samples.table(family).ravel())
+        if form is Format.OPENMETRICS:
+            for place, exemplar in samples.exemplars(family).items():
+                numbers[place] += _exemplar(exemplar)
         parts = [""] * (2 * len(numbers))
         parts[0::2] = prefixes
         parts[1::2] = numbers
@@ -110,6 +113,11 @@ def _header(spec: Spec, form: Format) -> str:
     help_line = f"# HELP {name} {_escape(spec.help, quotes=openmetrics)}\n"
     unit = samples.unit(spec) if openmetrics else ""
     return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
+
+
+def _exemplar(one: Exemplar) -> str:
+    """What follows a bucket's number."""
+    return f' # {{trace_id="{one.trace_id.hex()}",span_id="{one.span_id.hex()}"}} {one.value!r} {one.at!r}'
 
 
 def _numbers(values: FloatArray) -> list[str]:

@@ -86,14 +86,6 @@ def norms(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> Float
         return squares.norms(batches, scratch, found.of_tensors(found.squares))
 
 
-def combined_norm(parts: FloatArray) -> FloatArray:
-    """The L2 norm of vectors whose parts have the given norms; shape (n, parts) to (n,), without overflow."""
-    with np.errstate(all="ignore"):  # NaN and Infinity are what is looked for here
-        largest = parts.max(axis=1, initial=0.0)
-        scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-        return np.asarray(np.sqrt(np.square(parts / scale[:, None]).sum(axis=1)) * scale)
-
-
 def _looked_at(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> _Found:
     found = _Found()
     for batch in batches:

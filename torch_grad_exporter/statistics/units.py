@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,17 +19,33 @@ import torch
 from torch_grad_exporter.layers import TrackedParameter
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Counts:
+    """The counts of one sample: `before` and `after` it, shape (units of all members,), int32, in the order of `members`.
+
+    `ends`: the index of each member's last unit.
+    """
+
+    members: tuple[tuple[TrackedParameter, int], ...]
+    ends: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    sample: int
+
+
 class UnitState:
-    """The quiet counts of the units on one device, as one flat vector in the order of measuring."""
+    """The quiet counts of the units on one device, as one flat vector in the order of measuring.
+
+    They change in one assignment: what a signal's handler raises in between leaves those from before.
+    """
 
     def __init__(self, window: int, device: torch.device) -> None:
         self._window = window
         self._device = device
         self._kept: weakref.WeakKeyDictionary[TrackedParameter, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._members: tuple[tuple[TrackedParameter, int], ...] = ()
-        self._before = self._after = torch.zeros(0, dtype=torch.int32, device=device)
-        self._ends = torch.zeros(0, dtype=torch.int64, device=device)
-        self._sample = -1
+        """Of parameters that were members once, and may be again."""
+        none = torch.zeros(0, dtype=torch.int32, device=device)
+        self._counts = _Counts((), none.long(), none, none, -1)
 
     def update(
         self, members: Sequence[tuple[TrackedParameter, int]], zero: torch.Tensor, alive: torch.Tensor, sample: int
@@ -38,22 +55,25 @@ class UnitState:
         `members`: parameters with their numbers of units, in the order in which `zero` and `alive`, shape
         (units,), bool, are concatenated. `sample`: a number that changes from sample to sample.
         """
-        if sample != self._sample:
-            self._before, self._sample = self._after, sample
-        if not _same(self._members, members):
-            self._arrange(tuple(members))
-        self._after = (self._before + zero).mul_(~alive)
-        flags = torch.stack((zero, self._after >= self._window))
-        return (sums_on_host if self._device.type == "cpu" else sums)(flags, self._ends)
+        last = self._counts
+        before, ends, known = last.before if sample == last.sample else last.after, last.ends, last.members
+        if not _same(known, members):
+            before, ends, known = self._arranged(before, known, members)
+        after = (before + zero).mul_(~alive)
+        flags = torch.stack((zero, after >= self._window))
+        found = (sums_on_host if self._device.type == "cpu" else sums)(flags, ends)
+        self._counts = _Counts(known, ends, before, after, sample)
+        return found
 
     def forget(self, strangers: Collection[TrackedParameter], sample: int) -> None:
         """Takes back what the last sample counted of these parameters, if it is the one that is meant."""
-        meant = [tracked in strangers for tracked, _ in self._members]
-        if sample != self._sample or not any(meant):
+        last = self._counts
+        meant = [tracked in strangers for tracked, _ in last.members]
+        if sample != last.sample or not any(meant):
             return
-        units = torch.tensor([n for _, n in self._members], device="cpu")
+        units = torch.tensor([n for _, n in last.members], device="cpu")
         mask = torch.tensor(meant, device="cpu").repeat_interleave(units)
-        self._after = torch.where(self._sent(mask), self._before, self._after)
+        self._counts = replace(last, after=torch.where(self._sent(mask), last.before, last.after))
 
     def _sent(self, of_the_host: torch.Tensor) -> torch.Tensor:
         """The tensor on the device of the counts, without waiting."""
@@ -61,19 +81,20 @@ class UnitState:
             of_the_host = of_the_host.pin_memory()
         return of_the_host.to(self._device, non_blocking=True)
 
-    def _arrange(self, members: tuple[tuple[TrackedParameter, int], ...]) -> None:
-        """Brings the counts into the order of `members`; those of other parameters are kept for later."""
-        for (tracked, _), counts in zip(self._members, torch.split(self._before, [n for _, n in self._members]), strict=True):
-            self._kept[tracked] = counts.clone()
+    def _arranged(
+        self, counts: torch.Tensor, known: Sequence[tuple[TrackedParameter, int]], members: Sequence[tuple[TrackedParameter, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[tuple[TrackedParameter, int], ...]]:
+        """The counts of `known` in the order of `members`, and their ends; those of other parameters are kept for later."""
+        for (tracked, _), part in zip(known, torch.split(counts, [n for _, n in known]), strict=True):
+            self._kept[tracked] = part.clone()
         parts = []
         for tracked, units in members:
-            kept = self._kept.pop(tracked, None)
+            kept = self._kept.get(tracked)
             if kept is None or kept.shape[0] != units:
                 kept = torch.full((units,), self._window - 1, dtype=torch.int32, device=self._device)
             parts.append(kept)
-        self._members = members
-        self._before = torch.cat(parts)
-        self._ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
+        ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
+        return torch.cat(parts), ends, tuple(members)
 
 
 def sums(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

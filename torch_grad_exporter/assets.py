@@ -1,0 +1,156 @@
+"""The command `assets`: dashboards, rules, Alertmanager and deployment files for a user who has only the wheel.
+
+All of them lie in `dashboards/` of a checkout, and below this package in a wheel. What Kubernetes needs of the dashboards
+and rules is made from those here, so that there is one of each.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from textwrap import indent
+
+import torch_grad_exporter
+
+JOB = "training"
+"""The name of the scrape job in the files as they are shipped."""
+
+RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/docs/runbook.md"
+"""Where alerts and dashboards say that the runbook is, as they are shipped."""
+
+_FOLDERS = ("alertmanager", "grafana", "kubernetes", "prometheus", "provisioning")
+
+_SECRETS = "alertmanager/secrets/training-alerts"
+"""In a checkout that somebody uses there may be secrets, which are no part of the files."""
+
+_JOB_LINES = re.compile(rf"^(.*\b(?:job_name|targetLabel: job, replacement): ){JOB}\b", re.MULTILINE)
+
+_SELECTED = """\
+# A Prometheus of the operator takes the PrometheusRules that its ruleSelector names; with the Helm chart kube-prometheus-stack
+# that is the label `release: NAME OF THE RELEASE`. Without it they are ignored, silently.
+"""
+
+_LABELS = "labels: {app.kubernetes.io/name: torch-grad-exporter"
+
+
+class AssetsError(Exception):
+    """Nothing has been written; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where to write, and what to change."""
+
+    out: Path
+    prometheus_job: str = JOB
+    runbook_url: str = RUNBOOK
+    force: bool = False
+
+
+def write(options: Options) -> tuple[str, str, str]:
+    """Writes all files and returns what to do with them. A file that is there with another content is only replaced by force."""
+    files = collect(options.prometheus_job, options.runbook_url)
+    try:
+        _write(files, options)
+    except OSError as error:
+        raise AssetsError(f"cannot write to {options.out}: {error}") from error
+    out = options.out
+    return (
+        f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000",
+        f"Be told:    put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
+        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}",
+    )
+
+
+def collect(job: str = JOB, runbook_url: str = RUNBOOK) -> dict[str, str]:
+    """The text of each file by its path, with the name of the scrape job and the address of the runbook wherever they stand."""
+    root = _root()
+    files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
+    for folder in _FOLDERS:
+        files.update(_walk(root / "dashboards" / folder, folder))
+    if job != JOB:
+        files = {path: _with_job(path, text, job) for path, text in files.items()}
+    files = {path: text.replace(RUNBOOK, runbook_url) for path, text in files.items()}
+    files["kubernetes/rules.yaml"] = _rules(files)
+    files["kubernetes/dashboards.yaml"] = _dashboards(files)
+    return files
+
+
+def _root() -> Traversable:
+    """The folder with `dashboards` and `docs`: within the package where it was installed from a wheel, else above it."""
+    package = importlib.resources.files(torch_grad_exporter)
+    shipped = package / "shipped"
+    return shipped if shipped.is_dir() else package / ".."
+
+
+def _read(file: Traversable) -> str:
+    """The text as it is, whatever its line ends are."""
+    return file.read_bytes().decode()
+
+
+def _walk(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        place = f"{path}/{entry.name}"
+        if not entry.is_dir():
+            yield place, _read(entry)
+        elif place != _SECRETS:
+            yield from _walk(entry, place)
+
+
+def _with_job(path: str, text: str, job: str) -> str:
+    if path.startswith("grafana/"):
+        return _with_job_chosen(text, job)
+    return _JOB_LINES.sub(rf"\g<1>{job}", text) if path.endswith((".yml", ".yaml")) else text
+
+
+def _with_job_chosen(text: str, job: str) -> str:
+    """A dashboard whose variable `job` begins with this job instead of with all of them."""
+    dashboard = json.loads(text)
+    for variable in dashboard["templating"]["list"]:
+        if variable["name"] == "job":
+            chosen = [job] if variable.get("multi") else job
+            variable["current"] = {"selected": True, "text": chosen, "value": chosen}
+    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
+
+
+def _rules(files: dict[str, str]) -> str:
+    """A PrometheusRule for each file of rules: its `spec` is such a file."""
+    return _SELECTED + "---\n".join(
+        f"apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: {_name(path)}\n  {_LABELS}}}\n"
+        f"spec:\n{indent(text, '  ')}"
+        for path, text in files.items()
+        if re.fullmatch(r"prometheus/[^/]+\.(rules|alerts)\.yml", path)
+    )
+
+
+def _dashboards(files: dict[str, str]) -> str:
+    """A ConfigMap for each dashboard, labelled for the sidecar of Grafana's Helm chart."""
+    return "---\n".join(
+        f'apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {_name(path)}\n  {_LABELS}, grafana_dashboard: "1"}}\n'
+        f"data:\n  {path.rpartition('/')[2]}: |\n{indent(text, '    ')}"
+        for path, text in files.items()
+        if re.fullmatch(r"grafana/[^/]+\.json", path)
+    )
+
+
+def _name(path: str) -> str:
+    """The name of the object in Kubernetes: `torch-grad-exporter-ranks-rules` for `prometheus/ranks.rules.yml`."""
+    file = path.rpartition("/")[2].rpartition(".")[0]
+    return f"torch-grad-exporter-{file.replace('.', '-').replace('_', '-')}"
+
+
+def _write(files: dict[str, str], options: Options) -> None:
+    """All of the files or, where that would lose something of the user's, none."""
+    contents = {options.out / path: text.encode() for path, text in files.items()}
+    different = [path for path, content in contents.items() if path.exists() and path.read_bytes() != content]
+    if different and not options.force:
+        names = ", ".join(str(path.relative_to(options.out)) for path in different)
+        raise AssetsError(f"{options.out} has files that differ: {names}; take another folder, or overwrite them with --force")
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

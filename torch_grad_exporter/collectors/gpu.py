@@ -1,0 +1,227 @@
+"""Collector `gpu`: NVIDIA GPUs as their driver sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from torch_grad_exporter import catalogue as c
+from torch_grad_exporter.devices import DeviceStatistics
+from torch_grad_exporter.families import Family, Kind, RowCache, Spec
+from torch_grad_exporter.nvml import Gpu, Library, find_nvml
+from torch_grad_exporter.readings import Rising
+from torch_grad_exporter.visible import ORDER, SILENT, VISIBLE, Installed, visible
+
+RETRY_SECONDS = 60.0
+"""Between two tries to open NVML where it is not there."""
+
+_Row = tuple[str, ...]
+_Found = dict[Spec, dict[_Row, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One value of a device: the functions of NVML, of which the first that answers counts, and how the answer is read."""
+
+    spec: Spec
+    functions: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    """Names of the constants that follow the device."""
+    field: str = ""
+    """The field of the answer, where that is a structure."""
+    times: float = 1.0
+    over: float = 1.0
+    label: tuple[str, ...] = ()
+    """The values of the labels after `device` and `uuid`."""
+
+
+# NVML's own names of its policies. Low utilisation is not among them: a GPU with nothing to do is not held down.
+_REASONS = ("power", "thermal", "sync_boost", "board_limit", "reliability")
+_KINDS = ("corrected", "uncorrected")
+
+QUESTIONS = (
+    _Question(c.GPU_UTILIZATION, ("nvmlDeviceGetUtilizationRates",), field="gpu", over=100),
+    _Question(c.GPU_POWER, ("nvmlDeviceGetPowerUsage",), over=1e3),
+    # NVIDIA means to remove the first one.
+    _Question(c.GPU_TEMPERATURE, ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"), ("NVML_TEMPERATURE_GPU",)),
+    _Question(c.GPU_SM_CLOCK, ("nvmlDeviceGetClockInfo",), ("NVML_CLOCK_SM",), times=1e6),
+    _Question(c.GPU_ENERGY, ("nvmlDeviceGetTotalEnergyConsumption",), over=1e3),
+    *(
+        _Question(
+            c.GPU_THROTTLED,
+            ("nvmlDeviceGetViolationStatus",),
+            (f"NVML_PERF_POLICY_{reason.upper()}",),
+            field="violationTime",  # In nanoseconds.
+            over=1e9,
+            label=(reason,),
+        )
+        for reason in _REASONS
+    ),
+    *(
+        _Question(
+            c.GPU_ECC_ERRORS,
+            ("nvmlDeviceGetTotalEccErrors",),
+            (f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}", "NVML_VOLATILE_ECC"),
+            label=(kind,),
+        )
+        for kind in _KINDS
+    ),
+)
+SPECS = dict.fromkeys((c.GPU_UTILIZATION, c.GPU_MEMORY_USED, *(question.spec for question in QUESTIONS)))
+
+
+class GpuCollector:
+    """Families of the GPUs that this process uses, or will use as far as that is certain.
+
+    `cuda`: the devices that PyTorch uses; before it uses any, those that CUDA will show by the `environment` are taken, and
+    of several processes on the host each takes the one of its `local_rank`. Where NVML is not there, there is nothing.
+    A value that cannot be had is absent; so is all of a GPU that has gone, until it answers again, and its counters go on
+    from where they were. When no GPU answers, or NVML itself has gone, `collect` raises, and the next one opens NVML
+    anew. `clock` in seconds.
+    """
+
+    name = "gpu"
+
+    def __init__(
+        self,
+        cuda: Callable[[], Iterable[DeviceStatistics]],
+        *,
+        nvml: Callable[[], ModuleType | None] = find_nvml,
+        environment: Mapping[str, str] = os.environ,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cuda = cuda
+        self._nvml = nvml
+        self._environment = environment
+        self._local_rank = local_rank
+        self._alone = local_world_size == 1
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = False
+        self._library: Library | None = None
+        self._retry_at = float("-inf")
+        self._names: tuple[object, Mapping[str, str]] | None = None
+        self._gpus: dict[str, Gpu] = {}
+        self._rows = {spec: RowCache() for spec in SPECS}
+        self._totals: dict[Spec, dict[_Row, Rising[_Row]]] = {spec: {} for spec in SPECS if spec.kind is Kind.COUNTER}
+
+    def collect(self) -> list[Family]:
+        """The families as of now."""
+        try:
+            # One at a time: whoever fails gives back what the other one is using.
+            with self._lock:
+                return self._collect()
+        finally:
+            if self._closed:
+                self.close()
+
+    def close(self) -> None:
+        """Gives NVML back, or has the collection that is under way do so. Nothing is shown afterwards."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> list[Family]:
+        library = self._opened()
+        if library is None:
+            return []
+        found: _Found = {spec: {} for spec in SPECS}
+        try:
+            self._ask_all(library, found)
+        except Exception:
+            self._give_back()
+            self._keep_rising({spec: {} for spec in SPECS})
+            raise
+        self._keep_rising(found)
+        return [
+            Family(spec, np.array(list(values.values()), dtype=np.float64), self._rows[spec].get(tuple(values)))
+            for spec, values in found.items()
+        ]
+
+    def _ask_all(self, library: Library, found: _Found) -> None:
+        """Adds what the GPUs tell. One that does not answer is left out; raises if none does."""
+        failure: Exception | None = None
+        for device, uuid in self._devices(library).items():
+            try:
+                self._ask(library, device, uuid, found)
+            except library.closed:
+                raise
+            except library.error as error:
+                self._gpus.pop(device, None)  # It may come back under another handle.
+                failure = error.with_traceback(None)  # Which would hold this frame, and so itself.
+        if failure is not None and not any(found.values()):
+            raise failure
+
+    def _ask(self, library: Library, device: str, uuid: str, found: _Found) -> None:
+        """Adds what one GPU tells, all of it or nothing; one that NVML does not know has nothing to tell."""
+        if device not in self._gpus and (gpu := library.device(uuid)) is not None:
+            self._gpus[device] = gpu
+        if device in self._gpus:
+            gpu = self._gpus[device]
+            told = list(_values(library, gpu))
+            if not told:
+                library.probe(gpu)
+            for spec, more, value in told:
+                found[spec][device, gpu.uuid, *more] = value
+
+    def _keep_rising(self, found: _Found) -> None:
+        """Replaces counters by what they have risen to: a GPU that is reset, or a driver that is loaded anew, counts from 0."""
+        for spec, totals in self._totals.items():
+            values = found[spec]
+            for row in {**totals, **values}:
+                total = totals.setdefault(row, Rising())({row: values[row]} if row in values else {})
+                if row in values:
+                    values[row] = total
+
+    def _opened(self) -> Library | None:
+        if self._library is None and not self._closed and self._clock() >= self._retry_at:
+            self._library = Library.open(self._nvml)
+            self._retry_at = self._clock() + RETRY_SECONDS if self._library is None else float("-inf")
+        return self._library
+
+    def _give_back(self) -> None:
+        library, self._library, self._names = self._library, None, None
+        if library is not None:
+            library.close()
+
+    def _devices(self, library: Library) -> Mapping[str, str]:
+        """UUIDs of the devices by their name in PyTorch, looked for again when others are used."""
+        used = {
+            device.device: device.uuid for device in self._cuda() if device.uuid is not None and device.device.startswith("cuda:")
+        }
+        wanted = tuple(used.items()) or (self._environment.get(VISIBLE), self._environment.get(ORDER))
+        if self._names is not None and self._names[0] == wanted:
+            return self._names[1]
+        self._gpus.clear()
+        installed = [] if used else library.installed()
+        names = used or self._expected(installed)
+        self._names = (wanted, names) if SILENT not in installed else None
+        return names
+
+    def _expected(self, installed: Sequence[Installed]) -> dict[str, str]:
+        """UUIDs of the devices that this process will use, if it uses any."""
+        uuids = visible(self._environment, installed)
+        mine = len(uuids) == 1 or self._alone
+        return {f"cuda:{index}": uuid for index, uuid in enumerate(uuids) if mine or index == self._local_rank}
+
+
+def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...], float]]:
+    """What NVML tells of a device: metric, further labels, value in the metric's unit."""
+    if (used := library.memory_used(gpu)) is not None:
+        yield c.GPU_MEMORY_USED, (), used
+    for question in QUESTIONS:
+        answers = (library.ask(function, gpu, *question.arguments) for function in question.functions)
+        if (told := next((answer for answer in answers if answer is not None), None)) is not None:
+            number = getattr(told, question.field) if question.field else told
+            yield question.spec, question.label, number * question.times / question.over

@@ -1,0 +1,174 @@
+"""Collector `host`: processors, memory, disks and network of the whole host, as psutil reads them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import psutil
+
+from torch_grad_exporter import catalogue as c
+from torch_grad_exporter.families import Family, Spec, scalar
+from torch_grad_exporter.readings import ABSENT, Rising, attempt
+
+SETTLE_SECONDS = 0.5
+"""Over less time the kernel's ticks are too coarse for a share of CPU time."""
+
+BLOCK_DEVICES = Path("/sys/block") if psutil.LINUX else None
+NETWORK_INTERFACES = Path("/sys/class/net") if psutil.LINUX else None
+
+_IDLE = frozenset({"idle", "iowait"})
+_COUNTED_ELSEWHERE = frozenset({"guest", "guest_nice"})  # Linux has them within `user` and `nice` already.
+
+
+class Fields(Protocol):
+    """What psutil returns: a named tuple, whose fields depend on the platform."""
+
+    def _asdict(self) -> Mapping[str, float]: ...
+
+
+class Machine(Protocol):
+    """The part of the module `psutil` that is read here."""
+
+    def cpu_times(self) -> Fields:
+        """Seconds of all processors together, by what they did."""
+
+    def virtual_memory(self) -> Fields:
+        """Bytes of memory, by use."""
+
+    def disk_io_counters(self, perdisk: Literal[True]) -> Mapping[str, Fields]:
+        """What each disk, and on Linux each part of it, has transferred."""
+
+    def net_io_counters(self, pernic: Literal[True]) -> Mapping[str, Fields]:
+        """What each network interface has transferred."""
+
+
+class BusyShare:
+    """The busy share of all processors' time from one call to the next, the first time since construction.
+
+    Always within 0 and 1. A call that comes within `SETTLE_SECONDS` of the last one that counted, as where several
+    outputs share a collector, gets what that one got. For one thread at a time.
+    """
+
+    def __init__(self, times: Callable[[], Mapping[str, float] | None], clock: Callable[[], float]) -> None:
+        self._times = times
+        self._clock = clock
+        self._since = clock()
+        self._before = times()
+        self._share: float | None = None
+
+    def __call__(self) -> float | None:
+        """The share; `None` before there is one, and where the times cannot be read."""
+        now = self._clock()
+        if now - self._since < SETTLE_SECONDS:
+            return self._share
+        times, before = self._times(), self._before
+        if times is None:
+            return None
+        self._since, self._before = now, times
+        if before is not None:
+            self._share = _busy_share(before, times, self._share)
+        return self._share
+
+
+def _busy_share(before: Mapping[str, float], now: Mapping[str, float], otherwise: float | None) -> float | None:
+    """The busy share of what has passed from `before` to `now`; `otherwise` if no time has."""
+    # A kernel's idle times may step back; psutil's own percentages take no field for less than nothing either.
+    passed = {name: max(0.0, now[name] - before.get(name, 0.0)) for name in now}
+    idle = sum(seconds for name, seconds in passed.items() if name in _IDLE)
+    busy = sum(seconds for name, seconds in passed.items() if name not in _IDLE | _COUNTED_ELSEWHERE)
+    return busy / (busy + idle) if busy + idle else otherwise
+
+
+class HostCollector:
+    """Families of the host. `machine`: the module psutil.
+
+    `block_devices`, `network_interfaces`: Linux' directories of them, `None` elsewhere.
+    """
+
+    name = "host"
+
+    def __init__(
+        self,
+        *,
+        machine: Machine = psutil,
+        block_devices: Path | None = BLOCK_DEVICES,
+        network_interfaces: Path | None = NETWORK_INTERFACES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._machine = machine
+        self._block_devices = block_devices
+        self._network_interfaces = network_interfaces
+        self._has_hardware = False
+        self._busy = BusyShare(self._cpu_times, clock)
+        self._totals: dict[Spec, Rising[str]] = {
+            spec: Rising() for spec in (c.HOST_DISK_READ, c.HOST_DISK_WRITE, c.HOST_NETWORK_RECEIVE, c.HOST_NETWORK_TRANSMIT)
+        }
+        # What is read first must be added first.
+        self._lock = threading.Lock()
+
+    def collect(self) -> list[Family]:
+        """The families as of now; of what psutil cannot read here there is no sample."""
+        with self._lock:
+            return [*self._processors_and_memory(), *self._disks(), *self._network()]
+
+    def _processors_and_memory(self) -> Iterator[Family]:
+        memory = attempt(lambda: self._machine.virtual_memory()._asdict(), ABSENT)
+        yield scalar(c.HOST_CPU, self._busy())
+        yield scalar(c.HOST_MEMORY_TOTAL, memory["total"] if memory else None)
+        yield scalar(c.HOST_MEMORY_AVAILABLE, memory["available"] if memory else None)
+
+    def _cpu_times(self) -> Mapping[str, float] | None:
+        return attempt(lambda: self._machine.cpu_times()._asdict(), ABSENT)
+
+    def _disks(self) -> Iterator[Family]:
+        disks = attempt(self._disk_counters, ABSENT) or {}
+        yield self._total(c.HOST_DISK_READ, disks, "read_bytes")
+        yield self._total(c.HOST_DISK_WRITE, disks, "write_bytes")
+
+    def _disk_counters(self) -> dict[str, Fields]:
+        counted = self._machine.disk_io_counters(perdisk=True)
+        return {name: counters for name, counters in counted.items() if self._is_disk(name)}
+
+    def _is_disk(self, name: str) -> bool:
+        """Whether it is hardware: no partition, and no volume, RAID or loop device whose bytes count below it again."""
+        return self._block_devices is None or _is_hardware(self._block_devices / name.replace("/", "!"))
+
+    def _network(self) -> Iterator[Family]:
+        interfaces = attempt(self._network_counters, ABSENT) or {}
+        yield self._total(c.HOST_NETWORK_RECEIVE, interfaces, "bytes_recv")
+        yield self._total(c.HOST_NETWORK_TRANSMIT, interfaces, "bytes_sent")
+
+    def _network_counters(self) -> dict[str, Fields]:
+        """Those of hardware; where there has never been any, as in a container, those of all but the loopback."""
+        counted = self._machine.net_io_counters(pernic=True)
+        hardware = {name: counters for name, counters in counted.items() if self._is_wire(name)}
+        # While hardware is away what runs over it is not taken in its place: its bytes have counted already.
+        self._has_hardware |= bool(hardware)
+        return hardware if self._has_hardware else {name: of for name, of in counted.items() if not _is_loopback(name)}
+
+    def _is_wire(self, name: str) -> bool:
+        """Whether it is hardware, and none whose bytes other hardware counts again, as a virtual function in a cloud."""
+        if self._network_interfaces is None:
+            return False
+        interface = self._network_interfaces / name
+        return _is_hardware(interface) and not _is_hardware(interface / "master")
+
+    def _total(self, spec: Spec, devices: Mapping[str, Fields], field: str) -> Family:
+        if not devices:
+            return scalar(spec, None)
+        return scalar(spec, self._totals[spec]({name: counters._asdict()[field] for name, counters in devices.items()}))
+
+
+def _is_hardware(device: Path) -> bool:
+    """By its directory in sysfs. `Path.exists` raises where a directory above is closed to this user."""
+    return os.path.exists(device / "device")  # noqa: PTH110
+
+
+def _is_loopback(interface: str) -> bool:
+    """By the names that Linux, BSD with macOS, and Windows give it."""
+    return interface in {"lo", "lo0"} or interface.startswith("Loopback")

@@ -1,0 +1,245 @@
+// Lines over steps or time, drawn by uPlot, with one cursor for all of them and the heatmap.
+(function (page) {
+  "use strict";
+
+  const { numbers } = page;
+  const FONT = "11px system-ui, sans-serif";
+
+  // Where the cursor is, in steps or Unix time; null: nowhere. Whoever moves it tells all the others.
+  const cursor = {
+    x: null,
+    listeners: [],
+    move(x, origin) {
+      if (x === cursor.x) return;
+      cursor.x = x;
+      for (const listener of cursor.listeners) listener(x, origin);
+    },
+  };
+
+  function bad(value) { return value !== null && value !== undefined && !Number.isFinite(value); }
+
+  // The place in an ascending list that is nearest to x.
+  function nearest(list, x) {
+    let low = 0;
+    let high = list.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (list[middle] < x) low = middle + 1;
+      else high = middle;
+    }
+    return low > 0 && x - list[low - 1] < list[low] - x ? low - 1 : low;
+  }
+
+  function xTicks(axis, low, high, most) {
+    if (axis !== "time") return ticksOfSteps(low, high, most);
+    const at = numbers.timeTicks(low, high, most);
+    const gap = at.length > 1 ? at[1] - at[0] : 60;
+    return at.map((x) => ({ x, text: numbers.timeTick(x, gap) }));
+  }
+
+  function ticksOfSteps(low, high, most) {
+    return numbers.ticks(low, high, most).filter(Number.isInteger).map((x) => ({ x, text: numbers.compact(x) }));
+  }
+
+  function xText(axis, x) {
+    return axis === "time" ? numbers.moment(x) : `step ${numbers.count(x)}`;
+  }
+
+  class Chart {
+    // `spec`: id, title, log, format, series [{label, colour}], of which a later one lies over those before. `zoomed([low, high] or null)`.
+    constructor(host, spec, zoomed) {
+      this.spec = spec;
+      this.zoomed = zoomed;
+      this.range = [0, 1];
+      this.axis = "step";
+      this._build(host);
+      this._draw();
+      new ResizeObserver(() => this._fit()).observe(this.plot);
+      this.listener = (x, origin) => this._follow(x, origin);
+      cursor.listeners.push(this.listener);
+    }
+
+    close() {
+      cursor.listeners.splice(cursor.listeners.indexOf(this.listener), 1);
+      this.uplot.destroy();
+      this.figure.remove();
+    }
+
+    _build(host) {
+      const { element } = page.dom;
+      this.values = this.spec.series.map(() => element("span", { class: "value" }));
+      this.of = element("span", { class: "of" });
+      const legend = element("span", { class: "legend" }, this.of);
+      this.spec.series.forEach((one, k) => {
+        const key = element("span", { class: "key" });
+        if (this.spec.series.length > 1) {
+          const swatch = element("span", { class: "swatch" });
+          swatch.style.borderTopColor = `var(--${one.colour})`;
+          key.append(swatch, one.label, " ");
+        }
+        key.append(this.values[k]);
+        legend.append(key);
+      });
+      this.title = element("h3", {}, this.spec.title);
+      this.nothing = element("p", { class: "nothing", hidden: "" }, this.spec.nothing || "No value yet");
+      this.also = element("p", { class: "also" });
+      this.plot = element("div", { class: "plot empty", role: "img" }, this.also);
+      const caption = element("figcaption", {}, this.title, legend);
+      this.figure = element("figure", { class: "chart", id: this.spec.id, "data-testid": this.spec.id }, caption, this.plot, this.nothing);
+      host.append(this.figure);
+    }
+
+    _draw() {
+      const { theme } = page;
+      const muted = () => theme.colour("muted");
+      const line = { stroke: () => theme.colour("grid"), width: 1 };
+      const axis = { stroke: muted, font: FONT, grid: line, ticks: { show: false } };
+      const series = this.spec.series.map((one) => ({
+        stroke: () => theme.colour(one.colour), width: 1.25, scale: "y",
+        points: { show: (u) => u.data[0].length < 12, size: 4, fill: () => theme.colour(one.colour) },
+      }));
+      const options = {
+        ...this._size(), legend: { show: false }, padding: [8, 22, 0, 0],
+        cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.zoomed(null) } },
+        scales: { x: { time: false, range: () => this.range }, y: { range: (u, low, high) => this._yRange(low, high) } },
+        axes: [
+          { ...axis, size: 24, gap: 4, splits: (u, k, low, high) => this._ticks(u.bbox.width, low, high).map((tick) => tick.x), values: (u, at) => this._texts(u, at) },
+          { ...axis, size: 54, gap: 6, splits: (u, k, low, high) => this._yTicks(low, high), values: (u, at) => at.map((y) => this._yText(y)) },
+        ],
+        series: [{}, ...series],
+        hooks: { setCursor: [(u) => this._moved(u)], setSelect: [(u) => this._selected(u)], draw: [(u) => this._marks(u)] },
+      };
+      this.lists = this.spec.series.map(() => []);
+      this.uplot = new window.uPlot(options, [[], ...this.lists], this.plot);
+    }
+
+    _fit() {
+      const { width, height } = this._size();
+      if (width !== this.uplot.width || height !== this.uplot.height) this.uplot.setSize({ width, height });
+    }
+
+    _size() { return { width: Math.max(80, this.plot.clientWidth), height: Math.max(80, this.plot.clientHeight) }; }
+
+    // `xs` and a list of values for each series: null where there is none, NaN and Infinity as they are. `flags`: for each series at which
+    // places something was not finite, whatever the value is. `of`: in words, what a value is of.
+    set(axis, range, xs, lists, flags, of = "") {
+      page.dom.text(this.of, of);
+      this.axis = axis;
+      this.range = range;
+      this.xs = xs;
+      this.raw = lists;
+      this.flags = flags.map((marks, s) => marks.map((mark, k) => mark || bad(lists[s][k])));
+      this.lists = lists.map((list) => list.map((value) => this._y(value)));
+      const known = lists.some((list) => list.some((value) => value !== null && value !== undefined));
+      this.nothing.hidden = known;
+      this.plot.classList.toggle("empty", !known);
+      this.uplot.setData([xs, ...this.lists]);
+      this._show(cursor.x);
+    }
+
+    redraw() { this.uplot.redraw(false, true); }
+
+    // uPlot ends a line at null and goes on across undefined: a record without a new sample is no gap, what is not finite is one.
+    _y(value) {
+      if (value === null || value === undefined) return undefined;
+      if (!Number.isFinite(value)) return null;
+      if (!this.spec.log) return value;
+      return value > 0 ? Math.log10(value) : null;
+    }
+
+    _yRange(low, high) {
+      if (low === null || high === null) return this.spec.log ? [-1, 1] : [0, 1];
+      if (this.spec.fixed && high <= this.spec.fixed[1] && low >= this.spec.fixed[0]) return this.spec.fixed;
+      const least = this.spec.log ? 0.4 : Math.max(Math.abs(high), 1e-12) * 0.02;
+      const pad = Math.max((high - low) * 0.06, (least - (high - low)) / 2);
+      return [!this.spec.log && low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+    }
+
+    _yTicks(low, high) {
+      const most = Math.max(2, Math.floor(this.uplot.height / 28));
+      return this.spec.log ? numbers.logTicks(low, high, most) : numbers.ticks(low, high, most);
+    }
+
+    _yText(y) {
+      const value = this.spec.log ? 10 ** y : y;
+      return this.spec.tick ? this.spec.tick(value) : this.spec.log ? numbers.logTick(y) : numbers.number(Number(value.toPrecision(6)), 4, true);
+    }
+
+    _ticks(width, low, high) {
+      return xTicks(this.axis, low, high, Math.max(2, Math.floor(width / window.devicePixelRatio / 52)));
+    }
+
+    _texts(u, at) {
+      const texts = new Map(this._ticks(u.bbox.width, u.scales.x.min, u.scales.x.max).map((tick) => [tick.x, tick.text]));
+      return at.map((x) => texts.get(x) || "");
+    }
+
+    setTitle(title) {
+      this.spec = { ...this.spec, title };
+      page.dom.text(this.title, title);
+    }
+
+    // What was not finite has a mark of its own at the upper edge: a gap alone would be overlooked.
+    _marks(u) {
+      if (!this.raw) return;
+      const ratio = window.devicePixelRatio;
+      u.ctx.save();
+      u.ctx.fillStyle = page.theme.colour("nonfinite");
+      for (const marks of this.flags) {
+        marks.forEach((mark, k) => {
+          if (!mark) return;
+          const x = u.valToPos(this.xs[k], "x", true);
+          if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
+          u.ctx.fillRect(Math.round(x - ratio), u.bbox.top - 6 * ratio, 2 * ratio, 6 * ratio);
+        });
+      }
+      u.ctx.restore();
+    }
+
+    _moved(u) {
+      const { left, idx } = u.cursor;
+      cursor.move(left >= 0 && idx !== null && idx !== undefined ? this.xs[idx] : null, this);
+    }
+
+    _selected(u) {
+      const { left, width } = u.select;
+      if (width < 5) return;
+      const chosen = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
+      u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      this.zoomed(chosen);
+    }
+
+    _follow(x, origin) {
+      if (origin !== this) {
+        const left = x === null ? -10 : this.uplot.valToPos(x, "x");
+        this.uplot.setCursor({ left, top: x === null ? -10 : 5 }, false);
+      }
+      this._show(x);
+    }
+
+    // The last place up to k at which there is a value.
+    _last(s, k) {
+      let at = k;
+      while (at > 0 && (this.raw[s][at] === null || this.raw[s][at] === undefined)) at -= 1;
+      return at;
+    }
+
+    // Which of the numbers that are not finite it was is not kept.
+    _said(s, k) {
+      const value = this.raw[s][this._last(s, k)];
+      return bad(value) ? "not finite" : this.spec.format(value);
+    }
+
+    // The values at the cursor, else the last ones.
+    _show(x) {
+      if (!this.xs || !this.xs.length) return;
+      const k = x === null ? this.xs.length - 1 : nearest(this.xs, x);
+      this.values.forEach((value, s) => { value.textContent = this._said(s, k); });
+      this.also.textContent = this.flags.some((marks, s) => marks[k] && !bad(this.raw[s][k])) ? "also not finite" : "";
+      const texts = this.spec.series.map((one, s) => `${one.label} ${this._said(s, this.xs.length - 1)}`);
+      this.plot.setAttribute("aria-label", `${this.spec.title}, last: ${texts.join(", ")}`);
+    }
+  }
+
+  page.charts = { Chart, cursor, nearest, xTicks, xText };
+})(window.TorchGrad = window.TorchGrad || {});

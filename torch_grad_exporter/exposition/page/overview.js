@@ -1,0 +1,234 @@
+// The banner, the list of what is wrong, resources and the other ranks: everything that /api/v1/status says.
+(function (page) {
+  "use strict";
+
+  const { numbers } = page;
+  const { element, icon, link, byId, text } = page.dom;
+  const RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/docs/runbook.md";
+  const SHOWN = 6;
+  const FULL = 0.9;
+  // Of the budget, as in the alert ExporterOverBudget: what adapts to it is now above, now below.
+  const OVER = 1.2;
+
+  const STATES = {
+    initialising: ["Initialising", "hourglass"], training: ["Training", "play"], evaluating: ["Evaluating", "gauge"],
+    stalled: ["Stalled", "hourglass"], finished: ["Finished", "check"], failed: ["Failed", "cross"],
+  };
+  const SEVERITIES = { critical: ["Critical", "cross"], warning: ["Warning", "warning"], info: ["Info", "info"] };
+
+  function get(status, key) { return numbers.parse(status[key]); }
+
+  function bad(value) { return value !== null && !Number.isFinite(value); }
+
+  // As the exporter said: what has passed since is not known to be without a step.
+  function age(status) {
+    const last = get(status, "last_step");
+    return last === null ? null : Math.max(0, get(status, "now") - last);
+  }
+
+  // A run that works and has not stepped for long: 10 of its own steps, and half a minute at least.
+  function late(status) {
+    const rate = get(status, "steps_per_second");
+    return status.state === "training" && age(status) > Math.max(30, rate ? 10 / rate : 30);
+  }
+
+  // `frozen`: nobody answers any more, so that "ago" would be ever more wrong.
+  function lasted(status) {
+    const [started, ended] = [get(status, "started"), get(status, "ended")];
+    if (started === null) return "";
+    if (ended !== null) return `ran for ${numbers.span(ended - started)}`;
+    return `${status.frozen ? "was running" : "running"} for ${numbers.span(get(status, "now") - started)}`;
+  }
+
+  function ago(value, status) {
+    if (!Number.isFinite(value)) return numbers.ABSENT;
+    if (status.frozen) return numbers.clock(get(status, "last_step"));
+    return value < 1.5 ? "just now" : numbers.span(value);
+  }
+
+  function agoNote(status) {
+    if (status.frozen) return known(get(status, "last_step"), numbers.day);
+    return age(status) >= 1.5 ? "ago" : "";
+  }
+
+  // Of the last sample, as its norm after clipping is: the last norm may be one that was observed at a later step.
+  function normBefore(status) {
+    const [last, after, coefficient] = [get(status, "global_norm"), get(status, "global_norm_after_clip"), get(status, "clip_coefficient")];
+    return Number.isFinite(last) && Number.isFinite(after) && coefficient > 0 ? after / coefficient : last;
+  }
+
+  function normAfter(status) {
+    const after = get(status, "global_norm_after_clip");
+    if (after === null || bad(get(status, "global_norm"))) return "";
+    return join(`${numbers.number(after, 3)} after clipping`, known(get(status, "last_sample_step"), (v) => `step\u00a0${numbers.count(v)}`));
+  }
+
+  // Steps are what counts; elements without one are gradients of no optimizer.
+  function spoiled(value, status) {
+    return value ? numbers.counted(value, get(status, "nonfinite_steps") ? "step" : "element") : numbers.count(value);
+  }
+
+  function spoiledNote(status) {
+    const [steps, elements, skipped] = [get(status, "nonfinite_steps"), get(status, "nonfinite_elements"), get(status, "skipped_steps")];
+    return join(steps && elements ? numbers.counted(elements, "element") : "", skipped ? `${numbers.counted(skipped, "step")} skipped` : "");
+  }
+
+  function passes(value, bound, level) { return value > bound ? level : ""; }
+
+  function join(...texts) { return texts.filter(Boolean).join(" · "); }
+
+  function known(value, said) { return value === null ? "" : said(value); }
+
+  // Each: id, label, raw value, text, what is written below it, level ("" or "warning", "critical"), share of a bar.
+  const TILES = [
+    { id: "step", label: "Step", raw: (s) => get(s, "step"), format: numbers.count, note: (s) => known(get(s, "epoch"), (v) => `epoch ${numbers.number(v, 4, true)}`) },
+    { id: "steps-per-second", label: "Steps/s", raw: (s) => get(s, "steps_per_second"), format: (v) => numbers.number(v, 3), note: (s) => known(get(s, "steps_per_second"), (v) => (v > 0 ? `${numbers.duration(1 / v)} a step` : "")) },
+    { id: "loss", label: "Loss", raw: (s) => get(s, "loss"), format: (v) => numbers.number(v, 4), note: (s) => known(get(s, "loss_spikes") || null, (v) => numbers.counted(v, "spike")), level: (s) => (bad(get(s, "loss")) ? "critical" : "") },
+    { id: "learning-rate", label: "Learning rate", raw: (s) => get(s, "learning_rate"), format: (v) => numbers.number(v, 3, true) },
+    { id: "tokens-per-second", label: "Tokens/s", raw: (s) => get(s, "tokens_per_second"), format: numbers.compact, note: (s) => known(get(s, "samples_per_second"), (v) => `${numbers.compact(v)} samples/s`) },
+    { id: "last-step", label: "Last step", raw: age, format: ago, note: agoNote, level: (s) => (late(s) ? "warning" : "") },
+    { id: "global-norm", label: "Gradient norm", raw: normBefore, format: (v) => numbers.number(v, 3), note: normAfter, level: (s) => (bad(get(s, "global_norm")) ? "critical" : "") },
+    { id: "nonfinite", label: "Non-finite", raw: (s) => get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), format: spoiled, note: spoiledNote, level: (s) => passes(get(s, "nonfinite_steps") || get(s, "nonfinite_elements"), 0, "critical") },
+    { id: "spikes", label: "Spikes", raw: (s) => get(s, "spikes"), format: numbers.count, note: () => "of the norm", level: (s) => passes(get(s, "spikes"), 0, "warning") },
+    { id: "dead-layers", label: "Dead layers", raw: (s) => get(s, "dead_layers"), format: numbers.count, note: (s) => known(get(s, "layers"), (v) => `of ${numbers.count(v)}`), level: (s) => passes(get(s, "dead_layers"), 0, "warning") },
+    { id: "overhead", label: "Overhead", raw: (s) => get(s, "overhead_ratio"), format: numbers.percent, note: (s) => known(get(s, "overhead_budget_ratio"), (v) => `of ${numbers.percent(v)} budget`), level: (s) => passes(get(s, "overhead_ratio"), OVER * get(s, "overhead_budget_ratio") || Infinity, "warning"), bar: (s) => get(s, "overhead_ratio") / get(s, "overhead_budget_ratio") },
+    { id: "interval", label: "Sampling", raw: (s) => get(s, "sampling_interval_steps"), format: (v) => (v === null ? numbers.ABSENT : v === 1 ? "each step" : `1 in ${numbers.count(v)}`), note: (s) => known(get(s, "last_sample_step"), (v) => `last at ${numbers.count(v)}`) },
+  ];
+
+  class Overview {
+    // `opened(layer)`: a problem was chosen.
+    constructor(opened) {
+      this.opened = opened;
+      this.all = false;
+      this.tiles = TILES.map((tile) => this._tile(tile));
+    }
+
+    _tile(tile) {
+      const mark = element("span", { class: "mark" });
+      const value = element("dd", { class: "value", "data-testid": tile.id }, numbers.ABSENT);
+      const note = element("dd", { class: "note", "data-testid": `${tile.id}-note` });
+      const box = element("div", { class: "tile", id: `tile-${tile.id}` }, element("dt", {}, tile.label, mark), value, note);
+      const bar = tile.bar && element("span", { class: "fill" });
+      if (bar) box.append(element("dd", { class: "bar", "aria-hidden": "true" }, bar));
+      byId("tiles").append(box);
+      return { tile, box, value, note, mark, bar };
+    }
+
+    // `frozen`: this is how it was when somebody answered last.
+    show(answer, frozen = false) {
+      const status = { ...answer, frozen };
+      this.status = status;
+      this._state(status);
+      for (const one of this.tiles) this._fill(one, status);
+      this._problems(status.problems || []);
+      this._resources(status.resources || []);
+      this._ranks(status.ranks || []);
+    }
+
+    _fill({ tile, box, value, note, mark, bar }, status) {
+      const raw = tile.raw(status);
+      text(value, tile.format(raw, status));
+      value.dataset.value = raw === null ? "" : String(raw);
+      text(note, tile.note ? tile.note(status) : "");
+      const level = (tile.level && tile.level(status)) || "";
+      if (box.dataset.level !== level) {
+        box.dataset.level = level;
+        mark.replaceChildren(...(level ? [icon(SEVERITIES[level][1]), element("span", { class: "unseen" }, SEVERITIES[level][0])] : []));
+      }
+      if (bar) bar.style.width = `${Math.min(100, Math.max(0, tile.bar(status) * 100 || 0))}%`;
+    }
+
+    _state(status) {
+      const state = (status.problems || []).some((one) => one.alert === "TrainingStalled") ? "stalled" : status.state || "unknown";
+      const [said, picture] = STATES[state] || [status.state || "Unknown", "info"];
+      const badge = byId("state");
+      if (badge.dataset.state !== state) {
+        badge.dataset.state = state;
+        badge.replaceChildren(icon(picture), element("span", { "data-testid": "state" }, said));
+      }
+      text(byId("run"), status.run || "–");
+      const ranks = get(status, "world_size") > 1 ? `rank ${numbers.count(get(status, "rank"))} of ${numbers.count(get(status, "world_size"))}` : `rank ${numbers.count(get(status, "rank"))}`;
+      text(byId("rank"), ranks);
+      text(byId("host"), status.host || "");
+      text(byId("since"), lasted(status));
+      text(byId("version"), status.version ? `torch_grad_exporter ${status.version}` : "torch_grad_exporter");
+      document.title = join(said, known(get(status, "step"), (v) => `step ${numbers.count(v)}`), status.run || "torch_grad_exporter");
+    }
+
+    _problems(problems) {
+      const list = byId("problem-list");
+      const key = JSON.stringify([problems.map(({ alert, severity, layer }) => [alert, severity, layer]), this.all]);
+      if (key === this.problemsKey) {
+        // Only numbers within: the rows stay, and the focus in them.
+        list.querySelectorAll(".text").forEach((words, k) => text(words, problems[k].text));
+        return;
+      }
+      this.problemsKey = key;
+      byId("problems").dataset.count = String(problems.length);
+      text(byId("problem-count"), problems.length ? String(problems.length) : "");
+      if (!problems.length) {
+        list.replaceChildren(element("li", { class: "fine" }, icon("check"), "Nothing is wrong by the thresholds of the alert rules."));
+        return;
+      }
+      const shown = this.all ? problems : problems.slice(0, SHOWN);
+      const rows = shown.map((problem) => this._problem(problem));
+      if (problems.length > SHOWN) rows.push(this._more(problems.length - SHOWN));
+      list.replaceChildren(...rows);
+    }
+
+    _more(count) {
+      const button = element("button", { type: "button", class: "plain", "aria-expanded": String(this.all) }, this.all ? "Show fewer" : `Show ${count} more`);
+      button.addEventListener("click", () => {
+        this.all = !this.all;
+        this._problems(this.status.problems);
+      });
+      return element("li", { class: "more" }, button);
+    }
+
+    _problem(problem) {
+      const severity = SEVERITIES[problem.severity] ? problem.severity : "info";
+      const [said, picture] = SEVERITIES[severity];
+      const badge = element("span", { class: "severity" }, icon(picture), said);
+      const alert = element("span", { class: "alert" }, problem.alert);
+      const words = element("span", { class: "text" }, problem.text);
+      const help = link(`${RUNBOOK}#${encodeURIComponent(String(problem.alert).toLowerCase())}`, "What to do");
+      help.classList.add("help");
+      let body = element("span", { class: "body" }, badge, alert, words);
+      if (problem.layer !== null && problem.layer !== undefined) {
+        body = element("button", { type: "button", class: "body", "data-layer": problem.layer }, badge, alert, words, element("span", { class: "go" }, "Show layer"));
+        body.addEventListener("click", () => this.opened(problem.layer, body));
+      }
+      return element("li", { "data-severity": severity, "data-alert": problem.alert }, body, help);
+    }
+
+    _resources(resources) {
+      byId("resources").hidden = !resources.length;
+      const rows = resources.map((one) => {
+        const [value, limit] = [numbers.parse(one.value), numbers.parse(one.limit)];
+        const said = one.unit === "ratio" || !limit ? numbers.unit(value, one.unit) : `${numbers.unit(value, one.unit)} of ${numbers.unit(limit, one.unit)}`;
+        const row = element("li", {}, element("span", { class: "name" }, one.name), element("span", { class: "value" }, said));
+        if (one.unit === "bytes" && value / limit >= FULL) row.dataset.level = "warning";
+        if (limit && Number.isFinite(value)) row.append(this._meter(one.name, value / limit, said));
+        return row;
+      });
+      byId("resource-list").replaceChildren(...rows);
+    }
+
+    _meter(name, share, said) {
+      const fill = element("span", { class: "fill" });
+      fill.style.width = `${Math.min(100, Math.max(0, share * 100))}%`;
+      const attributes = { class: "bar", role: "meter", "aria-label": name, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share * 100), "aria-valuetext": said };
+      return element("span", attributes, fill);
+    }
+
+    _ranks(ranks) {
+      const key = JSON.stringify(ranks);
+      if (key === this.ranksKey) return;
+      this.ranksKey = key;
+      byId("ranks").hidden = !ranks.length;
+      byId("rank-list").replaceChildren(...ranks.map((one) => element("li", {}, link(one.url, element("b", {}, `Rank ${one.rank}`), " ", element("span", {}, one.host || "")))));
+    }
+  }
+
+  page.overview = { Overview };
+})(window.TorchGrad = window.TorchGrad || {});

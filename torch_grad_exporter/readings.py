@@ -1,0 +1,103 @@
+"""How values of the machine are read: counters that never fall, dear ones that are not read at each scrape, absent ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
+
+import psutil
+
+ABSENT = (psutil.Error, OSError, RuntimeError, ValueError, AttributeError)
+"""What psutil raises where a platform, a sandbox or a file of the kernel has no such value.
+
+A zombie is a `psutil.Error`, a missing function an `AttributeError`, an empty file a `RuntimeError`, as is
+`NotImplementedError`, and a line or a field that is not as expected a `ValueError`.
+"""
+
+KEPT = 1024
+"""Of so many counters that are gone the last value is kept."""
+
+SHARE = 2e-3
+"""Of all time, what reading one dear value may take of a processor."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+def attempt(read: Callable[[], _Value], absent: tuple[type[Exception], ...]) -> _Value | None:
+    """What `read` gives, or `None` where it raises what says that there is no such value here. Anything else passes."""
+    try:
+        return read()
+    except absent:
+        return None
+
+
+class Rising(Generic[_Key]):
+    """The sum of several counters that come and go, as a counter that never falls. Any thread may call it.
+
+    A counter seen for the first time counts as a whole; one that is gone keeps what it had; what one has lost when
+    it starts again is not taken off. One that comes back adds what it has gained meanwhile, or as a whole if that is
+    less than it had: then it is another one. That holds for the `KEPT` that went last; older ones are new ones.
+
+    Threads that read for themselves hand over in the order in which they read: an older reading after a newer one
+    would have what lies between counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._last: Mapping[_Key, float] = {}
+        self._gone: dict[_Key, float] = {}
+        self._total = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self, values: Mapping[_Key, float]) -> float:
+        """The sum so far, with the counters as they are now."""
+        with self._lock:
+            self._total += sum(self._gained(key, value) for key, value in values.items())
+            self._gone = {key: last for key, last in {**self._gone, **self._last}.items() if key not in values}
+            for oldest in list(self._gone)[:-KEPT]:
+                del self._gone[oldest]
+            self._last = dict(values)
+            return self._total
+
+    def _gained(self, key: _Key, value: float) -> float:
+        if key in self._last:
+            return max(0.0, value - self._last[key])
+        before = self._gone.get(key, 0.0)
+        return value - before if value >= before else value
+
+
+class Paced(Generic[_Value]):
+    """A value that is read again only after `1 / SHARE` times as long as its last reading took.
+
+    So its reading takes a small share of a processor at most, however dear it is. `clock` says when, in seconds; `spent`
+    how long, in seconds of this thread on a processor, for waiting costs nothing. Any thread may call it; one reading
+    runs at a time.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], _Value],
+        clock: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._spent = spent
+        self._lock = threading.Lock()
+        self._ended = float("-inf")
+        self._took = 0.0
+        self._kept: _Value | None = None
+
+    def __call__(self, share: float = SHARE) -> _Value | None:
+        """The value, which may be some time old; `None` while no reading has succeeded. Raises what the reading raises."""
+        with self._lock:
+            if self._clock() >= self._ended + self._took / share:
+                start = self._spent()
+                try:
+                    self._kept = self._read()
+                finally:
+                    self._took = self._spent() - start
+                    self._ended = self._clock()
+            return self._kept
