@@ -1,0 +1,114 @@
+"""What all five dashboards have in common: variables, links to each other, annotations, time range, and where panels stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
+
+from dashboards.generate.panels import DATASOURCE, Panel
+from dashboards.generate.queries import of_run
+
+TAG = "torch-grad-exporter"
+EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under a heading. Those of a collapsed row are not asked for before somebody opens it."""
+
+    title: str
+    panels: Sequence[Panel]
+    collapsed: bool = False
+
+
+class Event(dashboard.AnnotationQuery):
+    """An annotation from Prometheus, with the texts that the SDK's model has no place for."""
+
+    title: str
+    text: str
+
+    def to_json(self) -> dict[str, object]:
+        """As the SDK has it, and the texts."""
+        return super().to_json() | {"titleFormat": self.title, "textFormat": self.text}
+
+
+class _Annotation(Builder[dashboard.AnnotationQuery]):
+    def __init__(self, name: str, color: str, expression: str, title: str, text: str) -> None:
+        self._event = Event(name=name, datasource=DATASOURCE, enable=True, hide=False, icon_color=color, expr=expression)
+        self._event.title, self._event.text = title, text
+
+    def build(self) -> dashboard.AnnotationQuery:
+        """The annotation."""
+        return self._event
+
+
+def _annotations() -> list[_Annotation]:
+    state = of_run("torch_train_state")
+    changed = f"count by (run, state) ({state} == 1 and changes({state}[$__rate_interval]) > 0)"
+    firing = 'ALERTS{alertstate="firing", run=~"$run"}'
+    return [
+        _Annotation("State changes", "blue", changed, "{{run}} is {{state}}", ""),
+        _Annotation("Firing alerts", "red", firing, "{{alertname}}", "{{severity}}: {{run}} {{rank}} {{layer}} {{device}}"),
+    ]
+
+
+def _variable(name: str, label: str, description: str, query: str, sort: dashboard.VariableSort) -> builders.QueryVariable:
+    variable = builders.QueryVariable(name).label(label).description(description).query(query).datasource(DATASOURCE)
+    variable.refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(sort)
+    return variable.multi(True).include_all(True).all_value(".+").current(EVERYTHING)
+
+
+def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
+    world, by_name = "torch_train_world_size", dashboard.VariableSort.ALPHABETICAL_ASC
+    found: list[Builder[dashboard.VariableModel]] = [
+        builders.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _variable("job", "Job", "Scrape job of Prometheus", f"label_values({world}, job)", by_name),
+        _variable("run", "Run", "Training run", f'label_values({world}{{job=~"$job"}}, run)', by_name),
+        _variable("rank", "Rank", "Process of the run, for panels about processes",
+            f"label_values({of_run(world)}, rank)", dashboard.VariableSort.NUMERICAL_ASC),
+    ]  # fmt: skip
+    if layer:
+        query = f"label_values({of_run('torch_grad_captures_total')}, layer)"
+        found.append(
+            _variable("layer", "Layer", "Layers for the panels about chosen ones", query, dashboard.VariableSort.NATURAL_ASC)
+        )
+    return found
+
+
+def _numbered(place: int, row: Row) -> tuple[builders.Row, list[Panel]]:
+    # A hundred ids for each row: a panel more in one moves none in the others, so that saved links to panels stay right.
+    for number, panel in enumerate(row.panels, start=100 * place + 1):
+        panel.id(number)
+    return builders.Row(row.title).id(100 * place).collapsed(row.collapsed), list(row.panels)
+
+
+def plain(found: dashboard.Dashboard) -> dict[str, object]:
+    """The dashboard as plain JSON, without what the SDK adds and Grafana does not have: `auto` is of interval variables only."""
+    made: dict[str, object] = json.loads(json.dumps(found, cls=JSONEncoder))
+    for variable in made["templating"]["list"]:  # type: ignore[index]
+        for name in ("auto", "auto_count", "auto_min"):
+            variable.pop(name, None)
+    return made
+
+
+def board(uid: str, title: str, description: str, content: Sequence[Row], *, layer: bool = False) -> dashboard.Dashboard:
+    """A dashboard of these rows, with all that is the same in each."""
+    found = builders.Dashboard(title).uid(uid).description(description).tags([TAG, "pytorch"]).readonly()
+    found.tooltip(dashboard.DashboardCursorSync.CROSSHAIR).time("now-1h", "now").refresh("30s").timezone("browser")
+    found.variables(_variables(layer=layer)).annotations(list(_annotations()))
+    links = builders.DashboardLink("Training dashboards").type(dashboard.DashboardLinkType.DASHBOARDS).tags([TAG])
+    found.links([links.include_vars(True).keep_time(True).as_dropdown(False).tooltip("The same runs, seen otherwise")])
+    for place, row in enumerate(content, start=1):
+        heading, shown = _numbered(place, row)
+        for panel in shown if row.collapsed else ():
+            heading.with_panel(panel)
+        found.with_row(heading)
+        for panel in () if row.collapsed else shown:
+            found.with_panel(panel)
+    return found.build()

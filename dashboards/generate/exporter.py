@@ -1,0 +1,161 @@
+"""The dashboard "Exporter": what watching costs, and whether it sees."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from dashboards.generate import panels as draw
+from dashboards.generate.board import Row, board
+from dashboards.generate.panels import Panel, Query
+from dashboards.generate.queries import equal, increase, of_rank, of_run, rate, recorded
+from dashboards.generate.tables import Column, rows
+
+UID = "torch-grad-exporter"
+RANK = "{{run}} rank {{rank}}"
+MODES = {1: ("Model's output", "green"), 2: ("Each parameter", "blue"), 3: ("Optimizer", "orange")}
+SUCCESS = {0: ("Failed", "red"), 1: ("Succeeded", "green")}
+ANSWER = {0: ("Down", "red"), 1: ("Up", "green")}
+
+
+def _overhead() -> Panel:
+    text = (
+        "Share of training time over the last 1,000 steps, and the budget. The interval adapts so that it stays below; with a "
+        "fixed `every` there is no budget."
+    )
+    panel = draw.lines(
+        "Overhead", text, "percentunit",
+        Query(of_rank("torch_grad_exporter_overhead_ratio"), RANK),
+        Query(f"min by (run) ({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "{{run}} budget"), many=True,
+    )  # fmt: skip
+    budget = [
+        draw.setting("custom.lineStyle", {"fill": "dash", "dash": [8, 8]}),
+        draw.setting("color", {"mode": "fixed", "fixedColor": "text"}),
+    ]
+    return panel.min(0).override_by_query("B", budget)
+
+
+def _cost_of_a_sample() -> Panel:
+    seconds, samples = (rate(of_rank(f"torch_grad_exporter_{name}_total")) for name in ("overhead_seconds", "captures"))
+    text = "Time that the training thread and devices spend on the exporter, to each sample. It grows with the number of layers."
+    return draw.lines("Cost of a sample", text, "s", Query(f"{seconds} / ({samples} > 0)", RANK), many=True).min(0)
+
+
+def _intervals() -> Panel:
+    text = (
+        "Steps from one sample to the next, and from one that is timed to the next. At a very long interval faults of a single "
+        "step are missed: raise the budget or leave layers out."
+    )
+    panel = draw.lines(
+        "Sampling interval", text, "short",
+        Query(of_rank("torch_grad_exporter_sampling_interval_steps"), f"{RANK} samples"),
+        Query(of_rank("torch_grad_exporter_timing_interval_steps"), f"{RANK} times"), many=True,
+    )  # fmt: skip
+    return draw.logarithmic(panel)
+
+
+def _samples() -> Panel:
+    panel = draw.lines(
+        "Samples", "Samples in each second, and those that were due and not taken or not delivered.", "cps",
+        Query(rate(of_rank("torch_grad_exporter_captures_total")), f"{RANK} taken"),
+        Query(rate(of_rank("torch_grad_exporter_captures_skipped_total")), f"{RANK} skipped"), many=True,
+    )  # fmt: skip
+    return panel.min(0)
+
+
+def _age_of_sample() -> Panel:
+    counted = recorded("rank:torch_train_steps:total", 'rank=~"$rank"')
+    sampled = f"sum by (run, rank) (max by (run, rank, optimizer) ({of_rank('torch_grad_sample_step')}))"
+    behind = f"clamp_min({counted} - {sampled}, 0)"
+    text = "Optimizer steps since the last sample. What keeps growing is an exporter that no longer sees any gradient."
+    return draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), many=True).min(0)
+
+
+def _mode() -> Panel:
+    numbers = {"output": 1, "parameter": 2, "optimizer": 3}
+    each = " or ".join(
+        f"{of_rank('torch_grad_exporter_capture_mode', equal('mode', name))} * {number}" for name, number in numbers.items()
+    )
+    text = "How gradients are captured. At the optimizer is the last resort, as under compiled autograd: after clipping."
+    return draw.timeline("Capture mode", text, Query(f"max by (run, rank) ({each})", RANK), MODES, draw.NO_RUN)
+
+
+def _layers() -> Panel:
+    panel = draw.lines(
+        "Layers", "Layers shown, and layers of the model that are shown only as part of a group, for the cap on layers.", "short",
+        Query(f"max by (run) ({of_rank('torch_grad_exporter_layers')})", "{{run}} shown"),
+        Query(f"max by (run) ({of_rank('torch_grad_exporter_layers_folded')})", "{{run}} folded"),
+    )  # fmt: skip
+    return panel.min(0)
+
+
+def _series() -> Panel:
+    text = "Time series of each target in its previous scrape. OpenMetrics advises care above 10,000."
+    panel = draw.lines("Series", text, "short", Query(of_rank("torch_grad_exporter_series"), RANK), many=True)
+    return draw.limit(panel.min(0), 10_000)
+
+
+def _errors() -> Panel:
+    query = Query(f"sum by (run, source) ({increase(of_rank('torch_grad_exporter_errors_total'))})", "{{run}} {{source}}")
+    text = "Failures inside the exporter in each interval, by where; the log has the traceback. Training goes on regardless."
+    return draw.bars(draw.lines("Errors", text, "short", query, many=True))
+
+
+def _collectors() -> Panel:
+    query = Query(f"min by (run, collector) ({of_rank('torch_grad_exporter_collector_success')})", "{{collector}} {{run}}")
+    text = "Whether each collector succeeded on all chosen ranks. A failed one leaves its metrics out and costs only those."
+    return draw.timeline("Collectors", text, query, SUCCESS, draw.NO_RUN)
+
+
+def _durations() -> Panel:
+    query = Query(f"max by (run, collector) ({of_rank('torch_grad_exporter_collector_duration_seconds')})", "{{collector}} {{run}}")
+    text = "Time of each collector at a scrape, at the slowest chosen rank. It runs beside the training, in the server's thread."
+    return draw.lines("Collectors' time", text, "s", query, many=True).min(0)
+
+
+def _scrape(name: str) -> str:
+    """What Prometheus notes of the scrapes of the chosen ranks: it has no rank unless discovery gives one."""
+    info = f"max by (job, instance, run, rank) ({of_rank('torch_train_info')})"
+    return f'{info} * on (job, instance) group_left () max by (job, instance) ({name}{{job=~"$job"}})'
+
+
+def _scrapes() -> Panel:
+    text = (
+        "How long a scrape takes, as Prometheus sees it, and how many samples it brings. Near the scrape timeout, targets go down."
+    )
+    panel = draw.lines(
+        "Scrapes", text, "s",
+        Query(_scrape("scrape_duration_seconds"), RANK), Query(_scrape("scrape_samples_scraped"), f"{RANK} samples"), many=True,
+    )  # fmt: skip
+    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", "short")]
+    return panel.min(0).override_by_query("B", right)
+
+
+def _targets() -> Panel:
+    known = f"max by (job, instance) (last_over_time({of_run('torch_train_world_size')}[$__range]))"
+    query = Query(f'up{{job=~"$job"}} and on (job, instance) {known}', "{{job}} {{instance}}")
+    text = (
+        "Whether each target that served one of the chosen runs in the time range answers. A gap is a target that was taken away."
+    )
+    return draw.timeline("Targets", text, query, ANSWER, "No target in this time range")
+
+
+def _versions() -> Panel:
+    labels = ("run", "rank", "host", "local_rank", "devices", "torch_version", "exporter_version", "python_version")
+    titles = ("Run", "Rank", "Host", "Local rank", "Devices", "PyTorch", "Exporter", "Python")
+    columns = [Column(label, title) for label, title in zip(labels, titles, strict=True)]
+    text = "What runs where. Ranks of one run with different versions are a fault of the installation."
+    query = Query(f"max by ({', '.join(labels)}) ({of_rank('torch_train_info')})")
+    return rows("Versions", text, [query], columns, nothing="No run is being scraped now")
+
+
+def dashboard() -> Dashboard:
+    """The whole dashboard."""
+    cost = [_overhead(), _cost_of_a_sample(), _intervals(), _samples(), _age_of_sample(), _mode()]
+    health = [_collectors(), _durations(), _errors(), _layers()]
+    scraping = [_targets(), _scrapes(), _series(), _versions()]
+    content = [
+        Row("Cost and sampling", [panel.span(12) for panel in cost]),
+        Row("Collectors and layers", [panel.span(12) for panel in health]),
+        Row("Scraping", [panel.span(12) for panel in scraping]),
+    ]
+    return board(UID, "Exporter", "What watching costs, and whether it sees.", content)

@@ -1,0 +1,183 @@
+"""The first row of the dashboard "Training overview": numbers that say whether a run is well."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import stat
+
+from dashboards.generate import panels as draw
+from dashboards.generate import queries as ask
+from dashboards.generate.panels import Query, link, steps
+from dashboards.generate.queries import of_rank, of_run, over_range
+
+TO_LAYERS = link("Which layer", "torch-grad-layers")
+TO_RANKS = link("Which rank", "torch-grad-ranks")
+TO_EXPORTER = link("What the exporter does", "torch-grad-exporter")
+
+# By how much a person should care; of ranks in different states the run shows the highest.
+STATES = {
+    1: ("Finished", "blue"),
+    2: ("Evaluating", "green"),
+    3: ("Training", "green"),
+    4: ("Initialising", "yellow"),
+    5: ("Gone", "semi-dark-orange"),
+    6: ("Down", "red"),
+    7: ("Failed", "red"),
+}
+AT_WORK = 'state=~"initialising|training|evaluating"'
+
+
+def _recent(selector: str) -> str:
+    """Its last value, also where it has gone within the hour."""
+    return f"last_over_time({selector}[{ask.RECENTLY}])"
+
+
+def _in(name: str) -> str:
+    """The ranks that are in a state now."""
+    return f"({of_run('torch_train_state', ask.equal('state', name))} == 1)"
+
+
+def down() -> str:
+    """How many ranks of each run cannot be scraped though they were at work, as alert TrainingTargetDown has it."""
+    lost = f'{_recent(of_run("torch_train_state", AT_WORK))} == 1 and on (job, instance) up{{job=~"$job"}} == 0'
+    elsewhere = f"max by (run, rank) ({lost}) unless on (run, rank) {of_run('torch_train_state')} == 1"
+    alive = f"count by (run) (count by (run, rank) ({of_run('torch_train_state', AT_WORK)} == 1))"
+    return f"count by (run) ({elsewhere}) unless on (run) ({alive} >= max by (run) ({of_run('torch_train_world_size')}))"
+
+
+def failed() -> str:
+    """The ranks that an exception has ended, where nothing of the run was started since, as alert TrainingFailed has it.
+
+    A rank that has a living process is none of them, whatever the text file of an older one says.
+    """
+    started = _recent(of_run("torch_train_start_timestamp_seconds"))
+    active = f"({_recent(of_run('torch_train_last_activity_timestamp_seconds'))} or {started} + 600)"
+    ended = f"{_recent(of_run('torch_train_state', ask.equal('state', 'failed')))} == 1"
+    ends = f"max by (run, rank) ({active} and on (run, rank, job, instance) {ended})"
+    alive = f"{of_run('torch_train_state', AT_WORK)} == 1"
+    return f"{ends} >= on (run) group_left () max by (run) ({started}) unless on (run, rank) {alive}"
+
+
+def state() -> str:
+    """A number of STATES for each run: of the ranks that are scraped, else of those last seen within the hour."""
+    numbers = {"finished": 1, "evaluating": 2, "training": 3, "initialising": 4}
+    now = " or ".join(f"{_in(name)} * {number}" for name, number in numbers.items())
+    finished = f"({_recent(of_run('torch_train_state', ask.equal('state', 'finished')))} == 1)"
+    at_work = f"({_recent(of_run('torch_train_state', AT_WORK))} == 1)"
+    return f"max by (run) ({now} or 0 * ({down()}) + 6 or 0 * ({failed()}) + 7) or max by (run) ({finished} or {at_work} * 5)"
+
+
+def idle() -> str:
+    """Seconds in which no rank did anything, where those are too many, as alert TrainingStalled has it; else 0."""
+    passed = f"(time() - max by (run) ({of_run('torch_train_last_activity_timestamp_seconds')}))"
+    first = f"max by (run) ({of_run('torch_train_last_step_timestamp_seconds')} - {of_run('torch_train_start_timestamp_seconds')})"
+    slowest = of_run("torch_train_slowest_step_seconds")
+    too_long = (
+        f"{passed} > 300"
+        f" unless on (run) {passed} <= clamp_max(5 * (max by (run) ({slowest}) or {first}), 1800)"
+        f" unless on (run) {passed} <= 1.5 * (max by (run) (max_over_time({slowest}[1d])) or {first})"
+        f" unless on (run) ({passed} <= 1800 and on (run) {_in('evaluating')})"
+    )
+    at_it = of_run("torch_train_state", 'state=~"training|evaluating"')
+    return f"({too_long} or on (run) 0 * {passed}) and on (run) {at_it} == 1"
+
+
+def nonfinite(name: str, *matchers: str) -> str:
+    """How many more in the time range, over all runs.
+
+    What a process did before it was first scraped no increase shows: of one that was started within the range, or in the 600 s
+    before its end, as in alert TrainingNonFiniteGradients, a count that is not 0 is 1 at least.
+    """
+    counter = of_run(name, *matchers)
+    # A second that is a range ago: PromQL has no other way to write the beginning of the range.
+    begin = "last_over_time(vector(time())[1s:1s] offset $__range)"
+    started = f"last_over_time({of_run('torch_train_start_timestamp_seconds')}[$__range])"
+    young = f"{started} > scalar(clamp_max({begin}, time() - 600))"
+    # By instance as well: `or` has to keep it beside the increase of the same rank.
+    at_first = f"group by (run, rank, instance) (last_over_time({counter}[$__range]) > 0 and on (run, rank, job, instance) {young})"
+    return f"round(sum(max by (run) (sum by (run, rank) ({over_range(counter)}) or {at_first})))"
+
+
+def _state() -> stat.Panel:
+    text = (
+        "Where the run is. Down: a rank that was at work does not answer, is at no other target, and the run lacks it. Failed: an "
+        "exception ended a rank, and nothing was started since. Gone: the run was at work when it was last scraped, and its "
+        "target is no longer known, as after an end that Prometheus was too late for."
+    )
+    panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing=draw.NO_RUN, texts=STATES)
+    return panel.data_links([TO_RANKS])
+
+
+def _nonfinite() -> stat.Panel:
+    text = (
+        "Steps with NaN or Inf in a gradient, and losses that were none, in the time range. A skipped step is what a gradient "
+        "scaler does after an overflow: a few at the start are normal. Any other may have spoilt the weights. Those before a "
+        "process was first scraped show as 1."
+    )
+    panel = draw.number(
+        "NaN and Inf", text, "short",
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "steps taken"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "steps skipped"),
+        Query(nonfinite("torch_train_loss_nonfinite_total"), "losses"),
+        nothing=draw.NO_RUN,
+    )  # fmt: skip
+    panel.thresholds(steps(("green", None), ("red", 1))).data_links([TO_LAYERS])
+    mild = steps(("green", None), ("yellow", 1)).build()
+    return panel.override_by_query("B", [draw.setting("thresholds", mild)])
+
+
+def _stalled() -> stat.Panel:
+    text = (
+        "For how long no rank of a run that trains or evaluates has done anything, once that is more than 5 minutes, 5 times the "
+        "slowest recent step (or 30 minutes), 1.5 times the slowest of a day and, in an evaluation, 30 minutes: a hang in a "
+        "collective, in the data loader or in a checkpoint."
+    )
+    panel = draw.number("Stalled for", text, "s", Query(idle(), "{{run}}"), nothing="Not training", texts={0: ("No", "green")})
+    return panel.thresholds(steps(("green", None), ("red", 1))).data_links([TO_RANKS])
+
+
+def _spikes() -> stat.Panel:
+    def count(name: str) -> str:
+        return f"round(sum(max by (run) ({over_range(of_run(name))})))"
+
+    text = (
+        "Sampled steps in the time range whose global gradient norm, or whose loss, lay beyond 6 robust sigmas of its own last 128 "
+        "values. One alone heals by itself; several in ten minutes are GradientExploding or LossSpike."
+    )
+    panel = draw.number(
+        "Spikes", text, "short",
+        Query(count("torch_grad_global_norm_spikes_total"), "gradient norm"),
+        Query(count("torch_train_loss_spikes_total"), "loss"),
+        nothing=draw.NO_RUN,
+    )  # fmt: skip
+    return panel.thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
+
+
+def _layers() -> stat.Panel:
+    text = (
+        "Layers that do not learn now: over nine in ten output units dead, a norm under a ten-millionth of the whole, or "
+        "parameters without any gradient. Dead is known from 20 samples on."
+    )
+    panel = draw.number(
+        "Layers in trouble", text, "short",
+        Query(ask.dead().how_many(), "dead"),
+        Query(ask.vanished().how_many(), "vanished"),
+        Query(ask.without_gradient().how_many(), "no gradient"),
+        nothing="No layer is read now",
+    )  # fmt: skip
+    return panel.thresholds(steps(("green", None), ("orange", 1))).data_links([TO_LAYERS])
+
+
+def _overhead() -> stat.Panel:
+    text = "Share of the training time that the exporter takes at the worst rank, and its budget. A fixed interval has none."
+    panel = draw.number(
+        "Exporter's cost", text, "percentunit",
+        Query(f"max({of_rank('torch_grad_exporter_overhead_ratio')})", "taken"),
+        Query(f"min({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "budget"),
+        nothing="No exporter is being scraped now",
+    )  # fmt: skip
+    return draw.plain(panel).decimals(2).data_links([TO_EXPORTER])
+
+
+def banner() -> list[stat.Panel]:
+    """All of them, the gravest first."""
+    return [_state(), _nonfinite(), _stalled(), _spikes(), _layers(), _overhead()]

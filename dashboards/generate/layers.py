@@ -1,0 +1,259 @@
+"""The dashboard "Gradients by layer": which layer is in trouble, since when, and what its gradient looks like."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from dashboards.generate import panels as draw
+from dashboards.generate import queries as ask
+from dashboards.generate.board import Row, board
+from dashboards.generate.panels import Panel, Query, link, url
+from dashboards.generate.queries import highest, increase, last_known, of_layer, of_rank, of_run, over_range, rate
+from dashboards.generate.tables import Column, rows
+
+UID = "torch-grad-layers"
+HERE = url(UID, "var-layer=${__data.fields.layer}", run="${__data.fields.run}")
+TROUBLE = {1: ("Dead", "purple"), 2: ("Vanished", "blue"), 3: ("No gradient", "orange"), 4: ("NaN or Inf", "red")}
+CHOSEN = 'layer=~"$layer"'
+LAYER = Column("layer", "Layer", link=HERE)
+RUN = Column("run", "Run", width=120)
+
+
+def trouble() -> str:
+    """A number of TROUBLE for each layer that is in it, the gravest first; nothing for one that is well."""
+    conditions = (ask.nonfinite(), ask.without_gradient(), ask.vanished(), ask.dead())
+    marked = (f"(({found.where()}) * 0 + {number})" for number, found in zip((4, 3, 2, 1), conditions, strict=True))
+    return " or ".join(marked)
+
+
+def _trouble() -> Panel:
+    text = (
+        "Each layer that was in trouble in the time range, and when. Dead: over nine in ten output units without any gradient for "
+        "the whole dead_window. Vanished: a norm under a ten-millionth of the whole. No gradient: parameters got none. "
+        "NaN or Inf: within the last 5 minutes."
+    )
+    nothing = "No layer was dead, vanished, without gradient or non-finite"
+    panel = draw.timeline("Layers in trouble", text, Query(trouble(), "{{layer}} {{run}}"), TROUBLE, nothing)
+    return panel.data_links([link("This layer", UID, "var-layer=${__field.labels.layer}", run="${__field.labels.run}")])
+
+
+def _norms() -> Panel:
+    text = (
+        "Every layer is a row, in the order of the names; the colour is the decimal logarithm of its gradient's norm before "
+        "clipping: -3 is 0.001. Rows that darken have a vanishing gradient, rows that light up an exploding one."
+    )
+    query = Query(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "{{layer}} {{run}}")
+    nothing = "No layer was read; of sharded gradients the recording rules make this"
+    return draw.field_of_rows("Norm of every layer", text, query, scheme="Viridis", limits=(-8, 4), nothing=nothing)
+
+
+def _deviations() -> Panel:
+    text = (
+        "Every layer is a row; the colour is how far its norm lies from its own median of the last 128 samples, in robust sigmas. "
+        "Red is far above, blue far below. Of a sharded layer, that of the part which is furthest above."
+    )
+    query = Query(highest(of_run("torch_grad_norm_zscore"), "run, layer"), "{{layer}} {{run}}")
+    return draw.field_of_rows(
+        "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
+        nothing="Known from 20 samples of a layer on",
+    )  # fmt: skip
+
+
+def _largest() -> Panel:
+    spikes = f"round(max by (run, layer) ({over_range(of_run('torch_grad_norm_spikes_total'))}))"
+    largest = ask.top(15, ask.last_layer_norm())
+    columns = [LAYER, RUN, Column("Value #A", "Norm", bar=True), Column("Value #B", "Spikes", width=80)]
+    queries = [Query(largest), Query(f"{spikes} and on (run, layer) {largest}")]
+    text = "Where the gradient is largest, and how often its norm spiked in the time range. A layer's name leads to its view below."
+    return rows("Largest norms", text, queries, columns, nothing="No layer was read")
+
+
+def _furthest() -> Panel:
+    score = f"abs({last_known(of_run('torch_grad_norm_zscore'), 'run, layer')})"
+    columns = [LAYER, RUN, Column("Value", "Sigmas", bar=True)]
+    text = (
+        "Which norms lie furthest from their own last 128 samples, above or below, in robust sigmas; 6 and more count as a spike."
+    )
+    return rows("Furthest from their own baseline", text, [Query(ask.top(15, score))], columns, "Known from 20 samples on")
+
+
+def _dead() -> Panel:
+    units, dead = ask.last_share("zero_units_ratio"), ask.last_share("dead_ratio")
+    elements = last_known(of_run("torch_grad_zero_ratio"), "run, layer")
+    worst = f"topk(15, {units})"
+    queries = [Query(worst), Query(f"{dead} and on (run, layer) {worst}"), Query(f"{elements} and on (run, layer) {worst}")]
+    columns = [
+        LAYER, RUN,
+        Column("Value #A", "Zero units", "percentunit", bar=True, full=1),
+        Column("Value #B", "Dead units", "percentunit", bar=True, full=1),
+        Column("Value #C", "Zero elements", "percentunit", bar=True, full=1),
+    ]  # fmt: skip
+    text = (
+        "Share of output units without gradient at the last sample, in each of the last dead_window samples, and of single "
+        "elements. Zero and not dead is what sparse activations and padding do."
+    )
+    return rows("Zero and dead units", text, queries, columns, nothing="No layer was read")
+
+
+def _broken() -> Panel:
+    elements = over_range(of_run("torch_grad_nonfinite_elements_total"))
+    missing = f"{last_known(of_run('torch_grad_missing_parameters'), 'run, layer')} > 0"
+    counted = f"round(sum by (run, layer, kind) ({elements})) > 0"
+    found = f'{counted} or label_replace({missing}, "kind", "parameters without gradient", "", "")'
+    columns = [LAYER, RUN, Column("kind", "What"), Column("Value", "How many", bar=True)]
+    text = (
+        "Gradient elements that were NaN or Inf in the time range, before clipping spread them to all layers, and parameters that "
+        "require a gradient and got none."
+    )
+    nothing = "Every gradient was there and finite"
+    return rows("NaN, Inf and missing gradients", text, [Query(ask.top(50, found))], columns, nothing=nothing)
+
+
+def _global_distribution() -> Panel:
+    query = Query(f"sum by (le) ({increase(of_rank('torch_grad_global_norm_distribution_bucket'))})", "{{le}}")
+    text = (
+        "Norm over all parameters at every sampled step of the chosen ranks, also at those between two scrapes: "
+        "one wild step in fifty shows here and not in a line."
+    )
+    return draw.distribution("Distribution of the global norm", text, "short", query, nothing="No gradient was sampled")
+
+
+def _clipping() -> Panel:
+    samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
+    clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
+    text = "Share of the sampled steps that were clipped, and what was left of the norm at the last of them: 1 is all of it."
+    panel = draw.lines(
+        "Clipping", text, "percentunit",
+        Query(f"{clipped} / on (run) group_left () ({samples} > 0)", "{{run}} {{optimizer}} steps clipped"),
+        Query(f"min by (run, optimizer) ({of_run('torch_grad_clip_coefficient')})", "{{run}} {{optimizer}} norm left"),
+        nothing="No gradient was sampled in this time range",
+    )  # fmt: skip
+    return panel.min(0)
+
+
+def _chosen_norms() -> Panel:
+    exact, rule = of_layer("torch_grad_norm_recent_max"), ("run_layer:torch_grad_norm:rms5m", CHOSEN)
+    norms = f"{highest(exact, 'run, layer')} or on (run, layer) {ask.recorded(*rule)}"
+    lines = ask.steadily_top(20, norms, "run, layer", exact, ask.record(*rule))
+    text = (
+        "Largest norm within the last 60 s, so that no step between two scrapes is missed; of sharded layers the root mean square "
+        "of 5 minutes. Of All layers the 20 largest."
+    )
+    panel = draw.lines("Norm", text, "short", Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True)
+    return draw.logarithmic(panel)
+
+
+def _chosen_distribution() -> Panel:
+    query = Query(f"sum by (le) ({increase(of_layer('torch_grad_norm_distribution_bucket'))})", "{{le}}")
+    text = "Norms of the chosen layers at every sampled step, in decades. A sharded layer has none: no rank knows the whole norm."
+    nothing = "No distribution: the gradients are sharded, or none was sampled"
+    return draw.distribution("Distribution of the norm", text, "short", query, nothing=nothing)
+
+
+def _chosen_elements() -> Panel:
+    selector = of_layer("torch_grad_max_magnitude")
+    lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
+    text = "Largest absolute element of the gradient. One element that is about as large as the norm is an outlier in the data."
+    panel = draw.lines(
+        "Largest element",
+        text,
+        "short",
+        Query(lines, "{{layer}} {{run}}"),
+        nothing="No gradient was sampled, or they are sharded",
+        many=True,
+    )
+    return draw.logarithmic(panel)
+
+
+def _chosen_silence() -> Panel:
+    selector = of_layer("torch_grad_zero_units_ratio")
+    lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
+    text = "Share of output units without gradient at the last sample; of a sharded layer, of the part that has most."
+    panel = draw.lines(
+        "Zero units", text, "percentunit", Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True
+    )
+    return panel.min(0).max(1)
+
+
+def _parts() -> Panel:
+    parts = of_layer("torch_grad_shard_norm", 'rank=~"$rank"')
+    lines = ask.steadily_top(20, highest(parts, "run, layer, rank"), "run, layer, rank", parts)
+    text = "Sharded gradients: norm of each chosen rank's part of the chosen layers, the 20 largest."
+    panel = draw.lines(
+        "Norm of each rank's part", text, "short", Query(lines, "{{layer}} rank {{rank}} {{run}}"),
+        nothing="The gradients of these layers are not sharded", many=True,
+    )  # fmt: skip
+    return draw.logarithmic(panel)
+
+
+def _chosen_deviation() -> Panel:
+    selector = of_layer("torch_grad_norm_spikes_total")
+    spikes = ask.or_none(f"max by (run, layer) ({increase(selector)})")
+    text = "Samples in each interval whose norm lay beyond 6 robust sigmas and 3 times the median: which layer spiked when."
+    panel = draw.lines("Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked", many=True)
+    return draw.bars(panel)
+
+
+def _updates() -> Panel:
+    selector = of_layer("torch_weight_update_ratio")
+    lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
+    text = "Norm of a layer's last update over the norm of its weights; around 0.001 is usual. With start_exporter(weights=True)."
+    nothing = "Needs start_exporter(weights=True)"
+    panel = draw.lines("Update over weight", text, "sci", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
+    return draw.logarithmic(panel)
+
+
+def _weights() -> Panel:
+    selector = of_layer("torch_weight_norm")
+    lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
+    text = "Norm of a layer's weights. One that grows without end asks for weight decay. With start_exporter(weights=True)."
+    nothing = "Needs start_exporter(weights=True), and weights that are not sharded"
+    return draw.lines("Norm of the weights", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
+
+
+def _moments() -> Panel:
+    deviation = of_layer("torch_grad_stddev")
+    lines = ask.steadily_top(10, highest(deviation, "run, layer"), "run, layer", deviation)
+    mean = f"{highest(of_layer('torch_grad_mean'), 'run, layer')} and on (run, layer) ({lines})"
+    text = "Of the chosen layers' gradients, the 10 with the largest deviation. With start_exporter(moments=True)."
+    return draw.lines(
+        "Mean and standard deviation of the elements", text, "sci",
+        Query(mean, "{{layer}} {{run}} mean"), Query(lines, "{{layer}} {{run}} deviation"),
+        nothing="Needs start_exporter(moments=True)", many=True,
+    )  # fmt: skip
+
+
+def _extremes() -> Panel:
+    largest = of_layer("torch_grad_max")
+    lines = ask.steadily_top(10, highest(largest, "run, layer"), "run, layer", largest)
+    smallest = f"min by (run, layer) ({of_layer('torch_grad_min')}) and on (run, layer) ({lines})"
+    return draw.lines(
+        "Smallest and largest element, with sign", "Of the chosen layers' gradients. With start_exporter(moments=True).", "sci",
+        Query(smallest, "{{layer}} {{run}} smallest"), Query(lines, "{{layer}} {{run}} largest"),
+        nothing="Needs start_exporter(moments=True)", many=True,
+    )  # fmt: skip
+
+
+def _all_layers() -> list[Panel]:
+    return [_trouble().span(24).height(8), _norms().span(12).height(14), _deviations().span(12).height(14)]
+
+
+def _chosen() -> list[Panel]:
+    left = [_chosen_norms(), _chosen_distribution(), _chosen_elements(), _chosen_silence(), _chosen_deviation(), _parts()]
+    return [panel.span(12) for panel in left]
+
+
+def dashboard() -> Dashboard:
+    """The whole dashboard."""
+    whole = [_global_distribution().span(12), _clipping().span(12)]
+    tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
+    more = [panel.span(12) for panel in (_updates(), _weights(), _moments(), _extremes())]
+    content = [
+        Row("All layers", _all_layers()),
+        Row("Layers to look at", tables),
+        Row("The whole gradient", whole),
+        Row("Chosen layers: $layer", _chosen()),
+        Row("Chosen layers, what is off unless asked for: weights and moments", more, collapsed=True),
+    ]
+    text = "Which layer is in trouble, since when, and what its gradient looks like."
+    return board(UID, "Gradients by layer", text, content, layer=True)

@@ -1,0 +1,217 @@
+"""The kinds of panel that the dashboards are made of, each a builder of Grafana's foundation SDK to go on with.
+
+Every panel has a title, a description, a unit and a sentence for when there is nothing to show. Colours have names, which Grafana
+renders for the light and the dark theme.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from grafana_foundation_sdk.builders import bargauge, heatmap, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders import common as build
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
+
+Named = tuple[str, str]
+"""A word and a colour for a value."""
+
+NO_RUN = "No run in this time range"
+DATASOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel | bargauge.Panel
+P = TypeVar("P", timeseries.Panel, stat.Panel, heatmap.Panel, statetimeline.Panel, table.Panel, bargauge.Panel)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What Prometheus is asked, and how the answer is called: `{{label}}` stands for a label's value."""
+
+    expression: str
+    legend: str = ""
+
+
+def _query(letter: str, query: Query, form: PromQueryFormat, *, instant: bool) -> Dataquery:
+    target = Dataquery().expr(query.expression).legend_format(query.legend or "__auto").ref_id(letter).format(form)
+    target.editor_mode(QueryEditorMode.CODE).datasource(DATASOURCE)
+    return target.instant() if instant else target.range()
+
+
+def asking(panel: P, queries: Sequence[Query], form: PromQueryFormat = PromQueryFormat.TIME_SERIES, *, instant: bool = False) -> P:
+    """The panel with its queries, which are named A, B, C and so on."""
+    letters = string.ascii_uppercase
+    return panel.targets([_query(letter, query, form, instant=instant) for letter, query in zip(letters, queries, strict=False)])
+
+
+def about(panel: P, title: str, description: str, unit: str, nothing: str) -> P:
+    """The panel with what every panel has; `nothing` is what it says where there is no data."""
+    return panel.title(title).description(description).unit(unit).no_value(nothing).datasource(DATASOURCE)
+
+
+def steps(*colors: tuple[str, float | None]) -> builders.ThresholdsConfig:
+    """Colours from values on; the first begins at None, below everything."""
+    found = [dashboard.Threshold(value=value, color=color) for color, value in colors]
+    return builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(found)
+
+
+def url(uid: str, more: str = "", run: str = "") -> str:
+    """The address of another of the dashboards that keeps time range, data source and jobs, and the runs unless one is named."""
+    runs = f"var-run={run}" if run else "${run:queryparam}"
+    kept = ("${datasource:queryparam}", "${job:queryparam}", runs, more, "${__url_time_range}")
+    return f"/d/{uid}?{'&'.join(filter(None, kept))}"
+
+
+class DataLink(dashboard.DashboardLink):
+    """A link on a value. The SDK takes one of a dashboard for it, most of whose keys Grafana does not have here."""
+
+    def to_json(self) -> dict[str, object]:
+        """Title and address."""
+        return {"title": self.title, "url": self.url}
+
+
+@dataclass(frozen=True, slots=True)
+class Link(Builder[dashboard.DashboardLink]):
+    """A link on a value to an address, as `url` makes it."""
+
+    title: str
+    address: str
+
+    def build(self) -> dashboard.DashboardLink:
+        """As the SDK wants it."""
+        return DataLink(title=self.title, url=self.address)
+
+
+def link(title: str, uid: str, more: str = "", run: str = "") -> Link:
+    """A link to another of the dashboards."""
+    return Link(title, url(uid, more, run))
+
+
+def panel_link(title: str, uid: str) -> builders.DashboardLink:
+    """A link on the panel itself, for kinds of panel whose values have none."""
+    return builders.DashboardLink(title).type(dashboard.DashboardLinkType.LINK).url(url(uid))
+
+
+def setting(name: str, value: object) -> dashboard.DynamicConfigValue:
+    """One property of a field that differs from the panel's."""
+    return dashboard.DynamicConfigValue(id_val=name, value=value)
+
+
+def names(texts: Mapping[int, Named] | Mapping[str, Named]) -> dashboard.ValueMap:
+    """Words and colours for numbers or texts."""
+    found = {
+        str(value): dashboard.ValueMappingResult(text=text, color=color, index=place)
+        for place, (value, (text, color)) in enumerate(texts.items())
+    }
+    return dashboard.ValueMap(options=found)
+
+
+def _nothing(text: str) -> dashboard.SpecialValueMap:
+    # Without it, "no value" would stand on the ground of the lowest threshold, often on green.
+    result = dashboard.ValueMappingResult(text=text, color="transparent", index=100)
+    options = dashboard.DashboardSpecialValueMapOptions(match=dashboard.SpecialValueMatch.NULL_AND_NAN, result=result)
+    return dashboard.SpecialValueMap(options=options)
+
+
+def lines(title: str, description: str, unit: str, *queries: Query, nothing: str = NO_RUN, many: bool = False) -> timeseries.Panel:
+    """Lines over time. Where there are `many`, their names stand in a table on the right, the largest last value first."""
+    legend = build.VizLegendOptions().show_legend(True)
+    if many:
+        legend.display_mode(common.LegendDisplayMode.TABLE).placement(common.LegendPlacement.RIGHT).calcs(["lastNotNull", "max"])
+        legend.sort_by("Last *").sort_desc(True).width(320)
+    else:
+        legend.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).calcs([])
+    panel = asking(about(timeseries.Panel(), title, description, unit, nothing), queries).legend(legend)
+    tooltip = build.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
+    by_name = builders.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC_BY_NAME)
+    return panel.tooltip(tooltip).color_scheme(by_name).line_width(1).fill_opacity(0).show_points(common.VisibilityMode.AUTO)
+
+
+def logarithmic(panel: timeseries.Panel) -> timeseries.Panel:
+    """The same with a logarithmic axis, for what spans decades."""
+    return panel.scale_distribution(build.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10))
+
+
+def stacked(panel: timeseries.Panel) -> timeseries.Panel:
+    """The same as areas on top of each other, for parts of a whole."""
+    return panel.stacking(build.StackingConfig().mode(common.StackingMode.NORMAL).group("A")).fill_opacity(60).line_width(0)
+
+
+def bars(panel: timeseries.Panel) -> timeseries.Panel:
+    """The same as bars, for how often something happened in each interval."""
+    return panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80).min(0)
+
+
+def limit(panel: timeseries.Panel, value: float) -> timeseries.Panel:
+    """The same with a dashed line where an alert begins."""
+    panel.thresholds(steps(("transparent", None), ("orange", value)))
+    return panel.thresholds_style(build.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
+
+
+def number(
+    title: str, description: str, unit: str, *queries: Query, nothing: str, texts: Mapping[int, Named] | None = None
+) -> stat.Panel:
+    """A few numbers as of now, large, on a coloured ground where thresholds or names give one."""
+    panel = asking(about(stat.Panel(), title, description, unit, nothing), queries, instant=True)
+    panel.reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
+    panel.color_mode(common.BigValueColorMode.BACKGROUND_SOLID).graph_mode(common.BigValueGraphMode.NONE)
+    panel.mappings([*([names(texts)] if texts else []), _nothing(nothing)])
+    return panel.text_mode(common.BigValueTextMode.VALUE_AND_NAME).wide_layout(True).thresholds(steps(("transparent", None)))
+
+
+def plain(panel: stat.Panel) -> stat.Panel:
+    """The same without a coloured ground: the numbers are neither good nor bad."""
+    return panel.color_mode(common.BigValueColorMode.NONE)
+
+
+def ranking(title: str, description: str, unit: str, *queries: Query, nothing: str) -> bargauge.Panel:
+    """A bar for each series, as of now."""
+    panel = asking(about(bargauge.Panel(), title, description, unit, nothing), queries, instant=True)
+    panel.reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
+    panel.display_mode(common.BarGaugeDisplayMode.BASIC).orientation(common.VizOrientation.HORIZONTAL)
+    return panel.show_unfilled(True).thresholds(steps(("blue", None)))
+
+
+def timeline(title: str, description: str, query: Query, texts: Mapping[int, Named], nothing: str) -> statetimeline.Panel:
+    """A row for each series whose colour says its state; 20 rows to a page."""
+    panel = asking(about(statetimeline.Panel(), title, description, "short", nothing), [query]).mappings([names(texts)])
+    panel.legend(build.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST).placement(
+        common.LegendPlacement.BOTTOM))  # fmt: skip
+    panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.85).per_page(20).fill_opacity(80)
+    tooltip = build.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE).sort(common.SortOrder.NONE)
+    return panel.thresholds(steps(("text", None))).tooltip(tooltip).max_data_points(120)
+
+
+def _color(scheme: str) -> heatmap.HeatmapColorOptions:
+    color = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme(scheme).steps(64).fill("dark-orange")
+    return color.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5)
+
+
+def _heatmap(panel: heatmap.Panel, color: heatmap.HeatmapColorOptions) -> heatmap.Panel:
+    panel.color(color).mode(common.TooltipDisplayMode.SINGLE).show_color_scale(True).show_legend().calculate(False)
+    return panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_gap(1).max_data_points(120)
+
+
+def distribution(title: str, description: str, unit: str, query: Query, nothing: str) -> heatmap.Panel:
+    """How a histogram's observations spread, over time; the query yields an increase by `le`."""
+    panel = asking(about(heatmap.Panel(), title, description, unit, nothing), [query], PromQueryFormat.HEATMAP)
+    axis = heatmap.YAxisConfig().unit(unit).axis_placement(common.AxisPlacement.LEFT).reverse(False)
+    return _heatmap(panel, _color("Oranges")).y_axis(axis).cell_values(heatmap.CellValues().unit("short").decimals(0))
+
+
+def field_of_rows(
+    title: str, description: str, query: Query, *, scheme: str, limits: tuple[float, float], nothing: str
+) -> heatmap.Panel:
+    """A thin row for each series, its value as a colour between two limits: hundreds of layers at a glance."""
+    panel = asking(about(heatmap.Panel(), title, description, "short", nothing), [query])
+    color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1])
+    color.reverse(scheme == "RdYlBu")  # red is to be high
+    axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180).reverse(False)
+    panel = _heatmap(panel, color).y_axis(axis).cell_gap(0).filter_values(heatmap.FilterValueRange())
+    return panel.cell_values(heatmap.CellValues().unit("short").decimals(1))

@@ -1,0 +1,181 @@
+"""Pieces of PromQL that the dashboards share; each function returns an expression.
+
+Gauges may be NaN: `max` passes over them by itself, sums and means filter with `x == x`. Gauges are never summed over time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUN = 'job=~"$job", run=~"$run"'
+RANK = f'{RUN}, rank=~"$rank"'
+LAYER = f'{RUN}, layer=~"$layer"'
+
+# A target that is gone leaves nothing behind; a person who is called looks within the hour, and wants to see how it ended.
+RECENTLY = "1h"
+
+
+def equal(label: str, value: str) -> str:
+    """A matcher for one value of a label."""
+    return f'{label}="{value}"'
+
+
+def of_run(name: str, *matchers: str) -> str:
+    """The metric's series of the chosen runs, all ranks."""
+    return f"{name}{{{', '.join((RUN, *matchers))}}}"
+
+
+def of_rank(name: str, *matchers: str) -> str:
+    """The metric's series of the chosen ranks."""
+    return f"{name}{{{', '.join((RANK, *matchers))}}}"
+
+
+def of_layer(name: str, *matchers: str) -> str:
+    """The metric's series of the chosen layers; on all ranks, for under DDP only one rank shows a layer."""
+    return f"{name}{{{', '.join((LAYER, *matchers))}}}"
+
+
+def rate(selector: str) -> str:
+    """Per second, at each moment."""
+    return f"rate({selector}[$__rate_interval])"
+
+
+def increase(selector: str) -> str:
+    """How many more, at each moment."""
+    return f"increase({selector}[$__rate_interval])"
+
+
+def over_range(selector: str) -> str:
+    """How many more over the whole time range of the dashboard; `increase` extrapolates, so that whole numbers need rounding."""
+    return f"increase({selector}[$__range])"
+
+
+def highest(selector: str, by: str) -> str:
+    """The largest for each `by`: of what several ranks show the same of, that."""
+    return f"max by ({by}) ({selector})"
+
+
+def last_known(selector: str, by: str) -> str:
+    """The largest now for each `by`, else the last one within the hour: a run that has ended is still to be seen."""
+    return f"({highest(selector, by)} or {highest(f'last_over_time({selector}[{RECENTLY}])', by)})"
+
+
+def record(name: str, *matchers: str) -> str:
+    """A recording rule's series of the chosen runs; they have no `job`."""
+    chosen = ", ".join(('run=~"$run"', *matchers))
+    return f"{name}{{{chosen}}}"
+
+
+def recorded(name: str, *matchers: str) -> str:
+    """The same of the chosen jobs: those that the runs' own series have."""
+    return f"({record(name, *matchers)} and on (run) {of_run('torch_train_world_size')})"
+
+
+def last_recorded(name: str, *matchers: str) -> str:
+    """As `recorded`, or the last value within the hour."""
+    runs = f"last_over_time({of_run('torch_train_world_size')}[{RECENTLY}])"
+    return f"(last_over_time({record(name, *matchers)}[{RECENTLY}]) and on (run) {runs})"
+
+
+def with_host(selector: str) -> str:
+    """The same with the label `host`: an index of a GPU says nothing without it. Job and instance keep the match unique.
+
+    Of a pushed run whose model has moved to another device there are two facts for a while.
+    """
+    info = f"max by (job, instance, run, rank, host) ({of_run('torch_train_info')})"
+    return f"{selector} * on (job, instance, run, rank) group_left (host) {info}"
+
+
+def quantile(share: float, selector: str, by: str) -> str:
+    """A quantile of a histogram's observations."""
+    return f"histogram_quantile({share}, sum by ({by}, le) ({rate(selector)}))"
+
+
+def or_none(expression: str) -> str:
+    """What is above 0; for a run of which nothing is, one line at 0."""
+    return f"({expression} > 0) or on (run) 0 * {highest(of_run('torch_train_world_size'), 'run')}"
+
+
+def top(count: int, expression: str) -> str:
+    """The largest `count` of an instant query."""
+    return f"topk({count}, {expression})"
+
+
+def steadily_top(count: int, expression: str, by: str, *selectors: str) -> str:
+    """The same `count` lines over all the time range, not others at each moment: those that were largest in it."""
+    largest = " or ".join(highest(f"max_over_time({selector}[$__range] @ end())", by) for selector in selectors)
+    return f"({expression}) and on ({by}) topk({count}, {largest})"
+
+
+def global_norm() -> str:
+    """The norm before clipping, by run and optimizer; of sharded gradients whose norm nobody observed, the mean of 5 minutes."""
+    exact = highest(of_run("torch_grad_global_norm"), "run, optimizer")
+    return f"({exact} or on (run) {recorded('run:torch_grad_norm:rms5m')})"
+
+
+def layer_norm() -> str:
+    """The norm of each layer; of sharded ones, of which no rank knows it, the mean of 5 minutes from the recording rule."""
+    exact = highest(of_run("torch_grad_norm"), "run, layer")
+    return f"({exact} or on (run, layer) {recorded('run_layer:torch_grad_norm:rms5m')})"
+
+
+def last_layer_norm() -> str:
+    """As `layer_norm`, or the last values within the hour."""
+    exact = last_known(of_run("torch_grad_norm"), "run, layer")
+    return f"({exact} or on (run, layer) {last_recorded('run_layer:torch_grad_norm:rms5m')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is wrong with a layer: `measure compared limit`, each side by run and layer or matched to that."""
+
+    measure: str
+    compared: str
+    limit: str
+
+    def where(self) -> str:
+        """The layers that it holds for."""
+        return f"{self.measure} {self.compared} {self.limit}"
+
+    def how_many(self) -> str:
+        """For how many layers it holds: 0 for none, absent where nothing is known."""
+        return f"count({self.where()}) or 0 * count({self.measure})"
+
+
+def last_share(of: str) -> str:
+    """A share of each layer's output units, weighed over all parts of a sharded layer where the rules are loaded."""
+    raw = last_known(of_run(f"torch_grad_{of}"), "run, layer")
+    return f"({last_recorded(f'run_layer:torch_grad_{of}:mean')} or {raw})"
+
+
+def dead_ratio() -> str:
+    """The share of dead output units of each layer, over all parts of a sharded one where the rules are loaded."""
+    raw = highest(of_run("torch_grad_dead_ratio"), "run, layer")
+    return f"({recorded('run_layer:torch_grad_dead_ratio:mean')} or {raw})"
+
+
+def dead() -> Condition:
+    """More than nine in ten output units are dead, as alert LayerDead has it."""
+    return Condition(dead_ratio(), ">", "0.9")
+
+
+def vanished() -> Condition:
+    """The largest recent norm is under a ten-millionth of the whole, as alert GradientVanishing has it.
+
+    Of a sharded layer its largest part stands for it. Where a sample is older than a minute, there is no recent one.
+    """
+    names = ("torch_grad_norm_recent_max", "torch_grad_norm", "torch_grad_shard_norm")
+    # The largest of each first: `or` is slow between thousands of series.
+    largest = " or ".join(highest(of_run(name), "run, layer") for name in names)
+    return Condition(f"({largest})", "<", f"on (run) group_left () (1e-7 * max by (run) ({global_norm()} < +Inf))")
+
+
+def without_gradient() -> Condition:
+    """Parameters that require a gradient got none."""
+    return Condition(highest(of_run("torch_grad_missing_parameters"), "run, layer"), ">", "0")
+
+
+def nonfinite() -> Condition:
+    """NaN or Inf came up in the gradient within 5 minutes. By the rule: raw, these are the most series of all."""
+    counted = recorded("run_layer:torch_grad_nonfinite_elements:increase5m")
+    return Condition(f"sum by (run, layer) ({counted})", ">", "0")

@@ -1,0 +1,215 @@
+"""The dashboard "Ranks": which rank is slow, stands still or has gradients of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from dashboards.generate import panels as draw
+from dashboards.generate import queries as ask
+from dashboards.generate.board import Row, board
+from dashboards.generate.panels import Panel, Query, steps, url
+from dashboards.generate.queries import equal, highest, increase, of_rank, of_run, over_range, recorded
+from dashboards.generate.tables import Column, rows
+
+UID = "torch-grad-ranks"
+CHOSEN = 'rank=~"$rank"'
+RANK = "{{run}} rank {{rank}}"
+STATES = {
+    1: ("Initialising", "yellow"),
+    2: ("Training", "green"),
+    3: ("Evaluating", "semi-dark-green"),
+    4: ("Finished", "blue"),
+    5: ("Failed", "red"),
+}
+NO_RULES = "Not known yet: needs the recording rules, and steps in the last 5 minutes"
+
+
+def _missing() -> Panel:
+    seen = f"count by (run) (count by (run, rank) ({of_run('torch_train_world_size')}))"
+    text = "Ranks that are being scraped, of those that the run has. Rank 0 counts those that report to it where whole_run is on."
+    panel = draw.number(
+        "Ranks", text, "short",
+        Query(seen, "{{run}} seen"),
+        Query(highest(of_run("torch_train_world_size"), "run"), "{{run}} of"),
+        Query(highest(of_run("torch_run_ranks_reporting"), "run"), "{{run}} reporting to rank 0"),
+        nothing="No run is being scraped now",
+    )  # fmt: skip
+    return draw.plain(panel)
+
+
+def _skew() -> Panel:
+    query = Query(recorded("run:torch_train_steps:skew"), "{{run}}")
+    text = "Optimizer steps between the rank that is furthest and the last. A few are due to scrapes at different moments."
+    return draw.plain(draw.number("Steps between first and last rank", text, "short", query, nothing=NO_RULES))
+
+
+def _slowest() -> Panel:
+    ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
+    text = "The rank with the most time of its own in a step, as a multiple of the median's. From 1.33 on it is a straggler."
+    panel = draw.number(
+        "Slowest rank", text, "short", Query(ask.top(1, ratio), RANK), nothing="One rank, or own time is not known here"
+    )
+    return panel.decimals(2).thresholds(steps(("green", None), ("orange", 1.33)))
+
+
+def _idlest() -> Panel:
+    passed = f"time() - {of_rank('torch_train_last_activity_timestamp_seconds')}"
+    text = (
+        "The rank whose last forward, backward or step is oldest: where all hang, the one that stopped first is the one to look at."
+    )
+    panel = draw.number(
+        "Longest without activity", text, "s", Query(ask.top(1, passed), RANK), nothing="No run is being scraped now"
+    )
+    return draw.plain(panel)
+
+
+def _states() -> Panel:
+    def those_in(states: Mapping[str, int]) -> str:
+        return " or ".join(f"({of_rank('torch_train_state', equal('state', name))} == 1) * {states[name]}" for name in states)
+
+    alive = f"max by (run, rank) ({those_in({'initialising': 1, 'training': 2, 'evaluating': 3})})"
+    ended = f"max by (run, rank) ({those_in({'finished': 4, 'failed': 5})})"
+    text = (
+        "What each rank does, and when its target was there. A gap is a time without a scrape. Of a rank that was started again "
+        "beside its last one's text file, what it does now."
+    )
+    return draw.timeline("State of each rank", text, Query(f"{alive} or {ended}", RANK), STATES, draw.NO_RUN)
+
+
+def _behind() -> str:
+    """How many steps a rank is behind the furthest of its run."""
+    counted = "rank:torch_train_steps:total"
+    furthest = f"max by (run) ({recorded(counted)})"
+    return f"{furthest} - on (run) group_right () {recorded(counted, CHOSEN)}"
+
+
+def _comparison() -> Panel:
+    idle = f"time() - {of_rank('torch_train_last_activity_timestamp_seconds')}"
+    queries = [
+        Query(f"max by (job, instance, run, rank, host) ({of_rank('torch_train_info')})"),
+        Query(recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)),
+        Query(recorded("rank:torch_train_step_duration_seconds:mean5m", CHOSEN)),
+        Query(recorded("rank:torch_train_own_seconds:mean5m", CHOSEN)),
+        Query(recorded("rank:torch_train_host_seconds:mean5m", CHOSEN)),
+        Query(recorded("rank:torch_train_gradient_wait_seconds:mean5m", CHOSEN)),
+        Query(_behind()),
+        Query(idle),
+        Query(f"round(sum by (run, rank) ({over_range(of_rank('torch_grad_nonfinite_elements_total'))}))"),
+    ]
+    to_resources = url("torch-grad-resources", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
+    columns = [
+        Column("run", "Run"), Column("rank", "Rank", width=70, link=to_resources), Column("host", "Host", link=to_resources),
+        Column("Value #B", "Own time / median", bar=True), Column("Value #C", "Step", "s", width=90),
+        Column("Value #D", "Own time", "s", width=90), Column("Value #E", "Data and host", "s", width=110),
+        Column("Value #F", "Waits for others", "s", width=120), Column("Value #G", "Steps behind", width=105),
+        Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95),
+    ]  # fmt: skip
+    text = (
+        "All ranks side by side. Own time is a step without the waiting for other ranks; where it is unknown, as on GPUs, compare "
+        "data and host time. NaN and Inf are gradient elements in the time range, of the layers that the rank shows."
+    )
+    return rows("Ranks side by side", text, queries, columns, nothing="No run is being scraped now")
+
+
+def _own_time() -> Panel:
+    ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
+    text = (
+        "Each rank's time of its own in a step, as a multiple of the median rank's: 1 is like the others, the straggler stands "
+        "out. Known under DistributedDataParallel on CPUs."
+    )
+    nothing = "Own time is not known here: one rank, FSDP2 or GPUs"
+    panel = draw.lines("Own time beside the median rank", text, "short", Query(ratio, RANK), nothing=nothing, many=True)
+    return draw.limit(panel, 1.33)
+
+
+def _waits() -> Panel:
+    wait = recorded("rank:torch_train_gradient_wait_seconds:mean5m", CHOSEN)
+    text = "How long a rank waits for the others' gradients in a step. The slowest rank waits least; what all wait is the network."
+    nothing = "Known under DistributedDataParallel on CPUs only"
+    return draw.lines("Waiting for other ranks", text, "s", Query(wait, RANK), nothing=nothing, many=True).min(0)
+
+
+def _host_time() -> Panel:
+    host = recorded("rank:torch_train_host_seconds:mean5m", CHOSEN)
+    text = "Data, optimizer and everything between steps, in each step: known under FSDP2 too, where the rest is mostly waiting."
+    return draw.lines("Data and host time of a step", text, "s", Query(host, RANK), nothing=NO_RULES, many=True).min(0)
+
+
+def _lag() -> Panel:
+    text = "How many optimizer steps a rank is behind the one that is furthest. A line that climbs is a rank that stands still."
+    query = Query(_behind(), RANK)
+    return draw.lines("Steps behind", text, "short", query, nothing=draw.NO_RUN, many=True).min(0)
+
+
+def _nonfinite() -> Panel:
+    found = f"sum by (run, rank) ({increase(of_rank('torch_grad_nonfinite_steps_total'))})"
+    text = "Steps in each interval in which a rank found NaN or Inf in its gradients. All at once: the loss spread it."
+    return draw.bars(draw.lines("Steps with NaN or Inf by rank", text, "short", Query(found, RANK), many=True))
+
+
+def _losses() -> Panel:
+    loss = highest(of_rank("torch_train_loss"), "run, rank")
+    text = "Loss of each rank, on its own batch. One that drifts away from the others has other data, or other weights."
+    query = Query(loss, RANK)
+    return draw.lines("Loss by rank", text, "short", query, nothing="No loss: give it with exporter.observe(loss=...)", many=True)
+
+
+def _whole_norm() -> Panel:
+    text = (
+        "Root mean square of the whole gradient's norm over 5 minutes, from all ranks' parts; beside it what each step's clipping "
+        "found with observe(grad_norm=...), and what rank 0 adds up where whole_run is on."
+    )
+    panel = draw.lines(
+        "Norm over all ranks", text, "short",
+        Query(recorded("run:torch_grad_norm:rms5m"), "{{run}} from all parts"),
+        Query(highest(of_run("torch_grad_global_norm"), "run, optimizer"), "{{run}} {{optimizer}} as known to a rank"),
+        Query(highest(of_run("torch_run_grad_global_norm_rms"), "run"), "{{run}} at rank 0"),
+        nothing=NO_RULES,
+    )  # fmt: skip
+    return draw.logarithmic(panel)
+
+
+def _layer_norms() -> Panel:
+    name = "run_layer:torch_grad_norm:rms5m"
+    lines = ask.steadily_top(20, recorded(name), "run, layer", ask.record(name))
+    text = (
+        "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest. With one rank it is the same."
+    )
+    panel = draw.lines("Norms of sharded layers", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=NO_RULES, many=True)
+    return draw.logarithmic(panel)
+
+
+def _own_norms() -> Panel:
+    text = (
+        "Norm of each rank's own gradient, before the mean over ranks. One rank far above the others has bad data or a bad device, "
+        "which the mean hides."
+    )
+    nothing = "Needs start_exporter(local_norm=True) and DistributedDataParallel"
+    query = Query(highest(of_rank("torch_grad_local_norm"), "run, rank, optimizer"), f"{RANK} {{{{optimizer}}}}")
+    return draw.logarithmic(draw.lines("Own norm of each rank", text, "short", query, nothing=nothing, many=True))
+
+
+def _noise_scale() -> Panel:
+    text = (
+        "Simple noise scale of the gradient in samples, the median of the ranks' estimates: a batch far below it gains from more "
+        "samples, one far above it wastes them."
+    )
+    nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel and 20 samples"
+    query = Query(recorded("run:torch_grad_noise_scale:median"), "{{run}} {{optimizer}}")
+    return draw.logarithmic(draw.lines("Gradient noise scale", text, "short", query, nothing=nothing))
+
+
+def dashboard() -> Dashboard:
+    """The whole dashboard."""
+    numbers = [panel.span(6).height(4) for panel in (_missing(), _skew(), _slowest(), _idlest())]
+    pace = [_own_time(), _waits(), _host_time(), _lag()]
+    gradients = [_whole_norm(), _layer_norms(), _nonfinite(), _losses()]
+    content = [
+        Row("All ranks", [*numbers, _states().span(24).height(8), _comparison().span(24).height(10)]),
+        Row("Pace", [panel.span(12) for panel in pace]),
+        Row("Gradients over ranks", [panel.span(12) for panel in gradients]),
+        Row("A rank's own gradient: off unless asked for", [_own_norms().span(12), _noise_scale().span(12)], collapsed=True),
+    ]
+    return board(UID, "Ranks", "Which rank is slow, stands still or has gradients of its own.", content)
