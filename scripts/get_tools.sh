@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes real servers available to the tests in .tools/usr/bin, without touching the system.
+# Makes real servers and a browser available to the tests in .tools/usr/bin, without touching the system; but for Chromium.
 #
-#   scripts/get_tools.sh                        what TOOLS names, by default prometheus and promtool
+#   scripts/get_tools.sh                        what TOOLS names, by default all that the tests use
 #   TOOLS="promtool" scripts/get_tools.sh       only these
 #
 # TOOLS lists Debian packages, each with the program it brings where that has another name:
@@ -9,10 +9,17 @@
 # downloaded with apt's own tools, signatures checked, from the mirror that the machine's sources name,
 # and unpacked here; apt's lists and cache of the system stay as they are, and root is not needed.
 # Whatever is there already is left alone.
+#
+# Chromium is the exception: it needs a hundred libraries where its package puts them. Where no Chromium or Chrome is on PATH,
+# apt installs Debian's into the system, from the machine's own sources, reading their lists anew where they do not have it. That
+# takes root, and does not come about on a machine that has a browser.
+#
+# Debian's Alertmanager reads its default templates from below /usr/share, where nothing is put: they are in
+# .tools/usr/share, and the program that is fetched looks for them relative to where it is started, .tools.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TOOLS="${TOOLS:-prometheus promtool}"
+TOOLS="${TOOLS:-prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics docker-compose chromium}"
 SUITE="${SUITE:-trixie}" # The first Debian release whose promtool knows everything that the tests use.
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 ROOT="$PWD/.tools"
@@ -36,6 +43,38 @@ on_path() {
     return 1
 }
 
+# Chromium goes by several names; a stub that only says how to install one does not count.
+browser_on_path() {
+    local name path
+    for name in chromium chromium-browser google-chrome google-chrome-stable; do
+        if path="$(on_path "$name")" && "$path" --version >/dev/null 2>&1; then
+            printf '%s\n' "$path"
+            return 0
+        fi
+    done
+    return 1
+}
+
+# Into the system, where it stays. As it has no desktop here, what Debian only recommends is left out.
+install_chromium() {
+    local state="$1" path get=(apt-get -q -y -o Acquire::Retries=3 -o DPkg::Lock::Timeout=120)
+    if ((EUID != 0)) || ! command -v apt-get >/dev/null || [[ ! -r "$KEYRING" ]]; then
+        fail "there is no Chromium, which tests of the live page need. Install Chromium or Google Chrome so that it is on PATH
+(on Debian 'apt-get install chromium', as root), then run 'make tools' again."
+    fi
+    echo "get_tools: installing Debian's chromium into the system"
+    export DEBIAN_FRONTEND=noninteractive
+    # Lists that are there may be so old that their mirror has those versions no more.
+    if ! "${get[@]}" install --no-install-recommends chromium >"$state/chromium.log" 2>&1; then
+        "${get[@]}" update || fail "apt-get could not read the package sources of this machine; is there a network?"
+        "${get[@]}" install --no-install-recommends chromium >"$state/chromium.log" 2>&1 ||
+            { tail -n 20 "$state/chromium.log" >&2 && fail "apt-get could not install chromium"; }
+    fi
+    path="$(browser_on_path)" || fail "Debian's chromium does not run on this system"
+    ln -sfn "$path" "$BIN/chromium"
+    echo "get_tools: chromium is installed, using $path"
+}
+
 # What apt's indexes say; a machine on which `apt-get update` never ran has none, so then the source files.
 mirrors() {
     apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Label: Debian' 2>/dev/null || true
@@ -53,8 +92,10 @@ debian_mirror() {
 
 explain() {
     fail "cannot fetch$(printf ' %s' "$@") here: $1 is not on PATH, and this machine has no Debian mirror in its package sources.
-Install Prometheus (https://prometheus.io/download/, or your system's package 'prometheus') so that
-these programs are on PATH, then run 'make tools' again."
+Install Prometheus and Alertmanager (https://prometheus.io/download/, or your system's packages; Alertmanager's program
+under the name 'prometheus-alertmanager'), VictoriaMetrics (https://github.com/VictoriaMetrics/VictoriaMetrics/releases, the
+single node; its program under the name 'victoria-metrics') and Docker Compose so that these programs are on PATH, then run
+'make tools' again."
 }
 
 # Settings of apt for one run in a directory of its own. The system's settings (proxy, certificates) are
@@ -87,23 +128,44 @@ SETTINGS
 
 # Downloads one package and moves its program into place in one step, so that an interrupted run leaves none.
 install_from_debian() {
-    local state="$1" package="$2" program="$3"
-    mkdir -p "$state/$package/files"
-    (cd "$state/$package" && apt-get -q -c "$state/apt.conf" download "$package")
-    dpkg -x "$state/$package"/*.deb "$state/$package/files"
-    local found="$state/$package/files/usr/bin/$program"
-    [[ -x "$found" ]] || fail "Debian's package $package has no usr/bin/$program: write it as PACKAGE=PROGRAM in TOOLS"
+    local state="$1" package="$2" program="$3" found
+    local files="$state/$package/files"
+    if [[ ! -d "$files" ]]; then # A package may bring several programs.
+        mkdir -p "$files"
+        (cd "$state/$package" && apt-get -q -c "$state/apt.conf" download "$package")
+        dpkg -x "$state/$package"/*.deb "$files"
+    fi
+    found="$(find "$files" -path "*/usr/bin/$program" -o -path "*/usr/libexec/*/$program" | head -n 1)"
+    [[ -n "$found" && -x "$found" ]] || fail "Debian's package $package has no program $program: write it as PACKAGE=PROGRAM in TOOLS"
     "$found" --version >/dev/null 2>&1 || fail "$program from Debian $SUITE does not run on this system"
+    bring_templates "$files" "$found"
     mv -f "$found" "$BIN/$program"
 }
 
+# Copies the default templates of Alertmanager, and replaces their path in the program by a relative one of the same length.
+bring_templates() {
+    local files="$1" program="$2" templates=usr/share/prometheus/alertmanager
+    if [[ -d "$files/$templates" ]]; then
+        mkdir -p "$ROOT/$templates"
+        cp -R "$files/$templates/." "$ROOT/$templates"
+        LC_ALL=C sed -i "s#/$templates#${templates/\//\/\/}#g" "$program"
+    fi
+}
+
 main() {
-    local tool program missing=() path
+    local tool program missing=() path browser="" state
     mkdir -p "$BIN"
     for tool in $TOOLS; do
         program="${tool#*=}"
         if [[ -x "$BIN/$program" ]]; then
             continue
+        elif [[ "$program" == chromium ]]; then
+            if path="$(browser_on_path)"; then
+                ln -sfn "$path" "$BIN/chromium"
+                echo "get_tools: chromium is installed, using $path"
+            else
+                browser=chromium
+            fi
         elif path="$(on_path "$program")"; then
             ln -sfn "$path" "$BIN/$program"
             echo "get_tools: $program is installed, using $path"
@@ -111,17 +173,20 @@ main() {
             missing+=("$tool")
         fi
     done
+    if ((${#missing[@]} > 0)) || [[ -n "$browser" ]]; then
+        state="$(mktemp -d "$ROOT/apt.XXXXXX")"
+        # shellcheck disable=SC2064  # The directory's name is wanted as it is now.
+        trap "rm -rf '$state'" EXIT
+    fi
+    [[ -z "$browser" ]] || install_chromium "$state"
     if ((${#missing[@]} == 0)); then
         echo "get_tools: everything is there ($TOOLS)"
         return
     fi
 
-    local mirror state
+    local mirror
     command -v apt-get >/dev/null && command -v dpkg >/dev/null && [[ -r "$KEYRING" ]] || explain "${missing[@]}"
     mirror="$(debian_mirror)" || explain "${missing[@]}"
-    state="$(mktemp -d "$ROOT/apt.XXXXXX")"
-    # shellcheck disable=SC2064  # The directory's name is wanted as it is now.
-    trap "rm -rf '$state'" EXIT
     write_apt_settings "$state" "$mirror"
     echo "get_tools: reading the package list of Debian $SUITE"
     apt-get -q -c "$state/apt.conf" update || fail "apt-get could not read Debian $SUITE; is there a network?"

@@ -11,12 +11,17 @@ from torch_grad_exporter.families import Kind, Spec
 TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 SECTIONS = {
-    "Gradients": "torch_grad_",
-    "Weights": "torch_weight_",
-    "Training": "torch_train_",
-    "The exporter itself": "torch_grad_exporter_",
+    "Gradients": ("torch_grad_",),
+    "Weights": ("torch_weight_",),
+    "Training": ("torch_train_",),
+    "The whole run": ("torch_run_",),
+    "Memory of CUDA devices": ("torch_cuda_",),
+    "GPUs": ("torch_gpu_",),
+    "Process": ("process_", "python_", "torch_process_"),
+    "Host and container": ("torch_host_", "torch_container_"),
+    "The exporter itself": ("torch_grad_exporter_",),
 }
-"""Title and name prefix of each section; the longest prefix that fits decides."""
+"""Title and name prefixes of each section; the longest prefix that fits decides."""
 
 HEAD = """# Metrics
 
@@ -28,27 +33,41 @@ about the steps that the exporter read the gradients of; `torch_grad_captures_to
 
 Metrics of the gradients that have no `layer` carry `optimizer` where several optimizers own different parameters, and
 no such label where there is one.
+
+The column *ranks* says who exports a metric in a job of several. *All*: every rank. *Part, copy*: a rank that has a part of
+the layer's gradient, as under FSDP2 and tensor parallelism, shows that; of ranks whose gradients are equal, as under DDP, the
+first one does (`ranks="all"` changes that); see [distributed.md](distributed.md). *0*: rank 0.
 """
 
 
 def section_of(spec: Spec) -> str:
     """The section of the page that a metric belongs to."""
-    fitting = [(len(prefix), title) for title, prefix in SECTIONS.items() if spec.name.startswith(prefix)]
+    fitting = [(len(prefix), title) for title, own in SECTIONS.items() for prefix in own if spec.name.startswith(prefix)]
     return max(fitting)[1]
+
+
+def ranks(spec: Spec) -> str:
+    """Which ranks of a job export it."""
+    if spec.name.startswith("torch_run_"):
+        return "0"
+    return "part, copy" if "layer" in spec.labels else "all"
+
+
+_SWITCH = {"whole_run": 'collectors={"whole_run": True}'}
 
 
 def rows(specs: list[Spec]) -> Iterator[str]:
     """The table of one section."""
-    yield "| metric | kind | labels | meaning |"
-    yield "|---|---|---|---|"
+    yield "| metric | kind | labels | ranks | meaning |"
+    yield "|---|---|---|---|---|"
     for spec in specs:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         meaning = spec.help
         if spec.opt_in:
-            meaning += f" Only with `{spec.opt_in}=True`."
+            meaning += f" Only with `{_SWITCH.get(spec.opt_in, f'{spec.opt_in}=True')}`."
         if spec.kind is Kind.HISTOGRAM:
             meaning += f" Buckets: {', '.join(f'{bound:g}' for bound in spec.buckets)}."
-        yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {meaning} |"
+        yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {ranks(spec)} | {meaning} |"
 
 
 def page() -> str:

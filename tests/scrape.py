@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+
 import numpy as np
 
 from torch_grad_exporter import Exporter
@@ -14,22 +17,29 @@ def key(name: str, **labels: str) -> Key:
     return name, tuple(sorted((k, v) for k, v in labels.items() if v))
 
 
+@functools.cache
+def _labels(names: tuple[str, ...], row: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """A series' labels as in `key`."""
+    return key("", **dict(zip(names, row, strict=True)))[1]
+
+
 def values(exporter: Exporter) -> dict[Key, float]:
     """Every sample of a scrape; of a histogram its cumulative `_bucket`s, its `_count` and its `_sum`."""
     found: dict[Key, float] = {}
     for family in exporter.collect():
+        name, names = family.spec.name, tuple(family.spec.labels)
         for position, row in enumerate(family.labels.rows):
             if family.present is not None and not family.present[position]:
                 continue
-            labels = dict(zip(family.spec.labels, row, strict=True))
+            labels = _labels(names, tuple(row))
             if family.sums is None:
-                found[key(family.spec.name, **labels)] = float(family.values[position])
+                found[name, labels] = float(family.values[position])
                 continue
-            found[key(family.spec.name + "_sum", **labels)] = float(family.sums[position])
+            found[f"{name}_sum", labels] = float(family.sums[position])
             bounds = (*map(str, family.spec.buckets), "+Inf")
             for bound, count in zip(bounds, np.cumsum(family.values[position]), strict=True):
-                found[key(family.spec.name + "_bucket", le=bound, **labels)] = float(count)
-            found[key(family.spec.name + "_count", **labels)] = float(family.values[position].sum())
+                found[f"{name}_bucket", _labels((*names, "le"), (*row, bound))] = float(count)
+            found[f"{name}_count", labels] = float(family.values[position].sum())
     return found
 
 
@@ -46,4 +56,9 @@ def mode(exporter: Exporter) -> str:
 
 def errors(exporter: Exporter) -> dict[str, float]:
     """The failures of the exporter itself that were counted, by source."""
-    return {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_grad_exporter_errors_total" and v}
+    return errors_in(values(exporter))
+
+
+def errors_in(scrape: Mapping[Key, float]) -> dict[str, float]:
+    """The same, of a scrape that is there."""
+    return {k[1][0][1]: v for k, v in scrape.items() if k[0] == "torch_grad_exporter_errors_total" and v}

@@ -124,6 +124,8 @@ def test_a_wrong_variable_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_launchers_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A launcher's variable that is no number is named."""
+    for other in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(other, "1")
     monkeypatch.setenv(name, "first")
     with pytest.raises(ValueError, match=f"environment variable {name}='first'.*whole number"):
         start_exporter(MODEL, 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from torch_grad_exporter.baseline import ENOUGH, NEW_LEVEL, WINDOW, Baselines
+from torch_grad_exporter.baseline import ENOUGH, NEW_LEVEL, WINDOW, Baselines, LossBaseline
 
 ROW = np.zeros(1, dtype=np.int64)
 
@@ -25,7 +25,9 @@ def judged(baselines: Baselines, series: Iterable[float]) -> list[tuple[float, b
     return found
 
 
-def judged_by_hand(series: Iterable[float], *, log: bool = True) -> list[tuple[float, bool]]:
+def judged_by_hand(
+    series: Iterable[float], *, log: bool = True, least: float = 0.1, factor: float = 3.0
+) -> list[tuple[float, bool]]:
     """The same from the definition: median and MAD of the last 128 accepted values, no verdict before 20."""
     past: deque[float] = deque(maxlen=128)
     found = []
@@ -38,9 +40,9 @@ def judged_by_hand(series: Iterable[float], *, log: bool = True) -> list[tuple[f
         zscore, spike = math.nan, False
         if len(past) >= 20:
             middle = statistics.median(past)
-            floor = 0.1 if log else max(0.01 * abs(middle), 1e-12)
+            floor = least if log else max(0.01 * abs(middle), 1e-12)
             zscore = (value - middle) / max(1.4826 * statistics.median(abs(p - middle) for p in past), floor)
-            spike = zscore > 6 and (not log or value - middle > math.log(3))
+            spike = zscore > 6 and (not log or value - middle > math.log(factor))
         found.append((zscore, spike))
         in_a_row = in_a_row + 1 if spike else 0
         if in_a_row == 32:
@@ -180,6 +182,44 @@ def test_a_constant_series_has_a_smallest_sigma() -> None:
     """A series that never moves does not alarm at a change of half a percent, nor divides by zero."""
     assert judged(Baselines(log=False), [2.0] * 50 + [2.01])[-1] == (pytest.approx(0.5), False)
     assert judged(Baselines(), [2.0] * 50 + [2.01])[-1] == (pytest.approx(math.log(1.005) / 0.1), False)
+
+
+def spikes(losses: Iterable[float]) -> list[int]:
+    """The places of the losses that are spikes."""
+    baseline = LossBaseline()
+    return [place for place, loss in enumerate(losses) if baseline.is_spike(loss)]
+
+
+@pytest.mark.parametrize("draw", ["lognormal", "exponential", "gamma"])
+def test_losses_of_small_batches_are_no_spikes(draw: str) -> None:
+    """Losses that vary by factors leave a healthy run silent, though as they are many of them lie beyond 6 sigmas."""
+    generator = np.random.default_rng(3)
+    drawn = {
+        "lognormal": generator.lognormal(0.0, 2.0, 5000),
+        "exponential": generator.exponential(1.0, 5000),
+        "gamma": generator.gamma(0.3, 1.0, 5000),
+    }[draw].tolist()
+    assert sum(spike for _, spike in judged(Baselines(log=False), drawn)) > 20
+    assert spikes(drawn) == []
+
+
+def test_a_positive_loss_is_judged_by_its_logarithm() -> None:
+    """As by the definition; of losses around 2.3 that vary by 5 %, one that is twice as high is a spike."""
+    losses = np.random.default_rng(4).normal(2.3, 0.115, 600)
+    losses[[19, 20, 100, 300, 301]] *= [2, 2, 2, 1.2, 2]
+    expected = judged_by_hand(losses.tolist(), least=0.01, factor=1.0)
+    assert spikes(losses.tolist()) == [place for place, (_, spike) in enumerate(expected) if spike] == [20, 100, 301]
+
+
+def test_losses_that_may_be_negative_are_judged_as_they_are() -> None:
+    """From one that is not positive until 128 more were."""
+    generator = np.random.default_rng(5)
+    losses = [*generator.normal(0.0, 1.0, 200), 50.0, *generator.lognormal(0.0, 2.0, 5000)]
+    as_they_are = [place for place, (_, spike) in enumerate(judged_by_hand(losses, log=False)) if spike]
+    assert as_they_are[0] == 200
+    last = max(place for place in range(201) if losses[place] <= 0)
+    assert spikes(losses) == [place for place in as_they_are if place < last + 128]
+    assert as_they_are[-1] > last + 128
 
 
 def test_the_window_forgets() -> None:

@@ -21,6 +21,14 @@ def test_every_argument_reaches_the_options() -> None:
     )
 
 
+def test_serving_is_left_to_the_environment_unless_it_is_given() -> None:
+    """Address, web configuration and switched off collectors reach `start_exporter`, and nothing of it where none is given."""
+    assert cli.parse(["demo"]).serving == {}
+    arguments = ["demo", "--addr", "::1", "--web-config-file", "web.yml", "--no-collector.host", "--no-collector.gpu"]
+    collectors = {"host": False, "gpu": False}
+    assert cli.parse(arguments).serving == {"addr": "::1", "web_config_file": "web.yml", "collectors": collectors}
+
+
 def test_injections_are_kept_in_their_order() -> None:
     """`--inject` may be given several times, and a stall may have a length."""
     options = cli.parse(["demo", "--inject", "nan@5", "--inject", "stall@7", "--inject", "stall@9:1.5"])
@@ -45,6 +53,7 @@ def test_injections_are_kept_in_their_order() -> None:
         ("demo --inject stall@3:nan", "a stall's length is a number of seconds"),
         ("demo --inject stall@3:", "a stall's length is a number of seconds"),
         ("demo --steps 4 --inject nan@5", "argument --inject: nan@5 is never reached with --steps 4"),
+        ("demo --no-collector.hosts", "unrecognized arguments: --no-collector.hosts"),
         ("demo --color red", "unrecognized arguments: --color red"),
     ],
 )

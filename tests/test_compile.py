@@ -230,3 +230,19 @@ def test_compiled_autograd_that_compiles_nothing() -> None:
                 assert errors(exporter) == {}
                 exporter.close()
     assert losses[0] == losses[1]
+
+
+def test_a_backward_compiled_before_says_nothing_of_another_model() -> None:
+    """What compiled autograd did in this process before the exporter was started does not cost a later model its rung."""
+    with dynamo():
+        first = Perceptron()
+        around_backward(first, EAGER)(batch())
+        assert compilations()["backwards"] > 0
+        model = Perceptron()
+        optimizer = sgd(model)
+        with start_exporter(model, port=None, every=1) as exporter:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model.second(model.first(batch()).relu()).square().mean().backward()
+                optimizer.step()
+            assert mode(exporter) == "parameter"

@@ -103,7 +103,7 @@ Start = Callable[..., Running]
 def command(*arguments: str) -> list[str]:
     """The command as installed, else the module behind it."""
     script = Path(sys.executable).parent / "torch-grad-exporter"
-    start = [str(script)] if script.exists() else [sys.executable, "-m", "torch_grad_exporter.cli"]
+    start = [str(script)] if script.exists() else [sys.executable, "-m", "torch_grad_exporter"]
     return [*start, "demo", *SMALL, *arguments]
 
 
@@ -154,7 +154,7 @@ def thirty_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_thirty_steps_are_counted_and_summed_up(thirty_steps: Running) -> None:
-    """A run of 30 steps ends by itself, and its summary, a scrape of its own, says 30 steps."""
+    """A run of 30 steps ends by itself, and its summary says 30 steps."""
     assert thirty_steps.summary("optimizer steps") == "30"
     assert 1.0 < float(thirty_steps.summary("loss")) < 10.0
     assert float(thirty_steps.summary("gradient norm")) > 0.0
@@ -266,7 +266,7 @@ def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> Non
 def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
     """The progress bar is an extra; without it the step and the loss are printed."""
     hidden = "import sys; sys.modules['tqdm'] = None; from torch_grad_exporter.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["demo", *SMALL, "--steps", "4", "--inject", "stall@3:1.1"]
+    arguments = ["demo", *SMALL, "--addr", "127.0.0.1", "--steps", "4", "--inject", "stall@3:1.1"]
     demo_ = start(program=[sys.executable, "-c", hidden, *arguments])
     assert demo_.finish() == 0, demo_.errors
     assert re.search(r"^step 3/4, loss \d\.\d{3}$", demo_.output, re.MULTILINE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from tools import eventually
 
+from torch_grad_exporter import host
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.events import (
     AfterClip,
@@ -24,7 +27,7 @@ from torch_grad_exporter.events import (
     Weights,
     mailbox,
 )
-from torch_grad_exporter.host import LOST_SECONDS, HostSide
+from torch_grad_exporter.host import LOST_SECONDS, WAIT_SECONDS, HostSide
 from torch_grad_exporter.layers import LayerIndex
 from torch_grad_exporter.ledger import GradientLedger
 from torch_grad_exporter.statistics import Column
@@ -295,8 +298,56 @@ def test_closing_drains_and_ends_the_thread() -> None:
     assert (snapshot.gradients.samples, snapshot.totals.duration_sum) == (1, 0.25)
 
 
-def test_many_threads_may_take_snapshots() -> None:
+def test_a_handler_that_asks_amid_a_drain_does_not_wait_for_itself() -> None:
+    """A signal's handler that wants the values while its own thread is reading them is refused; the reading goes on."""
+    scene, refused = Scene(), []
+
+    class Interrupting(Arrived):
+        """A vector whose arrival is looked at when the signal comes."""
+
+        def ready(self) -> np.ndarray:
+            signal.raise_signal(signal.SIGALRM)
+            return super().ready()
+
+    def handler(*_: object) -> None:
+        with pytest.raises(TimeoutError, match="handler") as error:
+            scene.host.snapshot()
+        refused.append(error)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        scene.capture(1, 3.0, Interrupting(np.array([3.0, *[0.0] * (len(Column) - 1)])))
+        assert scene.norm() == 3
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert refused
+
+
+def test_a_snapshot_does_not_wait_for_ever() -> None:
+    """Where a drain on another thread hangs, whoever asks is told so, within the time."""
+    scene, go = Scene(), threading.Event()
+
+    class Hanging(Late):
+        def ready(self) -> np.ndarray | None:
+            go.wait(10)
+            return super().ready()
+
+    scene.capture(1, ticket=Hanging())
+    thread = threading.Thread(target=scene.host.drain, daemon=True)
+    thread.start()
+    assert eventually(lambda: not scene.post)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="drain"):
+        scene.host.snapshot()
+    assert WAIT_SECONDS <= time.monotonic() - start < WAIT_SECONDS + 1
+    go.set()
+    thread.join()
+
+
+def test_many_threads_may_take_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scrapes that run at the same time as the worker lose no event and count none twice."""
+    for patience in ("WAIT_SECONDS", "CLOSE_SECONDS"):  # within which one of so many may not have its turn on a busy machine
+        monkeypatch.setattr(host, patience, 60.0)
     scene = Scene()
     scene.host.start()
     stop = threading.Event()

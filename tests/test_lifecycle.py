@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 import prometheus_client
 import pytest
 import torch
+import torch.distributed as dist
 from models import Perceptron, batch
 from scrape import errors, key, value, values
-from tools import eventually
+from tools import eventually, lasting_threads
 from torch.optim import optimizer as torch_optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -454,6 +456,34 @@ def test_a_broken_registry_at_the_end() -> None:
     assert errors(exporter) == {"close": 1}
 
 
+def test_a_process_group_that_comes_late_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The exporter took this process for the only one; the first scrape after the group is there says so, and no other does."""
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"), start(Perceptron(), None) as exporter:
+        exporter.collect()
+        told = [len(caplog.records)]
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        try:
+            for _ in range(2):
+                exporter.collect()
+                told.append(sum("the process group came after the exporter" in record.getMessage() for record in caplog.records))
+        finally:
+            dist.destroy_process_group()
+    assert told == [0, 1, 1]
+
+
+def test_a_registry_that_refuses() -> None:
+    """The start fails, with nothing left behind: neither a thread nor a hook, nor a port."""
+    registry = prometheus_client.CollectorRegistry()
+    prometheus_client.Gauge("torch_grad_norm", "somebody else's", registry=registry)
+    before = lasting_threads()
+    model = Perceptron()
+    with pytest.raises(ValueError, match="torch_grad_norm"):
+        start(model, 0, registry=registry, collectors={"whole_run": True})
+    assert lasting_threads() == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_registry_shows_the_same_and_forgets() -> None:
     """The user's own registry shows our metrics until `close()`."""
     registry = prometheus_client.CollectorRegistry()
@@ -492,6 +522,27 @@ def test_occupied_port(caplog: pytest.LogCaptureFixture) -> None:
             assert "torch_train_info" in scrape(exporter.url or "")
             assert str(exporter.port) in caplog.text
             assert str(port) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("addr", "rank", "expected"),
+    [("", 0, 1), ("0.0.0.0", 0, 1), ("::", 0, 1), ("127.0.0.1", 0, 0), ("::1", 0, 0), ("", 1, 0)],  # noqa: S104
+)
+def test_an_open_port_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, addr: str, rank: int, expected: int
+) -> None:
+    """One line says that everybody can read the metrics, if so: with the port, once in a process, on one rank of a host."""
+    monkeypatch.setattr("torch_grad_exporter.outlets._warned", False)
+    for name, number in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_RUN", "two ranks")
+    ports = []
+    for _ in range(2):
+        with start(Perceptron(), 0, addr=addr) as exporter:
+            ports.append(exporter.port)
+    lines = [record.getMessage() for record in caplog.records if "whoever can reach" in record.getMessage()]
+    assert len(lines) == expected
+    assert all(f"torch_grad_exporter: whoever can reach port {ports[0]} of this host" in line for line in lines)
 
 
 def test_scraping_while_training() -> None:
@@ -574,8 +625,8 @@ def test_starting_again_after_the_model_is_gone() -> None:
     port = first.port
     assert port is not None
     gc.collect()
-    before = threading.active_count()
+    before = lasting_threads()
     with cell(port) as second:
         assert second.port == port
         assert first.port is None
-        assert threading.active_count() == before
+        assert eventually(lambda: lasting_threads() == before, 5)

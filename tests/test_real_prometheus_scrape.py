@@ -59,7 +59,6 @@ def test_prometheus_stores_what_was_served(tmp_path: Path, protocol: str, units:
         ports=(0,),
         on_error=lambda _source, error: errors.append(error),
         health=dict,
-        version="1",
     )
     with contextlib.closing(server), prometheus(tmp_path, server.port, protocol) as real:
         assert eventually(real.is_scraping, 60)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -132,3 +132,24 @@ def test_an_exit_passes() -> None:
     with pytest.raises(SystemExit):
         collector(scrape, errors).collect()
     assert errors == []
+
+
+def test_common_metrics_are_left_to_a_registry_that_has_them() -> None:
+    """In a registry with a metric of such a name of its own ours are left out, all else is shown; else they are shown too."""
+    mine, busy = CollectorRegistry(), CollectorRegistry()
+    Counter("busy_seconds", "Somebody else's.", registry=busy).inc(7)
+    for registry, expected in ((mine, 2.5), (busy, 7.0)):
+        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY, TIMES}, on_error=Errors().add).register(registry)
+        assert registry.get_sample_value("busy_seconds_total") == expected
+        assert registry.get_sample_value("norm", {"layer": "a"}) == 1.0
+    assert mine.get_sample_value("time_seconds_count", {"layer": "a"}) == 6.0
+    assert busy.get_sample_value("time_seconds_count", {"layer": "a"}) is None
+
+
+def test_names_of_ours_twice_still_raise() -> None:
+    """Metrics that are not common ones cannot stand in a registry twice."""
+    registry = CollectorRegistry()
+    Gauge("norm", "Somebody else's.", registry=registry)
+    Counter("busy_seconds", "Somebody else's.", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY}, on_error=Errors().add).register(registry)

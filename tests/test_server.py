@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import gzip
 import http.client
 import json
 import logging
 import os
 import random
+import re
 import select
 import socket
 import subprocess
@@ -17,20 +19,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tools import REPOSITORY, eventually
 
+from torch_grad_exporter.exposition.connection import Connection
 from torch_grad_exporter.exposition.listener import candidate_ports, open_listener
-from torch_grad_exporter.exposition.loop import Connection, ConnectionLoop
-from torch_grad_exporter.exposition.message import MAX_HEAD, Request, RequestError, complete_head, parse, plain
+from torch_grad_exporter.exposition.loop import ConnectionLoop
+from torch_grad_exporter.exposition.message import MAX_HEAD, Request, RequestError, Response, complete_head, parse, plain
 from torch_grad_exporter.exposition.server import MetricsServer
 from torch_grad_exporter.exposition.shared import ScrapeBusyError, SharedScrape
 from torch_grad_exporter.exposition.text import Format, Renderer
+from torch_grad_exporter.exposition.web_config import Loaded, load_web_config
+from torch_grad_exporter.exposition.web_settings import WebSettings
 from torch_grad_exporter.families import Family, Kind, LabelRows, Spec
 
 NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
@@ -70,6 +77,12 @@ class Training:
         self.errors.append((source, error))
 
 
+def front(request: Request) -> Response | None:
+    """A page with one path, which shows what was asked for."""
+    asked = f"{request.path} {request.query}"
+    return Response(HTTPStatus.OK, "text/html; charset=utf-8", asked.encode()) if request.path == "/" else None
+
+
 def serve(training: Training, *, addr: str = "127.0.0.1", ports: Iterable[int] = (0,), **options: object) -> MetricsServer:
     """A server of this training, on loopback unless said otherwise."""
     return MetricsServer(
@@ -79,8 +92,7 @@ def serve(training: Training, *, addr: str = "127.0.0.1", ports: Iterable[int] =
         ports=ports,
         on_error=training.on_error,
         health=training.health,
-        version="1.2.3<",
-        **options,  # type: ignore[arg-type]
+        **{"page": front, **options},  # type: ignore[arg-type]
     )
 
 
@@ -202,13 +214,11 @@ def test_health_is_json(server: MetricsServer) -> None:
     assert json.loads(answer.body) == {"state": "training", "step": 7}
 
 
-def test_the_landing_page_links_to_the_others(server: MetricsServer) -> None:
-    """/ is an HTML page with both links and the version, escaped."""
-    answer = request(server, "/")
+def test_the_page_is_asked_for_what_is_left(server: MetricsServer) -> None:
+    """A path that the server itself does not know goes to the page, with the query and without the fragment."""
+    answer = request(server, "/?a=1&b=%20#c?d")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert b'<a href="metrics">' in answer.body
-    assert b'<a href="healthz">' in answer.body
-    assert b"Version 1.2.3&lt;" in answer.body
+    assert answer.body == b"/ a=1&b=%20"
 
 
 @pytest.mark.parametrize("path", ["/metric", "/metrics/", "/../etc/passwd", "/favicon.ico", "//metrics"])
@@ -248,6 +258,8 @@ def test_a_request_with_a_large_body_gets_its_answer(server: MetricsServer) -> N
         (b"\r\n\r\n", 400),
         (b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", 400),
         (b"GET /metrics HTTP/1.1\r\nHost: t\r\n folded\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nX: a\0b\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nX: a\rY: b\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", 414),
         (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * MAX_HEAD + b"\r\n\r\n", 431),
@@ -273,6 +285,41 @@ def test_no_bytes_break_the_parser() -> None:
         with contextlib.suppress(RequestError):
             head = complete_head(sent)
             assert head is None or parse(head).path
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    """A connection that has received nothing."""
+    with socket.socket() as sock:
+        yield Connection(sock, 0.0)
+
+
+def test_a_head_may_come_in_pieces() -> None:
+    """Of 5,000 random ones, come byte by byte, each ends where a search in the whole finds its end."""
+    source = random.Random(7)
+    with socket.socket() as sock:
+        for _ in range(5_000):
+            sent = bytes(source.choices(b"\r\na", (3, 3, 1), k=12))
+            connection = Connection(sock, 0.0)
+            found = next((head for byte in sent if (head := connection.receive(bytes([byte]))) is not None), None)
+            end = re.search(rb"\r?\n\r?\n", sent)
+            assert found == (sent[: end.start()] if end else None)
+
+
+def test_no_byte_of_a_head_is_looked_at_twice(connection: Connection) -> None:
+    """Of a head of 16,384 bytes that comes byte by byte all but the last two may turn into line ends, and none is found.
+
+    So each step has looked at three bytes; and the line's limit is looked at once, with the byte that exceeds it.
+    """
+    connection.receive(b"GET / HTTP/1.1\r\nA: ")
+    for size in range(len(connection.received), MAX_HEAD - 1):
+        connection.received[:-2] = b"\n" * (size - 2)
+        assert connection.receive(b"x") is None
+        if size == 5000:
+            connection.received[:] = b"x" * len(connection.received)
+            assert connection.receive(b"") is None  # no 414 either: the line has ended within its limit
+    with pytest.raises(RequestError):
+        connection.receive(b"x")
 
 
 # Failures
@@ -301,31 +348,136 @@ def test_a_scrape_that_exits_passes_and_the_client_is_let_go(server: MetricsServ
 
 
 def test_health_answers_while_a_scrape_hangs(training: Training) -> None:
-    """While one scrape hangs, /healthz is a 200 and a second scrape is a 503 after the timeout, not a wait for ever."""
+    """While one scrape hangs, /healthz is a 200, and its own and a second scraper get a 503 at the timeout; then all is well."""
     training.may_go_on.clear()
     with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as hanging:
         hanging.sendall(GET_METRICS)
         assert training.entered.wait(30)
         assert request(server, "/healthz").status == 200
         assert request(server).status == 503
+        assert read_all(hanging).startswith(b"HTTP/1.1 503 ")
         training.may_go_on.set()
-        assert read_all(hanging).startswith(b"HTTP/1.1 200 ")
+        assert eventually(lambda: request(server).status == 200)
     assert training.errors == []
 
 
-def test_requests_beyond_the_cap_get_a_503(server: MetricsServer, training: Training) -> None:
-    """While a scrape takes its time at most 68 requests wait for it, the rest of 100 is refused at once, and all get an answer."""
-    training.may_go_on.clear()
+@contextlib.contextmanager
+def scrapers(server: MetricsServer, number: int) -> Iterator[list[socket.socket]]:
+    """Clients that have asked for the metrics and not been answered yet."""
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(connect(server)) for _ in range(100)]
+        clients = [stack.enter_context(connect(server)) for _ in range(number)]
         for client in clients:
             client.sendall(GET_METRICS)
-        assert eventually(lambda: len(select.select(clients, [], [], 0)[0]) >= 32)
+        yield clients
+
+
+def statuses(clients: Iterable[socket.socket]) -> list[int]:
+    """What each is answered with."""
+    return [int(read_all(client).split(b" ", 2)[1]) for client in clients]
+
+
+def readable(clients: list[socket.socket]) -> int:
+    """How many have an answer."""
+    return len(select.select(clients, [], [], 0)[0])
+
+
+@pytest.mark.parametrize("number", [4, 12, 64])
+def test_who_waits_for_a_scrape_holds_up_nobody_else(server: MetricsServer, training: Training, number: int) -> None:
+    """With as many as that waiting for a scrape that hangs, quick answers come within a second; then all get the one body."""
+    training.may_go_on.clear()
+    with scrapers(server, number) as clients:
+        assert training.entered.wait(30)
+        for path, status in (("/healthz", 200), ("/", 200), ("/nothing", 404)):
+            began = time.monotonic()
+            assert request(server, path).status == status
+            assert time.monotonic() - began < 1.0
+        assert readable(clients) == 0
         training.may_go_on.set()
-        statuses = [read_all(client).split(b" ", 2)[1] for client in clients]
-    assert set(statuses) == {b"200", b"503"}
-    assert 64 <= statuses.count(b"200") <= 68
-    assert training.scrapes == 1
+        bodies = {read_all(client).split(b"\r\n\r\n", 1)[1] for client in clients}
+    assert (len(bodies), training.scrapes, training.errors) == (1, 1, [])
+
+
+def test_a_web_configuration_is_looked_at_while_a_scrape_hangs(training: Training, tmp_path: Path) -> None:
+    """With 12 waiting for a scrape that hangs, the next client is within a second served with what the file says now."""
+    path = tmp_path / "web.yml"
+    header = "http_server_config:\n  headers: {X-Frame-Options: %s}\n"
+    path.write_text(header % "deny")
+    config = load_web_config(str(path))
+    training.may_go_on.clear()
+    with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12):
+        assert training.entered.wait(30)
+        path.write_text(header % "sameorigin")
+        training.now = 1.0
+        began = time.monotonic()
+        assert request(server, "/healthz").headers["x-frame-options"] == "sameorigin"
+        assert time.monotonic() - began < 1.0
+        training.may_go_on.set()
+
+
+def test_a_scrape_that_hangs_for_ever_is_waited_for_until_the_timeout(training: Training) -> None:
+    """Of 3 x 30 clients, more than may wait at a time, each gets the 503 of its timeout, and the server goes on when it is over."""
+    training.may_go_on.clear()
+    with contextlib.closing(serve(training, timeout=0.3)) as server:
+        for _ in range(3):
+            with scrapers(server, 30) as clients:
+                assert all(b"no answer in time" in read_all(client) for client in clients)
+        training.may_go_on.set()
+        assert eventually(lambda: request(server).status == 200)
+    assert (training.scrapes, training.errors) == (1, [])
+
+
+def test_requests_beyond_the_cap_get_a_503(server: MetricsServer, training: Training) -> None:
+    """While a scrape takes its time 64 requests wait for it, the rest of 100 is refused at once, and all get an answer."""
+    training.may_go_on.clear()
+    with scrapers(server, 100) as clients:
+        assert eventually(lambda: readable(clients) == 36)
+        training.may_go_on.set()
+        found = statuses(clients)
+    assert (found.count(200), found.count(503), training.scrapes) == (64, 36, 1)
+
+
+def test_waiting_has_a_time_of_its_own(training: Training) -> None:
+    """By a fake clock: whoever asks after 9 of its 10 seconds still waits at 12, and gets its body."""
+    training.may_go_on.clear()
+    with contextlib.closing(serve(training, clock=lambda: training.now)) as server, connect(server) as late:
+        assert request(server, "/healthz").status == 200
+        training.now = 9.0
+        late.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        training.now = 12.0
+        assert request(server, "/healthz").status == 200
+        training.may_go_on.set()
+        assert statuses([late]) == [200]
+
+
+@dataclass
+class StuckDisk:
+    """A web configuration of which reading the files hangs, and which is due once."""
+
+    training: Training
+    looks: int = 0
+    current: Loaded = field(default_factory=lambda: Loaded(WebSettings(), None))
+    authenticates: bool = False
+
+    def due(self, _now: float) -> bool:
+        self.looks += 1
+        return self.looks == 1
+
+    def look(self, _on_error: object) -> None:
+        self.training.entered.set()
+        assert self.training.may_go_on.wait(60)
+
+
+def test_a_disk_that_hangs_costs_one_client(training: Training) -> None:
+    """The client for which the files are read is dropped at its timeout, also if it has asked; those after it are served."""
+    training.may_go_on.clear()
+    with contextlib.closing(serve(training, timeout=0.3, web_config=StuckDisk(training))) as server, connect(server) as unlucky:
+        unlucky.sendall(GET_METRICS)
+        assert training.entered.wait(30)
+        assert request(server, "/healthz").status == 200
+        assert read_all(unlucky) == b""
+        training.may_go_on.set()
+    assert training.errors == []
 
 
 # Clients that do harm
@@ -425,6 +577,75 @@ def test_running_out_of_file_descriptors_is_survived(training: Training) -> None
     assert [(source, type(error)) for source, error in training.errors] == [("request", OSError)]
 
 
+class UnexpectedError(Exception):
+    """What nobody thought of."""
+
+
+@dataclass
+class Troubled:
+    """A web configuration of plain HTTP for all that fails once, in the part that is named."""
+
+    fails: str = ""
+    authenticates: bool = False
+
+    def due(self, _now: float) -> bool:
+        self.trip("due")
+        return False
+
+    @property
+    def current(self) -> Loaded:
+        self.trip("current")
+        return Loaded(WebSettings(), None)
+
+    def trip(self, part: str) -> None:
+        if self.fails == part:
+            self.fails = ""
+            raise UnexpectedError
+
+
+@pytest.mark.parametrize("where", ["accepting", "beginning", "reading", "responding", "giving up"])
+def test_what_nobody_expects_costs_one_connection(training: Training, where: str) -> None:
+    """Wherever one connection fails, it is closed and that is counted, and the next one is served."""
+    listener = open_listener("127.0.0.1", (0,))
+    config = Troubled({"accepting": "due", "beginning": "current"}.get(where, ""))
+    pending = {"reading", "responding", "giving up"} & {where}
+
+    def dispatch(connection: Connection, _request: Request | None) -> bool:
+        trouble = pending.pop() if pending else ""
+        if trouble == "reading":
+            raise UnexpectedError
+        if trouble:
+            config.fails = "current"
+        if trouble != "giving up":
+            loop.respond(connection, plain(http.HTTPStatus.OK))
+        return True
+
+    loop = ConnectionLoop(listener, dispatch, on_error=training.on_error, timeout=0.3, web_config=config)  # type: ignore[arg-type]
+    with running(loop):
+        for answer in (b"", b"HTTP/1.1 200"):
+            with socket.create_connection(listener.getsockname(), timeout=30) as client:
+                with contextlib.suppress(ConnectionError):
+                    client.sendall(GET_METRICS)
+                assert read_all(client)[:12] == answer
+    assert [(source, type(error)) for source, error in training.errors] == [("request", UnexpectedError)]
+
+
+def test_the_first_response_counts(training: Training) -> None:
+    """A second one for the same request, be it another or none, has no effect."""
+    listener = open_listener("127.0.0.1", (0,))
+
+    def dispatch(connection: Connection, _request: Request | None) -> bool:
+        for response in (plain(http.HTTPStatus.OK), plain(http.HTTPStatus.NOT_FOUND), None):
+            loop.respond(connection, response)
+        return True
+
+    loop = ConnectionLoop(listener, dispatch, on_error=training.on_error)
+    with running(loop), socket.create_connection(listener.getsockname(), timeout=30) as client:
+        client.sendall(GET_METRICS)
+        assert read_all(client).count(b"HTTP/1.1 200 OK") == 1
+    assert training.errors == []
+
+
 def test_a_client_that_speaks_while_it_is_dropped_harms_nobody(training: Training) -> None:
     """A connection that makes room for a new one and has bytes waiting at that moment is forgotten, and the loop goes on."""
     listener = open_listener("127.0.0.1", (0,))
@@ -475,6 +696,20 @@ def test_simultaneous_scrapes_run_once(server: MetricsServer, training: Training
     assert len({answer.body for answer in answers}) == training.scrapes == 1
 
 
+def asked(shared: SharedScrape, form: Format = Format.TEXT, *, compressed: bool = False) -> Future[bytes]:
+    """What comes of asking, now or later."""
+    future: Future[bytes] = Future()
+
+    def take(outcome: bytes | BaseException) -> None:
+        if isinstance(outcome, bytes):
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
+
+    shared.ask(form, compressed=compressed, take=take)
+    return future
+
+
 def test_no_scrape_runs_beside_another() -> None:
     """While one scrape runs, a second one that asks waits for its result and does not start its own."""
     second_entered = threading.Event()
@@ -490,7 +725,7 @@ def test_no_scrape_runs_beside_another() -> None:
 
     shared = SharedScrape(scrape, Renderer({}))
     with ThreadPoolExecutor(4) as pool:
-        bodies = list(pool.map(lambda _: shared.body(Format.OPENMETRICS, compressed=False), range(4)))
+        bodies = [future.result(30) for future in pool.map(lambda _: asked(shared, Format.OPENMETRICS), range(4))]
     assert (calls, bodies) == (1, [b"# EOF\n"] * 4)
 
 
@@ -498,20 +733,103 @@ def test_an_empty_scrape_is_shared_too() -> None:
     """A scrape without families is a body like any other and not repeated within the second."""
     calls: list[int] = []
     shared = SharedScrape(lambda: calls.append(1) or [], Renderer({}), clock=lambda: 0.0)  # type: ignore[func-returns-value]
-    assert [shared.body(Format.TEXT, compressed=False) for _ in range(3)] == [b""] * 3
+    assert [asked(shared).result(0) for _ in range(3)] == [b""] * 3
     assert calls == [1]
 
 
-def test_waiting_for_a_scrape_has_an_end() -> None:
-    """A scrape that asks itself gets ScrapeBusyError after its patience, not a deadlock."""
+@dataclass
+class Crowd:
+    """Scrapers of whom all but the first ask while the first one's scrape runs, and what that scrape then does."""
+
+    others: int
+    failure: BaseException | None = None
+    scrapes: int = 0
+    futures: list[Future[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shared = SharedScrape(self.scrape, Renderer({}))
+
+    def scrape(self) -> Iterable[Family]:
+        self.scrapes += 1
+        for _ in range(self.others):
+            self.ask()
+        if self.failure is not None:
+            raise self.failure
+        return [Family(NORM, np.zeros(len(ROWS)), ROWS)]
+
+    def ask(self) -> None:
+        self.futures.append(asked(self.shared))
+
+
+def test_who_asks_while_a_scrape_runs_gets_its_body() -> None:
+    """Even from within the scrape itself: it does not wait, and is given the same bytes as who asked first."""
+    crowd = Crowd(others=3)
+    first = asked(crowd.shared).result(0)
+    assert [future.result(0) for future in crowd.futures] == [first] * 3
+    assert crowd.scrapes == 1
+
+
+def test_who_asks_while_a_body_is_handed_out_gets_one_too() -> None:
+    """Nobody is left behind who comes between the end of a scrape and the end of its serving."""
+    shared = SharedScrape(list, Renderer({}))
+    second: list[Future[bytes]] = []
+    shared.ask(Format.TEXT, compressed=False, take=lambda _: second.append(asked(shared)))
+    assert second[0].result(0) == b""
+
+
+@pytest.mark.parametrize("failure", [ValueError(), SystemExit()])
+def test_a_scrape_that_fails_does_so_for_all_who_wait(failure: BaseException) -> None:
+    """All are told what it raised, after one try; the next one who asks starts anew."""
+    crowd = Crowd(others=3, failure=failure)
+    with contextlib.suppress(SystemExit):
+        crowd.ask()
+    assert [future.exception(0) for future in crowd.futures] == [failure] * len(crowd.futures)
+    assert (crowd.scrapes, len(crowd.futures)) == (1, 4 if isinstance(failure, Exception) else 3)
+    crowd.failure = None
+    crowd.others = 0
+    assert asked(crowd.shared).result(0)
+
+
+def test_a_format_that_fails_does_so_for_who_wants_it() -> None:
+    """If one body cannot be made, whoever wants the other one gets it."""
+
+    class TextOnly(Renderer):
+        def render(self, families: Iterable[Family], form: Format) -> bytes:
+            if form is Format.OPENMETRICS:
+                raise UnexpectedError
+            return super().render(families, form)
+
+    wanting: list[Future[bytes]] = []
 
     def scrape() -> Iterable[Family]:
-        shared.body(Format.TEXT, compressed=False)
+        wanting.extend([asked(shared, Format.OPENMETRICS), asked(shared, compressed=True)])
         return []
 
-    shared = SharedScrape(scrape, Renderer({}), patience=0.05)
-    with pytest.raises(ScrapeBusyError):
-        shared.body(Format.TEXT, compressed=False)
+    shared = SharedScrape(scrape, TextOnly({}))
+    assert asked(shared).result(0) == b""
+    assert isinstance(wanting[0].exception(0), UnexpectedError)
+    assert gzip.decompress(wanting[1].result(0)) == b""
+
+
+def test_only_so_many_wait_for_a_scrape_and_only_so_long() -> None:
+    """Of four that may, the fifth is refused while it runs; once their patience of 10 s is over four others may."""
+    moments = (0.0, 9.9, 10.0, 19.9, 20.0)
+    now = 0.0
+    refused: list[float] = []
+
+    def scrape() -> Iterable[Family]:
+        nonlocal now
+        for now in moments:
+            for _ in range(5):
+                try:
+                    asked(shared)
+                except ScrapeBusyError:
+                    refused.append(now)
+        return []
+
+    shared = SharedScrape(scrape, Renderer({}), patience=10.0, max_waiting=4, clock=lambda: now)
+    asked(shared)
+    assert [refused.count(moment) for moment in moments] == [2, 5, 1, 5, 1]
 
 
 # Ports and addresses
@@ -556,7 +874,7 @@ def test_a_taken_port_is_stepped_over_with_a_warning(training: Training, caplog:
             assert server.port == other
             assert request(server).status == 200
     assert [record.getMessage() for record in caplog.records] == [
-        f"port {first} is taken, metrics are served on port {other} instead"
+        f"torch_grad_exporter: port {first} is taken, metrics are served on port {other} instead"
     ]
 
 
@@ -673,7 +991,7 @@ import http.client, os, sys
 from torch_grad_exporter.exposition.server import MetricsServer
 from torch_grad_exporter.exposition.text import Renderer
 
-server = MetricsServer(list, Renderer({}), addr="127.0.0.1", ports=(0,), version="1",
+server = MetricsServer(list, Renderer({}), addr="127.0.0.1", ports=(0,),
                        on_error=lambda source, error: None, health=dict)
 ready, said = os.pipe()
 if os.fork() == 0:
@@ -717,3 +1035,21 @@ def can_bind(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("sent", [b"HEAD /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", b"HEAD / HTTP/2.0\r\n\r\n", b"HEAD /\r\n\r\n"])
+def test_a_refused_head_has_no_body(server: MetricsServer, sent: bytes) -> None:
+    """A HEAD that cannot be understood is still a HEAD: its answer ends with its head."""
+    assert exchange(server, sent).endswith(b"\r\n\r\n")
+
+
+def test_idle_workers_hold_no_client(server: MetricsServer, training: Training) -> None:
+    """Once everything is answered nothing of the clients is left but what is shared."""
+    for _ in range(8):
+        assert request(server).status == 200
+
+    def held() -> list[Connection]:
+        gc.collect()
+        return [thing for thing in gc.get_objects() if type(thing) is Connection]
+
+    assert eventually(lambda: held() == [])

@@ -1,10 +1,13 @@
-"""Nothing piles up over many steps. `make soak` does the same over 100,000, with a tighter bar on memory."""
+"""Nothing piles up over many steps, and nothing is counted wrong. `make soak` does the same over a million."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.soak import Soaked, complaints, soak
+from benchmarks.soak_counts import Counts
 
 STEPS = {"auto": 2000, 1: 1600}
 """The longest of the exporter's windows is over the last 1,000 steps; it is full when the last quarter of the steps begins."""
@@ -24,8 +27,23 @@ def soaked(request: pytest.FixtureRequest) -> Soaked:
 
 def test_nothing_is_left_of_threads_descriptors_hooks_and_memory(soaked: Soaked) -> None:
     """Their numbers stay the same during the steps and are those of before after `close()`."""
-    assert soaked.samples >= 10
     assert complaints("exporter", soaked, RESIDENT) == []
+
+
+def test_the_counters_are_exact(soaked: Soaked) -> None:
+    """A last scrape has each step, backward pass, sample and token of batches of four, and each duration but the first step's."""
+    counts, steps = soaked.counts, soaked.steps
+    assert counts == Counts(steps, steps, 4 * steps, 4 * steps, steps - 1, counts.captures, 0)
+    assert 10 <= counts.captures <= steps
+
+
+@pytest.mark.parametrize("name", ["steps", "backward_passes", "samples", "tokens", "durations", "errors"])
+def test_a_counter_that_is_one_off_is_a_complaint(soaked: Soaked, name: str) -> None:
+    """One too many of any, or captures that there were no steps for, is told; nothing else is."""
+    more = replace(soaked.counts, **{name: getattr(soaked.counts, name) + 1})
+    assert len(complaints("exporter", replace(soaked, counts=more), RESIDENT)) == 1
+    too_many = replace(soaked.counts, captures=soaked.steps + 1)
+    assert len(complaints("exporter", replace(soaked, counts=too_many), RESIDENT)) == 1
 
 
 def test_no_container_of_the_exporter_grows(soaked: Soaked) -> None:

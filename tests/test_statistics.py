@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import sys
+import types
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -559,6 +563,59 @@ def test_a_sample_that_is_forgotten_leaves_the_counts_as_they_were(strangers: li
             statistics.forget(plan, strangers, sample)
             statistics.forget(plan, [0, 1], sample - 1)
     assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in strangers else 1 for p in (0, 1)]
+
+
+class _Interruption(Exception):
+    """What a signal's handler raises."""
+
+
+def interrupted_at(line: int, action: Callable[[], object]) -> bool:
+    """Runs it, and interrupts it where the statistics begin their so-manieth line; whether they came that far."""
+    lines = itertools.count()
+
+    def trace(frame: types.FrameType, event: str, _argument: object) -> object:
+        ours = frame.f_globals.get("__name__", "").startswith("torch_grad_exporter.statistics")
+        if ours and event == "line" and next(lines) == line:
+            raise _Interruption
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except _Interruption:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_what_interrupts_a_measurement_costs_nothing_but_that_one() -> None:
+    """Wherever a handler raises, in a sample of other parameters than the last: the same sample again is as if it never had."""
+    module = Bare((3, 2), (4, 2), (2, 5))
+    plan = plan_of(module)
+    silent = [torch.zeros(3, 2), torch.zeros(4, 2), torch.zeros(2, 5)]
+
+    def samples(line: int | None) -> tuple[list[list[float]], bool]:
+        statistics, came = EagerStatistics(3), False
+        for sample, chosen in enumerate([(0, 1), (0, 1, 2), (0, 2), (1, 2)]):
+            gradients = [(i, silent[i]) for i in chosen]
+            measure = functools.partial(statistics.measure, plan, gradients, sample)
+            if line is not None and sample in (1, 2):
+                came |= interrupted_at(line, measure)
+            (measured,) = measure()
+        return measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].tolist(), came
+
+    expected, _ = samples(None)
+    assert expected == [4.0, 2.0]
+    lines = 0
+    while True:
+        found, came = samples(lines)
+        assert found == expected, f"interrupted at line {lines}"
+        if not came:
+            break
+        lines += 1
+    assert lines > 50
 
 
 def test_dead_units_of_a_stack_belong_to_their_parameters() -> None:

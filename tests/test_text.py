@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
+from made_families import catalogue_families, filled
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -25,7 +26,7 @@ from torch_grad_exporter.exposition.negotiation import accepts_gzip, negotiate
 from torch_grad_exporter.exposition.registry import RegistryCollector
 from torch_grad_exporter.exposition.samples import bound_text
 from torch_grad_exporter.exposition.text import Format, Renderer
-from torch_grad_exporter.families import NO_LABELS, Family, Kind, LabelRows, Spec
+from torch_grad_exporter.families import Family, Kind, LabelRows, Spec
 
 CONSTANT = {"run": "r1", "rank": "0"}
 PARSERS: dict[Format, Callable[[str], Iterable[Metric]]] = {Format.TEXT: parse_text, Format.OPENMETRICS: parse_openmetrics}
@@ -66,27 +67,6 @@ def expected(family: Family) -> Iterator[tuple[tuple[str, frozenset[tuple[str, s
         assert family.sums is not None
         yield (f"{spec.name}_sum", frozenset(labels.items())), repr(float(family.sums[index]))
         yield (f"{spec.name}_count", frozenset(labels.items())), repr(count)
-
-
-def filled(spec: Spec, rows: LabelRows, generator: np.random.Generator, *, masked: bool = False) -> Family:
-    """A family with random values, as a collector would make it."""
-    present = generator.random(len(rows)) < 0.5 if masked else None
-    if spec.kind is Kind.HISTOGRAM:
-        counts = generator.integers(0, 100, (len(rows), len(spec.buckets) + 1)).astype(np.float64)
-        return Family(spec, counts, rows, present, generator.random(len(rows)))
-    return Family(spec, np.exp(generator.normal(size=len(rows)) * 9), rows, present)
-
-
-def catalogue_families(layers: int, *, masked: bool = False) -> list[Family]:
-    """Families of the catalogue's own metrics for so many layers."""
-    generator = np.random.default_rng(7)
-    rows = {
-        spec.labels: LabelRows(tuple((f"layers.{i}.weight", *("x" for _ in spec.labels[1:])) for i in range(layers)))
-        if spec.labels
-        else NO_LABELS
-        for spec in CATALOGUE.values()
-    }
-    return [filled(spec, rows[spec.labels], generator, masked=masked) for spec in CATALOGUE.values()]
 
 
 @both_formats

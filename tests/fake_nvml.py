@@ -1,0 +1,146 @@
+"""A made driver library under the real `pynvml`, so that its names, argument orders and units are those of the real thing."""
+# ruff: noqa: ANN401 - what ctypes hands over has no types.
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pynvml
+import pytest
+
+MIG_ENABLED = pynvml.NVML_DEVICE_MIG_ENABLE
+
+
+@dataclass
+class FakeGpu:
+    """A GPU or, not `listed`, a MIG device, with raw values in NVML's units."""
+
+    uuid: str
+    name: str = "NVIDIA H200"
+    listed: bool = True
+    partitioned: bool = False
+    utilization: int = 57
+    used: int = 3 * 2**30
+    reserved: int = 600 * 2**20
+    milliwatts: int = 123456
+    celsius: int = 61
+    clocks: dict[int, int] = field(default_factory=lambda: {pynvml.NVML_CLOCK_GRAPHICS: 1, pynvml.NVML_CLOCK_SM: 1980})
+    millijoules: int = 987654321
+    nanoseconds: dict[int, int] = field(default_factory=lambda: {policy: (policy + 1) * 500_000_000 for policy in range(12)})
+    ecc: dict[tuple[int, int], int] = field(default_factory=lambda: {(0, 0): 7, (1, 0): 2, (0, 1): 1007, (1, 1): 1002})
+    errors: dict[str, int] = field(default_factory=dict)
+    """Return codes by the name of the C function; those that are not here succeed."""
+    lost: int = 0
+    """Return code of every function that is about this one, the look for its handle too."""
+
+
+@dataclass
+class FakeDriver:
+    """libnvidia-ml: C functions by name that fill in what they are pointed to and return a code."""
+
+    gpus: list[FakeGpu]
+    errors: dict[str, int] = field(default_factory=dict)
+    """Return codes of functions that are not about one GPU."""
+    missing: set[str] = field(default_factory=set)
+    """Functions that this version does not have."""
+    opened: int = 0
+    calls: list[str] = field(default_factory=list)
+    before: Callable[[str], None] = lambda name: None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+        """Makes `pynvml` call this instead of the library of the machine, until the test is over."""
+        monkeypatch.setattr(pynvml, "nvmlLib", self)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("nvml") or name in self.missing:
+            raise AttributeError(name)
+        return lambda *arguments: self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        self.calls.append(name)
+        self.before(name)
+        if code := self.errors.get(name, 0):
+            return code
+        if not self.opened and name != "nvmlInitWithFlags":
+            return pynvml.NVML_ERROR_UNINITIALIZED
+        if name in ("nvmlInitWithFlags", "nvmlShutdown"):
+            self.opened += 1 if name == "nvmlInitWithFlags" else -1
+            return pynvml.NVML_SUCCESS
+        if name in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"):
+            return getattr(self, f"_{name}")(*arguments)
+        gpu = self.gpus[ctypes.cast(arguments[0], ctypes.c_void_p).value - 1000]
+        return gpu.lost or gpu.errors.get(name, 0) or getattr(self, f"_{name}")(gpu, *arguments[1:]) or pynvml.NVML_SUCCESS
+
+    def _nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = sum(gpu.listed for gpu in self.gpus)
+        return pynvml.NVML_SUCCESS
+
+    def _nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        listed = [number for number, gpu in enumerate(self.gpus) if gpu.listed]
+        return self._point(handle, listed[index.value])
+
+    def _nvmlDeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
+        wanted = [number for number, gpu in enumerate(self.gpus) if gpu.uuid == uuid.value.decode()]
+        return self._point(handle, wanted[0]) if wanted else pynvml.NVML_ERROR_NOT_FOUND
+
+    def _point(self, handle: Any, number: int) -> int:
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p)).contents.value = 1000 + number
+        return self.gpus[number].lost
+
+    def _nvmlDeviceGetUUID(self, gpu: FakeGpu, text: Any, length: Any) -> None:
+        text.value = gpu.uuid.encode()
+
+    def _nvmlDeviceGetName(self, gpu: FakeGpu, text: Any, length: Any) -> None:
+        text.value = gpu.name.encode()
+
+    def _nvmlDeviceGetMigMode(self, gpu: FakeGpu, current: Any, pending: Any) -> None:
+        current._obj.value = MIG_ENABLED if gpu.partitioned else 0
+
+    def _nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu, rates: Any) -> None:
+        rates._obj.gpu, rates._obj.memory = gpu.utilization, 99
+
+    def _nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, memory: Any) -> None:
+        memory._obj.used = gpu.used + gpu.reserved
+
+    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: FakeGpu, memory: Any) -> int:
+        if memory._obj.version != pynvml.nvmlMemory_v2:
+            return pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
+        memory._obj.used, memory._obj.reserved = gpu.used, gpu.reserved
+        return pynvml.NVML_SUCCESS
+
+    def _nvmlDeviceGetPowerUsage(self, gpu: FakeGpu, value: Any) -> None:
+        value._obj.value = gpu.milliwatts
+
+    def _nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: Any, value: Any) -> int:
+        value._obj.value = gpu.celsius
+        return pynvml.NVML_SUCCESS if sensor.value == pynvml.NVML_TEMPERATURE_GPU else pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+    def _nvmlDeviceGetTemperatureV(self, gpu: FakeGpu, temperature: Any) -> None:
+        temperature._obj.temperature = gpu.celsius
+
+    def _nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: Any, value: Any) -> None:
+        value._obj.value = gpu.clocks[kind.value]
+
+    def _nvmlDeviceGetTotalEnergyConsumption(self, gpu: FakeGpu, value: Any) -> None:
+        value._obj.value = gpu.millijoules
+
+    def _nvmlDeviceGetViolationStatus(self, gpu: FakeGpu, policy: Any, status: Any) -> None:
+        status._obj.violationTime, status._obj.referenceTime = gpu.nanoseconds[policy.value], 5
+
+    def _nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: Any, counter: Any, value: Any) -> None:
+        value._obj.value = gpu.ecc[kind.value, counter.value]
+
+
+def older(*missing: str) -> ModuleType:
+    """The package without some names, as one of its older versions; UUIDs and names as bytes."""
+    module = ModuleType("pynvml")
+    vars(module).update({name: value for name, value in vars(pynvml).items() if name not in missing})
+    module.nvmlDeviceGetUUID = lambda handle: pynvml.nvmlDeviceGetUUID(handle).encode()
+    module.nvmlDeviceGetName = lambda handle: pynvml.nvmlDeviceGetName(handle).encode()
+    return module

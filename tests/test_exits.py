@@ -1,0 +1,613 @@
+"""However a program ends, it ends as it would without the exporter: with the same status and traceback, and at once.
+
+Each program is run twice, in a process of its own, with the exporter and without. The processes are forked off one that has
+imported torch, and then run the program as `python program.py` would.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from tools import eventually
+
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.errors import ErrorLog, raised_by_handler
+
+ADDED_SECONDS = 2.0
+"""That the exporter may add to the end of a program."""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+
+STARTER = """
+import gc, json, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this in the background may ignore it
+import torch, torch.utils.data
+import torch_grad_exporter
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(1, 1)  # the first step of a process imports half of torch
+model(torch.ones(1, 1)).sum().backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+torch.optim.SGD(model.parameters()).step()
+gc.freeze()
+for line in sys.stdin:
+    program, arguments, out, err = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        break
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number, path in ((1, out), (2, err)):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+sys.argv = [program, *arguments]
+with open(program) as file:
+    code = compile(file.read(), program, "exec")
+exec(code, {"__name__": "__main__", "__file__": program})
+"""
+
+
+@dataclass
+class Program:
+    """A program that runs."""
+
+    pid: int
+    starter: subprocess.Popen[str]
+    out: Path
+    err: Path
+    started: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    ended: float | None = None
+
+    def line(self, number: int = 0) -> str:
+        """A line of its output, waited for."""
+        assert eventually(lambda: self.out.read_text().count("\n") > number or self._over()), "it prints nothing"
+        return self.out.read_text().split("\n")[number]
+
+    def port(self) -> int:
+        """The port that it prints first."""
+        return int(self.line())
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """Its exit status; it is killed if it has none after so many seconds."""
+        killer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGKILL))
+        killer.start()
+        if self.status is None:
+            assert self.starter.stdout is not None
+            self.status = int(self.starter.stdout.readline())
+            self.ended = time.monotonic()
+        killer.cancel()
+        killer.join()
+        return self.status
+
+    def _over(self) -> bool:
+        return not Path(f"/proc/{self.pid}/stat").exists()
+
+
+class Starter:
+    """Starts programs, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment.pop("PYTHONWARNINGS", None)
+        self._folder = folder
+        self._number = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def start(self, text: str, *arguments: str) -> Program:
+        """Runs a program with these arguments."""
+        self._number += 1
+        path = self._folder / "program.py"  # the same name each time: tracebacks name it
+        path.write_text(textwrap.dedent(text))
+        out, err = self._folder / f"out{self._number}", self._folder / f"err{self._number}"
+        out.touch()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(path), arguments, str(out), str(err)]), file=self._process.stdin, flush=True)
+        return Program(int(self._process.stdout.readline()), self._process, out, err)
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    """One for all tests."""
+    one = Starter(tmp_path_factory.mktemp("programs"))
+    yield one
+    one.close()
+
+
+# The same end
+
+
+LOOP = """
+import contextlib, os, signal, sys, threading, time
+import torch
+from torch_grad_exporter import start_exporter
+
+torch.manual_seed(0)
+watched, way = (*sys.argv[1:], "")[:2]
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+exporter = start_exporter(model, 0, addr="127.0.0.1", every=1) if watched == "watched" else None
+print(0 if exporter is None else exporter.port, flush=True)
+
+def step(x):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+def in_backward(action):
+    model[0].weight.register_hook(lambda gradient: action())
+
+def fail():
+    raise ValueError("wrong")
+
+BEFORE
+with exporter if exporter is not None and way == "with" else contextlib.nullcontext():
+    for number in range(20):
+        step(torch.randn(5, 6))
+        if number == 10:
+            print("ends at", time.monotonic(), flush=True)
+            HERE
+print("done", sum(float(parameter.detach().sum()) for parameter in model.parameters()))
+"""
+
+
+def program(here: str = "pass", before: str = "") -> str:
+    """The training loop with something in the middle of it."""
+    return LOOP.replace("BEFORE", textwrap.dedent(before)).replace("HERE", here)
+
+
+KILL = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(10)"
+
+FAIL_AGAIN = """
+def fail_again():
+    try:
+        fail()
+    except ValueError as error:
+        raise OSError from error
+"""
+
+ENDINGS: dict[str, tuple[int, str]] = {
+    "at its end": (0, program()),
+    "by SIGTERM": (-signal.SIGTERM, program(KILL)),
+    "by SIGTERM with a handler that exits": (3, program(KILL, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))")),
+    "by SIGTERM in the backward, with a handler that exits": (
+        3, program(f"in_backward(lambda: exec({KILL!r}))", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))"),
+    ),
+    "by SIGINT": (-signal.SIGINT, program("signal.raise_signal(signal.SIGINT)")),
+    "by SIGINT in the backward": (-signal.SIGINT, program("in_backward(lambda: signal.raise_signal(signal.SIGINT))")),
+    "by an exception": (1, program("fail()")),
+    "by an exception in the backward": (1, program("in_backward(fail)")),
+    # With a hook on the model PyTorch goes another way through its own code, so there is one without the exporter, too.
+    "by an exception in the forward": (
+        1, program("model[1].register_forward_hook(lambda *_: fail())", "model.register_forward_hook(lambda *_: None)"),
+    ),
+    "by an exception in the step": (1, program("optimizer.register_step_pre_hook(lambda *_: fail())")),
+    "by an exception from another": (1, program("fail_again()", FAIL_AGAIN)),
+    "by an exception in a thread": (0, program("thread = threading.Thread(target=fail); thread.start(); thread.join()")),
+    "by sys.exit": (5, program("sys.exit(5)")),
+    "by sys.exit with a message": (1, program("sys.exit('no more')")),
+    "by os._exit": (4, program("os._exit(4)")),
+    "by os.abort": (-signal.SIGABRT, program("os.abort()")),
+    "with a thread that goes on": (0, program("threading.Timer(0.9, print, ('late',)).start()")),
+    "with a loop at exit": (0, program("import atexit; atexit.register(step, torch.randn(5, 6))")),
+    "with a forked child": (0, program("os.fork() or sys.exit(7)")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class End:
+    """What is left of a program, and how long its end took."""
+
+    status: int
+    out: list[str]
+    err: str
+    seconds: float
+
+
+def end_of(one: Program) -> End:
+    """Waits for the end of a program. The first line of its output, the port, is left out, and so are numbers of processes."""
+    status = one.wait()
+    _, *lines = one.out.read_text().splitlines()
+    began = next(float(line.split()[-1]) for line in lines if line.startswith("ends at"))
+    assert one.ended is not None
+    err = re.sub(r"(pid|Thread-)([^\d\n]{0,5})\d+", r"\1\2", one.err.read_text())
+    return End(status, [line for line in lines if not line.startswith("ends at")], err, one.ended - began)
+
+
+@pytest.fixture(scope="module")
+def bare(starter: Starter) -> Callable[[str], End]:
+    """How a program ends without the exporter."""
+    return functools.cache(lambda text: end_of(starter.start(text, "bare")))
+
+
+def ends_in_time(run: Callable[[], End], bare: End) -> None:
+    """Asserts that no time is added. What is busy besides may cost seconds, but hardly three times."""
+    for _ in range(3):
+        watched = run()
+        if watched.seconds - bare.seconds < ADDED_SECONDS:
+            return
+    pytest.fail(f"it took {watched.seconds:.1f} s, and {bare.seconds:.1f} s without the exporter")
+
+
+def check(starter: Starter, bare: End, text: str, *arguments: str) -> None:
+    """Runs a program with the exporter and compares its end."""
+
+    def run() -> End:
+        watched = end_of(starter.start(text, "watched", *arguments))
+        assert (watched.status, watched.out, watched.err) == (bare.status, bare.out, bare.err)
+        return watched
+
+    ends_in_time(run, bare)
+
+
+@pytest.mark.parametrize("way", ["with", "left"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_ends_as_without_the_exporter(starter: Starter, bare: Callable[[str], End], ending: str, way: str) -> None:
+    """Status, traceback and output are the same, with the exporter as a context or never closed, and no time is added."""
+    status, text = ENDINGS[ending]
+    assert bare(text).status == status
+    check(starter, bare(text), text, way)
+
+
+WORKER_DIES = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        if number == 12:
+            time.sleep(0.5)  # until then the loop waits for this one
+            print("ends at", time.monotonic(), flush=True)
+            os._exit(7)
+        return torch.ones(6)
+
+for x in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
+    step(x)
+"""
+
+
+def test_a_worker_that_dies(starter: Starter, bare: Callable[[str], End]) -> None:
+    """`os._exit` in a fork-started DataLoader's worker raises the same error in the training, from the same place."""
+    text = program(before=WORKER_DIES).replace("watched, way", "import torch.utils.data\nwatched, way")
+    assert bare(text).status == 1
+    assert "DataLoader worker (pid" in bare(text).err
+    check(starter, bare(text), text)
+
+
+# Signals in code of ours
+
+
+ALARMS = """
+def stop(number, frame):
+    raise TimeoutError("time is up")
+
+signal.signal(signal.SIGALRM, stop)
+heard = 0
+for trial in range(200):
+    torch.set_grad_enabled(True)  # which the one before may have left off, in the middle of the optimizer's step
+    give_up_at = time.monotonic() + 0.5
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002 + trial * 0.00005)
+        while time.monotonic() < give_up_at:
+            step(torch.randn(5, 6))
+            if exporter is not None:
+                exporter.observe(loss=1.0, grad_norm=2.0)
+    except (TimeoutError, RuntimeError):
+        heard += 1
+print("heard", heard, flush=True)
+optimizer.zero_grad()
+"""
+
+
+def test_what_a_handler_raises_passes(starter: Starter) -> None:
+    """Of 200 alarms whose handler raises an `Exception`, half of them within our hooks, the loop hears all.
+
+    But for a few: what is raised while Python frees something is lost to every program.
+    """
+    end = end_of(starter.start(program(before=ALARMS), "watched"))
+    assert end.status == 0
+    assert "training goes on" not in end.err
+    assert next(int(line.split()[1]) for line in end.out if line.startswith("heard")) >= 195
+
+
+def test_which_failures_are_a_handlers() -> None:
+    """What a handler raised in code of ours is not ours, whatever kind of callable it is; all else is."""
+
+    class Stops:
+        def __call__(self, *_: object) -> None:
+            raise OSError("stop")
+
+        def stop(self, *_: object) -> None:
+            raise OSError("stop")
+
+    def stop(*_: object) -> None:
+        raise OSError("stop")
+
+    def failure_of(action: Callable[[], object]) -> OSError:
+        with pytest.raises(OSError, match="stop") as caught:
+            action()
+        return caught.value
+
+    errors = ErrorLog(())
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for handler in (stop, Stops(), Stops().stop, functools.partial(stop), lambda *_: stop()):
+            signal.signal(signal.SIGUSR1, handler)
+            raised = failure_of(lambda: errors.guard("capture", lambda: signal.raise_signal(signal.SIGUSR1)))
+            assert raised_by_handler(raised)
+            assert errors.counts() == {}
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    errors.guard("capture", stop)
+    assert errors.counts() == {"capture": 1}
+    assert not raised_by_handler(failure_of(stop))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 3), (signal.SIGINT, -signal.SIGINT)], ids=["SIGTERM", "SIGINT"])
+def test_signals_at_any_moment(starter: Starter, number: int, status: int) -> None:
+    """A signal from outside, wherever it hits the loop, our hooks and `close` included, ends it as it should."""
+    text = program("", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))").replace("range(20)", "range(1_000_000)")
+    for delay in (0.0, 0.003, 0.007, 0.011, 0.017, 0.023):
+        one = starter.start(text, "watched", "with")
+        one.line(1)
+        time.sleep(delay)
+        os.kill(one.pid, number)
+        assert one.wait() == status
+        err = one.err.read_text()
+        assert "failed" not in err
+        assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else err == ""
+
+
+def test_closing_in_a_handler_that_interrupts_closing(starter: Starter) -> None:
+    """A handler may close the exporter while its own thread is closing it; neither waits for the other."""
+    before = """
+        def close(*_):
+            exporter.close()
+            print("closed", flush=True)
+
+        signal.signal(signal.SIGALRM, close)
+        close_hooks = exporter._hooks.close
+        exporter._hooks.close = lambda: (close_hooks(), signal.raise_signal(signal.SIGALRM))
+        hold = exporter._closing.__enter__()
+        signal.raise_signal(signal.SIGALRM)
+        exporter._closing.__exit__(None, None, None)
+        """
+    end = end_of(starter.start(program("exporter.close()", before), "watched"))
+    assert (end.status, end.err) == (0, "")
+    assert end.out.count("closed") == 2
+
+
+# Scrapes under way at the end
+
+
+WIDE = """
+wide = [torch.nn.Linear(8, 8) for _ in range(400)]
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), *wide, torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+if exporter is not None:
+    exporter.close()
+    exporter = start_exporter(model, 0, addr="127.0.0.1", every=10, max_layers=1000, labels={"padding": "x" * 400})
+    print(exporter.port, flush=True)
+"""
+
+HANGS = """
+if exporter is not None:
+    exporter._host.snapshot = lambda: time.sleep(60)
+"""
+
+HELD = """
+def hold():
+    with exporter._host._lock:
+        time.sleep(60)
+
+if exporter is not None:
+    threading.Thread(target=hold, daemon=True).start()
+"""
+
+ASKED = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+def client(port: int, said: bytes, room: int | None = None) -> socket.socket:
+    """A client that has said something, and reads nothing. `room`: bytes that it receives at most."""
+    one = socket.socket()
+    if room is not None:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    one.connect(("127.0.0.1", port))
+    one.sendall(said)
+    return one
+
+
+SCRAPES: dict[str, tuple[str, bytes, int | None]] = {
+    "a client that says nothing": ("", b"", None),
+    "a client in the middle of its request": ("", ASKED[:-2], None),
+    "a client that does not read megabytes": (WIDE, ASKED, 4096),
+    "a scrape that hangs": (HANGS, ASKED, None),
+    "a drain that hangs": (HELD, ASKED, None),
+}
+
+
+@pytest.mark.parametrize("here", ["pass", "fail()", "sys.exit(5)"], ids=["at its end", "by an exception", "by sys.exit"])
+@pytest.mark.parametrize("scrape", SCRAPES)
+def test_an_end_beside_a_scrape(starter: Starter, bare: Callable[[str], End], scrape: str, here: str, tmp_path: Path) -> None:
+    """Whatever a client, a collector or the worker is at, the program ends at once, as without the exporter."""
+    before, said, room = SCRAPES[scrape]
+    go = tmp_path / "go"
+    # As an argument, so that scrapes which need nothing else have the same program, and one end without the exporter.
+    text = program(here, before + "while exporter is not None and not os.path.exists(sys.argv[3]): time.sleep(0.01)\n")
+
+    def run() -> End:
+        go.unlink(missing_ok=True)
+        one = starter.start(text, "watched", "left", str(go))
+        with client(int(one.line(1 if before is WIDE else 0)), said, room):
+            time.sleep(1.0 if before is WIDE else 0.2)  # it is under way by then
+            go.touch()
+            watched = end_of(one)
+        assert watched.status == bare(text).status
+        assert bare(text).err in watched.err  # what of ours did not come to its end may say so
+        return watched
+
+    ends_in_time(run, bare(text))
+
+
+# Ports
+
+
+LOADER = """
+from torch.utils.data import DataLoader
+
+loader = DataLoader(torch.ones(64, 6), batch_size=2, num_workers=4, persistent_workers=True, multiprocessing_context="fork")
+for x in loader:
+    step(x)
+print(*(worker.pid for worker in loader._iterator._workers), flush=True)
+time.sleep(30)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
+def test_the_port_is_free_though_workers_live_on(starter: Starter) -> None:
+    """With the parent killed by SIGKILL and four orphaned workers alive, the next run has the same port within a second."""
+    one = starter.start(program(before=LOADER), "watched")
+    port = one.port()
+    workers = [int(pid) for pid in one.line(1).split()]
+    try:
+        with client(port, ASKED) as asking, client(port, b""):
+            while asking.recv(1 << 16):
+                pass
+            os.kill(one.pid, signal.SIGKILL)
+            assert one.wait() == -signal.SIGKILL
+        began = time.monotonic()
+        with start_exporter(torch.nn.Linear(1, 1), port, addr="127.0.0.1") as next_run:
+            assert next_run.port == port
+            with client(port, ASKED) as asking:
+                assert asking.recv(15) == b"HTTP/1.1 200 OK"
+        assert time.monotonic() - began < 1.0
+        assert [runs(worker) for worker in workers] == [True] * 4
+    finally:
+        for worker in filter(runs, workers):
+            os.kill(worker, signal.SIGKILL)
+
+
+INHERIT = """
+import socket, subprocess
+
+def of_ours(fds):
+    return sum(one.startswith(("socket:", "anon_inode:")) for one in fds)
+
+def fds():
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in paths if os.path.exists(path)]
+
+client = socket.create_connection(("127.0.0.1", exporter.port))
+time.sleep(0.1)
+shell, seen, redirected = "/bin/sh", sys.argv[-1], f"ls -l /proc/self/fd | sed 's/.* //' > {sys.argv[-1]}"
+for close in (True, False):
+    subprocess.run([shell, "-c", redirected], check=True, close_fds=close)
+    print("run", of_ours(open(seen).read().split()), flush=True)
+os.posix_spawn(shell, [shell, "-c", redirected], os.environ)
+os.wait()
+print("posix_spawn", of_ours(open(seen).read().split()), flush=True)
+os.spawnv(os.P_WAIT, shell, [shell, "-c", redirected])
+print("spawnv", of_ours(open(seen).read().split()), flush=True)
+client.close()
+if os.fork() == 0:
+    print("fork", of_ours(fds()), flush=True)
+    os._exit(0)
+os.wait()
+print("itself", of_ours(fds()) >= 4, flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
+def test_no_child_has_our_sockets(starter: Starter, tmp_path: Path) -> None:
+    """Neither children by `subprocess`, `posix_spawn` and `spawnv`, nor forked ones, have a socket of ours, or a poll."""
+    end = end_of(starter.start(program(before=INHERIT), "watched", "left", str(tmp_path / "seen")))
+    assert (end.status, end.err) == (0, "")
+    assert end.out[:6] == ["run 0", "run 0", "posix_spawn 0", "spawnv 0", "fork 0", "itself True"]
+
+
+FORKED = """
+asked, go = threading.Event(), threading.Event()
+snapshot = exporter._host.snapshot
+
+def slow():
+    with exporter._host._lock:
+        asked.set()
+        go.wait(20)
+    return snapshot()
+
+exporter._host.snapshot = slow
+asked.wait(20)
+child = os.fork()
+if child == 0:
+    step(torch.randn(5, 6))
+    exporter.observe(loss=1.0)
+    exporter.step()
+    exporter._host.snapshot = snapshot
+    exporter.collect()
+    exporter.close()
+    print("child", os.getpid(), flush=True)
+    time.sleep(20)
+    os._exit(0)
+go.set()
+while "child" not in open("/proc/self/fd/1").read():
+    time.sleep(0.01)
+"""
+
+
+def test_a_fork_in_the_middle_of_a_scrape(starter: Starter) -> None:
+    """The child trains, is asked and closes without waiting for locks that it inherited; the client gets its answer whole."""
+    one = starter.start(program(before=FORKED), "watched")
+    port = one.port()
+    with client(port, ASKED) as asking:
+        child = int(one.line(1).split()[1])
+        try:
+            answer = b"".join(iter(lambda: asking.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            length = int(answer.partition(b"Content-Length: ")[2].partition(b"\r")[0])
+            assert len(answer.partition(b"\r\n\r\n")[2]) == length > 0
+            assert end_of(one).err == ""
+            assert runs(child)
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -1,0 +1,808 @@
+"""A failure at any seam of the exporter: the training ends with the same parameters, and the failure is counted and logged.
+
+The seams are found by looking: every public function, method and property of every module of the package, but for the rooms in
+`LEFT_OUT`. In the place of each one in turn stands a double that raises, at its first and its seventh call, or at each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import inspect
+import logging
+import pkgutil
+import socket
+import tempfile
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Perceptron
+from scrape import errors
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import torch_grad_exporter
+from torch_grad_exporter import Exporter, host, recorder, schedule, start_exporter, stretches
+from torch_grad_exporter.exposition import samples
+
+STEPS = 40
+
+LEFT_OUT = {
+    "cli": "a program of its own",
+    "demo": "a program of its own",
+    "settings": "wrong settings raise before the training",
+    "checks": "wrong arguments raise before the training",
+    "distributed": "read at the start only",
+    "errors": "the guard itself: nobody guards it",
+    "exporter": "the user's door, which the scenes go through",
+    "start": "as `exporter`",
+    "living": "as `exporter`",
+    "assets": "a program of its own",
+    **dict.fromkeys(("plot", "picture", "saved"), "a program of its own"),
+    "outlets": "as `exporter`",
+    "replicas": "behind `layers.LayerIndex.find_replicas`",
+    **dict.fromkeys(
+        ("store", "discovery", "files", "textfile", "whole_run", "collectors.whole_run", "push", "recorder", "view"),
+        "a thread of its own, in which nothing of the training runs",
+    ),
+    "push_settings": "wrong settings raise before the training",
+    "exponential": "behind the worker's guard, where a variable asks for it, tests/test_exponential.py",
+    **dict.fromkeys(
+        (f"exposition.{room}" for room in ("delivery", "delta", "otlp", "protobuf")),
+        "the threads of the push, in which nothing of the training runs",
+    ),
+    **dict.fromkeys(
+        (
+            "history", "problems", "problems.exporter", "problems.gradients", "problems.look", "problems.memory",
+            "problems.resources", "problems.training", "problems.values", "problems.watch", "exposition.live", "exposition.pages",
+        ),
+        "behind the recorder's guard, and the server's; tests/test_live.py",
+    ),
+    "exposition.instruments": "in a collection of the user's, tests/test_instruments.py",
+    "statistics.reference": "for tests and documentation, called by nobody here",
+    **dict.fromkeys(
+        ("cgroups", "nvml", "readings", "resources", "visible"),
+        "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
+    ),
+    **dict.fromkeys(
+        (f"exposition.{room}" for room in (
+            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "rate_limit", "registry", "server", "tls",
+            "web_config", "web_settings", "web_yaml", "yaml_nodes",
+        )),
+        "the server's own threads, in which nothing of the training runs; clients try them in tests of their own",
+    ),
+}  # fmt: skip
+"""Rooms without seams, and why."""
+
+UNREACHED = {
+    "children.CpuSeconds.both": "children that end, tests/test_process.py",
+    "collectors.process.standard_registry": "the start",
+    "collectors.gradients.dead_from": "the start",
+    "cost.recorded_event": "CUDA",
+    **dict.fromkeys(
+        (f"devices.{one}.{name}" for one in ("_Cuda", "_Other") for name in (
+            "kind", "counts_everything", "device_count", "statistics", "properties",
+        )), "accelerators",
+    ),
+    "events.mailbox": "the start",
+    "exposition.samples.present_rows": "a registry of the user's, in whose scrape, tests/test_registry.py",
+    "families.Family.row_numbers": "the push, the page, and a registry of the user's, tests/test_registry.py",
+    "hooks.GuardedHook.failed": "the guard itself",
+    "hooks._ModuleHooks.set_on": "the start",
+    "hooks.Hooks.come_first": "FSDP2, tests/test_distributed.py",
+    "hooks.Hooks.guarded": "the start",
+    "hooks.Hooks.on_module": "the start",
+    "hooks.Hooks.on_optimizers": "the start",
+    "host.HostSide.start": "the start",
+    "host.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "layers.LayerIndex.all_layers": "the start",
+    "layers.LayerIndex.find_replicas": "several ranks, tests/test_ranks.py",
+    "noise.NoiseScale.value": "several ranks, tests/test_noise_scale.py",
+    "peaks.Peaks.forget": "the thread of the history, tests/test_moments.py",
+    "progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/test_fused.py",
+    "scrape.Scrape.start": "the start",
+    "scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "scrape._Walk.give_up": "a collector that hangs, tests/test_scrape.py",
+    "statistics.device.norms": "accelerators",
+    "statistics.eager.EagerStatistics.measure": "tests call it",
+    "transfer._Buffer.free": "accelerators, tests/test_transfer.py",
+    "transfer._Buffer.lend": "accelerators, tests/test_transfer.py",
+    "transfer._Buffer.clear": "accelerators, tests/test_transfer.py",
+    "transfer._UnderWay.ready": "accelerators, tests/test_transfer.py",
+    "wrappers.within": "several ranks, tests/test_replicas.py",
+    "wrappers.anywhere": "several ranks, tests/test_replicas.py",
+}  # fmt: skip
+"""Seams that no training here reaches, and what does."""
+
+
+class InjectedError(Exception):
+    """What a double raises."""
+
+
+@dataclass
+class Fault:
+    """Raises at the calls that `raises` chooses, from 1, while it is armed."""
+
+    raises: Callable[[int], bool] = lambda _call: False
+    armed: bool = False
+    calls: int = 0
+    raised: int = 0
+
+    def meet(self) -> None:
+        """A call of the seam."""
+        if self.armed:
+            self.calls += 1
+            if self.raises(self.calls):
+                self.raised += 1
+                raise InjectedError
+
+
+MODES: dict[str, Callable[[int], bool]] = {
+    "first and seventh": lambda call: call in (1, 7),
+    "always": lambda _call: True,
+}
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of a module, or an attribute of a class."""
+
+    room: str
+    name: str
+    owner: Any
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"{self.room}.{self.name}"
+
+    def replace(self, patch: pytest.MonkeyPatch, fault: Fault) -> None:
+        """Puts a double in its place, everywhere."""
+        original = inspect.getattr_static(self.owner, self.attribute)
+        double = doubled(original, fault)
+        owners = [self.owner] if inspect.isclass(self.owner) else modules()
+        for owner in owners:
+            for attribute, value in list(vars(owner).items()):
+                if value is original:
+                    patch.setattr(owner, attribute, double)
+
+
+def doubled(original: Any, fault: Fault) -> Any:  # noqa: ANN401 - a function, or what a class makes of one
+    """The same, but that `fault` is asked first."""
+    if isinstance(original, property):
+        return property(doubled(original.fget, fault), original.fset)
+    if isinstance(original, classmethod | staticmethod):
+        return type(original)(doubled(original.__func__, fault))
+
+    @functools.wraps(original)
+    def double(*arguments: object, **options: object) -> object:
+        fault.meet()
+        return original(*arguments, **options)
+
+    return double
+
+
+@functools.cache
+def modules() -> list[types.ModuleType]:
+    """All modules of the package."""
+    found = pkgutil.walk_packages(torch_grad_exporter.__path__, f"{torch_grad_exporter.__name__}.")
+    return [importlib.import_module(one.name) for one in found]
+
+
+def seams() -> Iterator[Seam]:
+    """Every public function of every module, and every public method and property of every class, but for `LEFT_OUT`."""
+    for module in modules():
+        room = module.__name__.removeprefix(f"{torch_grad_exporter.__name__}.")
+        if room in LEFT_OUT:
+            continue
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isfunction(value) and not name.startswith("_"):
+                yield Seam(room, name, module, name)
+            elif inspect.isclass(value) and not getattr(value, "_is_protocol", False):
+                for attribute, member in vars(value).items():
+                    callable_ = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
+                    if callable_ and not attribute.startswith("_"):
+                        yield Seam(room, f"{name}.{attribute}", value, attribute)
+
+
+# Trainings
+
+
+class Watch:
+    """A training's own side of an exporter; this one has none."""
+
+    def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
+        """Begins to watch."""
+
+    def loader(self, batches: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """The batches."""
+        return batches
+
+    def observe(self, **values: float | torch.Tensor) -> None:
+        """Shows values."""
+
+    def step(self, number: int | None = None) -> None:
+        """Says that a step is done."""
+
+    def scrape(self) -> None:
+        """Somebody looks."""
+
+    def worker(self) -> None:
+        """The worker has its turn, and finds that no step has come for long."""
+
+    @property
+    def port(self) -> int | None:
+        """Where it is served."""
+        return None
+
+
+@dataclass
+class Watched(Watch):
+    """Starts an exporter, and arms the faults then."""
+
+    faults: list[Fault]
+    exporter: Exporter = field(init=False)
+
+    def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
+        others = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
+        chosen: dict[str, Any] = {"port": None, "addr": "127.0.0.1", "every": 1, "collectors": others, **options}
+        self.exporter = start_exporter(model, **chosen)
+        self.arm(to=True)
+
+    def arm(self, *, to: bool) -> None:
+        """Switches the faults on or off."""
+        for fault in self.faults:
+            fault.armed = to
+
+    def end(self) -> None:
+        """Takes back what a failing `close` has left."""
+        exporter = self.exporter
+        closes = [exporter.close, exporter._host.close, exporter._hooks.close, exporter._loop.close]
+        for close in [*closes, functools.partial(exporter._outlets.close, failed=False, hurried=True)]:
+            close()
+
+    def loader(self, batches: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        return self.exporter.watch_loader(batches)
+
+    def observe(self, **values: float | torch.Tensor) -> None:
+        self.exporter.observe(**values)
+
+    def step(self, number: int | None = None) -> None:
+        self.exporter.step(number)
+
+    def scrape(self) -> None:
+        self.exporter.collect()
+
+    def worker(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stretches, "STILL_SECONDS", 0.0)
+            self.exporter._host._guarded(self.exporter._loop.stretches.look)
+
+    @property
+    def port(self) -> int | None:
+        return self.exporter.port
+
+
+@functools.cache
+def batches(steps: int = STEPS) -> list[torch.Tensor]:
+    """The same inputs each time."""
+    return list(torch.randn(steps, 5, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def seeded(kind: type[torch.nn.Module] = Perceptron) -> Any:  # noqa: ANN401 - a model of this kind
+    """The same model each time."""
+    torch.manual_seed(0)
+    return kind()
+
+
+def clipped(model: torch.nn.Module) -> torch.Tensor:
+    """Clips the gradients; returns their norm."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def halves(model: Perceptron) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """SGD for one half of the model, Adam for the other."""
+    return torch.optim.SGD(model.first.parameters(), lr=0.05), torch.optim.Adam(model.second.parameters(), lr=0.01)
+
+
+def plain(watch: Watch) -> torch.nn.Module:
+    """A loop that clips; a step is skipped."""
+    model = seeded()
+    optimizers = halves(model)
+    watch.start(model, every=5)
+    for number, x in enumerate(batches()):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        clipped(model)
+        if number != 17:
+            for optimizer in optimizers:
+                optimizer.step()
+    return model
+
+
+def observed(watch: Watch) -> torch.nn.Module:
+    """A loop that uses all that the exporter has: it observes, numbers its steps, evaluates, and is scraped."""
+    model = seeded()
+    optimizers = halves(model)
+    watch.start(model, every=4, moments=True, weights=True, collectors={})
+    for number, x in enumerate(watch.loader(batches())):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        watch.observe(loss=loss, grad_norm=clipped(model), samples=5, tokens=torch.tensor(7), epoch=number // 20)
+        for optimizer in optimizers:
+            optimizer.step()
+        if number % 5 == 4:
+            watch.step(number)
+            watch.scrape()
+        if number == 29:
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
+    return model
+
+
+def counted(watch: Watch) -> torch.nn.Module:
+    """A loop of short steps, which are only counted, with all that ends a stretch."""
+    model = seeded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    watch.start(model, every=128, overhead_budget=0.0001)
+    for number, x in enumerate(batches(3 * STEPS)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if number % 3 == 2:
+            watch.observe(grad_norm=clipped(model))
+        if number % 50 == 49:
+            continue
+        optimizer.step()
+        if number % 30 == 29:
+            stranger.step()
+        if number % 8 == 5:
+            watch.worker()
+        if number % 40 == 39:
+            watch.scrape()
+    return model
+
+
+def by_parts(watch: Watch) -> torch.nn.Module:
+    """A loop that calls the model's parts, so that the parameters' own nodes tell of backwards."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model)
+    for x in batches():
+        optimizer.zero_grad()
+        model.second(model.first(x).relu()).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def by_hand(watch: Watch) -> torch.nn.Module:
+    """A loop that writes the gradients itself, so that only the optimizer sees them."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model)
+    parameters = list(model.parameters())
+    for x in batches():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(model(x).square().mean(), parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return model
+
+
+def by_closure(watch: Watch) -> torch.nn.Module:
+    """A loop whose backwards run within the step."""
+    model = seeded()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    watch.start(model)
+    for x in batches()[:8]:
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return model
+
+
+def within_backward(watch: Watch) -> torch.nn.Module:
+    """An optimizer per parameter, which steps in the backward."""
+    model = seeded()
+    of = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in model.parameters()}
+
+    def step(parameter: torch.nn.Parameter) -> None:
+        of[parameter].step()
+        of[parameter].zero_grad()
+
+    for parameter in of:
+        parameter.register_post_accumulate_grad_hook(step)
+    watch.start(model, weights=True)
+    for x in batches():
+        model(x).square().mean().backward()
+    return model
+
+
+class Assorted(torch.nn.Module):
+    """Layers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(7, 4, sparse=True)
+        self.up = torch.nn.ConvTranspose1d(4, 6, 3)
+        self.down = torch.nn.Conv1d(6, 3, 3)
+        self.narrow = torch.nn.Linear(3, 2).bfloat16()
+        self.large = torch.nn.Linear(2, 40_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x.abs().mul(10).long() % 7).mT
+        return self.large(self.narrow(self.down(self.up(x)).relu().mean(2).bfloat16()).float())
+
+
+def assorted(watch: Watch) -> torch.nn.Module:
+    """Layers of many kinds, with a huge gradient, a NaN and an infinity, accumulation, and layers that are frozen and added."""
+    model = seeded(Assorted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch.start(model, moments=True)
+    for number, x in enumerate(batches()[:12]):
+        factor = {5: 1e38, 6: float("nan"), 7: float("inf")}.get(number, 1e-3)
+        (model(x).square().mean() * factor).backward()
+        if number % 2 and not 5 <= number <= 7:
+            optimizer.step()
+        if number % 2:
+            optimizer.zero_grad()
+        model.up.requires_grad_(number != 3)
+        if number == 8:
+            model.large = torch.nn.Linear(2, 4)
+            optimizer.add_param_group({"params": list(model.large.parameters())})
+    return model
+
+
+def scaled(watch: Watch) -> torch.nn.Module:
+    """A fused optimizer under a gradient scaler, with an overflow."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watch.start(model)
+    for number, x in enumerate(batches()[:20]):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean() * (1e38 if number in (0, 7) else 1.0)).backward()
+        if number == 0:
+            continue  # of the first backward nobody knows yet whether it was scaled
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+class Descent:
+    """An optimizer by hand, of which no hook tells."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.sub_(0.05 * parameter.grad)
+
+
+def unseen(watch: Watch) -> torch.nn.Module:
+    """An optimizer of which no hook tells: the changed parameters do, and then the user."""
+    model = seeded()
+    optimizer = Descent(model)
+    watch.start(model)
+    for number, x in enumerate(batches()):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if number >= 20:
+            watch.step()
+    return model
+
+
+def sharp(watch: Watch) -> torch.nn.Module:
+    """SAM: two passes to a step, and the gradients are cleared in between; now and then a step raises."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model)
+    for number, x in enumerate(batches()[:24]):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+
+        def closure(number: int = number) -> float:
+            if number in (9, 10):
+                raise OSError
+            return 0.0
+
+        try:
+            optimizer.step(closure if number >= 9 else None)
+        except OSError:
+            continue
+    return model
+
+
+class Twice(torch.optim.SGD):
+    """An optimizer whose step takes two of its parent's."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        super().step(closure)
+        return super().step(closure)
+
+
+def nested(watch: Watch) -> torch.nn.Module:
+    """Steps within steps."""
+    model = seeded()
+    optimizer = Twice(model.parameters(), lr=0.05)
+    watch.start(model)
+    for x in batches():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def on_meta(watch: Watch) -> torch.nn.Module:
+    """A model without data, whose gradients are measured as those on an accelerator are."""
+    with torch.device("meta"):
+        model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model)
+    for x in batches()[:8]:
+        optimizer.zero_grad()
+        model(x.to("meta")).square().mean().backward()
+        optimizer.step()
+    return seeded()
+
+
+def adversarial(watch: Watch) -> torch.nn.Module:
+    """A generator and a discriminator, whose gradients the generator's backward fills, too."""
+    generator, discriminator = seeded(), torch.nn.Linear(3, 1)
+    optimizers = torch.optim.SGD(generator.parameters(), lr=0.05), torch.optim.Adam(discriminator.parameters(), lr=0.01)
+    watch.start({"generator": generator, "discriminator": discriminator})
+    for number, x in enumerate(batches()):
+        generator.zero_grad()
+        discriminator.zero_grad()
+        made = generator(x)
+        discriminator(made if number % 2 else made.detach()).square().mean().backward()
+        optimizers[1 - number % 2].step()
+    return torch.nn.ModuleList((generator, discriminator))
+
+
+REQUESTS = (
+    "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\nAccept-Encoding: gzip\r\n\r\n",
+    "GET /metrics HTTP/1.1\r\n\r\n",
+    "HEAD / HTTP/1.1\r\n\r\n",
+    "GET /healthz HTTP/1.1\r\n\r\n",
+    "GET /nowhere HTTP/1.1\r\n\r\n",
+    "nonsense\r\n\r\n",
+)
+
+
+def ask(port: int | None) -> None:
+    """A client of all sorts of requests, which does not mind what comes back."""
+    for request in REQUESTS if port else ():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port or 0), timeout=0.2) as client:
+            client.sendall(request.encode())
+            while client.recv(1 << 16):
+                pass
+
+
+def replicated(watch: Watch) -> torch.nn.Module:
+    """A loop under `DistributedDataParallel`, in a job of one rank, whose own gradients are looked at, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            model = torch.nn.parallel.DistributedDataParallel(seeded())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            watch.start(model, local_norm=True)
+            for number, x in enumerate(batches()):
+                if number % 2 == 0:
+                    optimizer.zero_grad()
+                with model.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                if number % 2:
+                    optimizer.step()
+                    watch.observe(samples=10)
+            return model.module
+        finally:
+            dist.destroy_process_group()
+
+
+def served(watch: Watch) -> torch.nn.Module:
+    """A loop that is scraped over HTTP."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model, port=0, every=5)
+    client = threading.Thread(target=ask, args=(watch.port,))
+    client.start()
+    for x in batches():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    client.join()
+    return model
+
+
+SCENES: dict[str, Callable[[Watch], torch.nn.Module]] = {
+    scene.__name__: scene
+    for scene in (
+        plain, observed, counted, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen, sharp, adversarial,
+        nested, on_meta, replicated, served,
+    )
+}  # fmt: skip
+
+
+def parameters_after(scene: Callable[[Watch], torch.nn.Module], watch: Watch) -> list[torch.Tensor]:
+    """What the training has made of the model."""
+    return [parameter.detach().clone() for parameter in scene(watch).parameters()]
+
+
+def threads_of_ours() -> set[threading.Thread]:
+    """The exporters' threads that run now."""
+    return {thread for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
+
+
+@pytest.fixture(autouse=True)
+def _clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """One thread for torch, since the models are small; and the log is taken down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def expected(scene: str) -> list[torch.Tensor]:
+    """The parameters after a training without an exporter."""
+    return parameters_after(SCENES[scene], Watch())
+
+
+def hurry(patch: pytest.MonkeyPatch) -> None:
+    """Has the worker look often, and no stretch end with time, however busy the machine; has nothing remembered of other tests.
+
+    No history is recorded: whether its thread asks in time for a snapshot is chance.
+    """
+    patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
+    samples.columns.cache_clear()
+    patch.setattr(host, "IDLE_SECONDS", 0.03)
+    patch.setattr(stretches, "STILL_SECONDS", 3600.0)
+    for module in (stretches, schedule):
+        patch.setattr(module, "STRETCH_SECONDS", 3600.0)
+
+
+@pytest.fixture(scope="module")
+def reached() -> dict[str, dict[str, int]]:
+    """For each seam how often it is called, by scene, if nothing fails."""
+    found: dict[str, dict[str, int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        faults = {str(seam): Fault() for seam in seams()}
+        for seam in seams():
+            seam.replace(patch, faults[str(seam)])
+        for name, scene in SCENES.items():
+            watched = Watched(list(faults.values()))
+            assert identical(parameters_after(scene, watched), expected(name))
+            watched.exporter.close()
+            assert not any(watched.exporter._errors.counts().values())
+            for seam, fault in faults.items():
+                if fault.calls:
+                    found.setdefault(seam, {})[name] = fault.calls
+                fault.calls, fault.armed = 0, False
+    return found
+
+
+def identical(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether all bits are the same."""
+    pairs = zip(ones, others, strict=True)
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
+
+def run(watched: Watched, fault: Fault, scene: str, caplog: pytest.LogCaptureFixture) -> str:
+    """Trains; what is wrong then, or nothing."""
+    caplog.clear()
+    try:
+        after = parameters_after(SCENES[scene], watched)
+        watched.exporter.close()
+    finally:
+        watched.arm(to=False)
+        watched.end()
+    counts = {source: count for source, count in watched.exporter._errors.counts().items() if count}
+    shown = errors(watched.exporter)
+    logged = Counter(
+        record.getMessage().removeprefix("torch_grad_exporter: ").partition(" failed")[0]
+        for record in caplog.records
+        if "training goes on" in record.message
+    )
+    wrong = []
+    if not identical(after, expected(scene)):
+        wrong.append("other parameters")
+    if bool(counts) != bool(fault.raised):
+        wrong.append(f"raised {fault.raised}, counted {counts}")
+    if shown != counts:
+        wrong.append(f"shown {shown}, counted {counts}")
+    if logged != dict.fromkeys(counts, 1):
+        wrong.append(f"logged {logged}, counted {counts}")
+    return "; ".join(wrong)
+
+
+def test_the_list_of_seams_is_complete(reached: dict[str, dict[str, int]]) -> None:
+    """Every module has seams or is left out; every seam is reached by a training, or it is said what reaches it."""
+    rooms = {module.__name__.removeprefix(f"{torch_grad_exporter.__name__}.") for module in modules()}
+    names = {str(seam) for seam in seams()}
+    assert set(LEFT_OUT) <= rooms
+    assert set(UNREACHED) <= names
+    assert names - set(reached) <= set(UNREACHED), "reach them in a scene, or say in UNREACHED what does"
+    if not torch.accelerator.is_available():
+        assert set(UNREACHED) - (names - set(reached)) == set(), "they are reached now"
+
+
+@pytest.mark.parametrize("seam", [seam for seam in seams() if str(seam) not in UNREACHED], ids=str)
+def test_a_failure_at_a_seam(seam: Seam, reached: dict[str, dict[str, int]], caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever seam fails, once or always, the training ends with the same parameters, and failures are counted and logged."""
+    calls = reached[str(seam)]
+    scene = next((name for name, number in calls.items() if number >= 7), max(calls, key=lambda name: calls[name]))
+    found = {}
+    for mode, raises in MODES.items():
+        fault = Fault(raises)
+        with pytest.MonkeyPatch.context() as patch:
+            hurry(patch)
+            seam.replace(patch, fault)
+            found[mode] = run(Watched([fault]), fault, scene, caplog)
+    assert not {mode: f"{scene}: {wrong}" for mode, wrong in found.items() if wrong}
+
+
+@dataclass
+class WithFaultyClock(Watched):
+    """Has a clock that fails, or the time of the day."""
+
+    attribute: str = "clock"
+
+    def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
+        super().start(model, **options)
+        clock = self.exporter._clock
+        setattr(clock, self.attribute, doubled(getattr(clock, self.attribute), self.faults[0]))
+
+
+@pytest.mark.parametrize("scene", ["observed", "counted"])
+@pytest.mark.parametrize("attribute", ["clock", "now"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_clock_that_fails(mode: str, attribute: str, scene: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The clocks, which are handed in, are seams as well."""
+    fault = Fault(MODES[mode])
+    assert not run(WithFaultyClock([fault], attribute), fault, scene, caplog)
+    assert fault.raised
+
+
+STARTS = [seam for seam in seams() if UNREACHED.get(str(seam)) == "the start"]
+
+
+@pytest.mark.parametrize("seam", STARTS, ids=str)
+def test_a_failure_at_the_start(seam: Seam) -> None:
+    """A start that fails raises, or goes on without what failed; in no case are hooks, threads or a socket left."""
+    threads = threads_of_ours()
+    hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    model = seeded()
+    fault = Fault(lambda _call: True, armed=True)
+    with pytest.MonkeyPatch.context() as patch:
+        seam.replace(patch, fault)
+        with contextlib.suppress(InjectedError), start_exporter(model, 0, addr="127.0.0.1"):
+            pass
+    assert fault.raised
+    assert threads_of_ours() == threads
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    gc.collect()  # a socket that nobody closed would warn now
