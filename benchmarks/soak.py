@@ -1,8 +1,9 @@
-"""What is left over after many steps: resident memory, threads, descriptors and hooks. `make soak`, about six minutes.
+"""What is left over after many steps: resident memory, threads, descriptors and hooks, and whether the counters are exact.
 
 A tiny model is trained with AdamW, clipped, observed, evaluated now and then and scraped over HTTP; the same loop runs without
 an exporter, so that what torch itself keeps is known. Each arm is a process of its own. Exits with status 1 if the exporter's
-memory grew by more than `BAR` after the warm-up, or a thread, descriptor or hook is left after `close()`.
+memory grew by more than `BAR` after the warm-up, a thread, descriptor or hook is left after `close()`, or a counter is not
+what the loop has counted. Takes half an hour, most of it for the last arm, a million steps.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from statistics import linear_regression, median
 
 import torch
 
-from benchmarks import census, record
+from benchmarks import census, record, soak_counts
 from benchmarks.census import Census
+from benchmarks.soak_counts import Counts
 from torch_grad_exporter import Exporter, start_exporter
 
 BAR = 2 * 2**20
@@ -30,10 +32,13 @@ WARM_UP = 0.2
 """Share of the steps that is the warm-up: buffers are made, the host's windows fill, the allocator settles."""
 
 READINGS = 200
-STEPS, SAMPLED_STEPS = 100_000, 20_000
+STEPS = {"plain": 100_000, "defaults": 100_000, "every=1": 20_000, "million": 1_000_000}
+ARMS = {"plain": None, "defaults": "auto", "every=1": 1, "million": "auto"}
 SCRAPE_EVERY = 250
 EVALUATE_EVERY = 1000
-ARMS = {"plain": None, "defaults": "auto", "every=1": 1}
+BATCH = 4
+FINAL_SECONDS = 5.0
+"""For which the last scrape may take to be up to date: the server's body may be a second old."""
 
 
 class Training:
@@ -44,7 +49,7 @@ class Training:
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.exporter: Exporter | None = None
-        self._inputs, self._targets = torch.randn(4, 8), torch.randn(4, 4)
+        self._inputs, self._targets = torch.randn(BATCH, 8), torch.randn(BATCH, 4)
 
     def step(self, number: int) -> None:
         """One training step, with what comes every so many steps."""
@@ -54,11 +59,11 @@ class Training:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if self.exporter is not None:
-            self.exporter.observe(loss=loss, tokens=4, grad_norm=norm, epoch=number / 1000)
+            self.exporter.observe(loss=loss, tokens=BATCH, grad_norm=norm, epoch=number / 1000)
             if number % SCRAPE_EVERY == 0:
                 scrape(self.exporter)
         if number % EVALUATE_EVERY == 0:
-            self._evaluate()
+            self.evaluate()
 
     def census(self) -> Census:
         """What the process holds, once everything that is under way has been taken in."""
@@ -66,7 +71,8 @@ class Training:
             list(self.exporter.collect())
         return census.take(self.model, self.optimizer, self.exporter)
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """A forward pass that is none of the training's."""
         self.model.eval()
         with torch.no_grad():
             self.model(self._inputs)
@@ -78,6 +84,7 @@ class Soaked:
     """One arm. `before` the exporter and `after` its `close()`; `readings` during the steps, each with its step.
 
     `grown`: types of which there are more live objects at the end than after the warm-up, the exporter's and all others.
+    `counts`: of the last scrape; `None` without an exporter.
     """
 
     steps: int
@@ -86,7 +93,7 @@ class Soaked:
     readings: list[tuple[int, Census]]
     after: Census
     grown: dict[str, int]
-    samples: float
+    counts: Counts | None
 
 
 def scrape(exporter: Exporter) -> bytes:
@@ -118,11 +125,11 @@ def soak(steps: int, every: object, *, readings: int = READINGS) -> Soaked:
             live = census.live()
     seconds = time.perf_counter() - start
     grown = dict((census.live() - live).most_common(12))
-    samples = _samples(training.exporter)
+    counts = None if training.exporter is None else _counts(training, training.exporter, steps)
     if training.exporter is not None:
         training.exporter.close()
         training.exporter = None
-    return Soaked(steps, seconds, before, found, _settled(training, before.threads), grown, samples)
+    return Soaked(steps, seconds, before, found, _settled(training, before.threads), grown, counts)
 
 
 def _settled(training: Training, threads: int) -> Census:
@@ -133,9 +140,22 @@ def _settled(training: Training, threads: int) -> Census:
     return now
 
 
-def _samples(exporter: Exporter | None) -> float:
-    families = exporter.collect() if exporter is not None else ()
-    return next((float(f.values[0]) for f in families if f.spec.name == "torch_grad_exporter_captures_total"), 0.0)
+def _counts(training: Training, exporter: Exporter, steps: int) -> Counts:
+    """Those of a scrape over HTTP once they are exact, or after some seconds.
+
+    Where steps are only counted, their durations come with the first thing that is no step, here an evaluation.
+    """
+    end = time.monotonic() + FINAL_SECONDS
+    while True:
+        training.evaluate()
+        counts = soak_counts.read(scrape(exporter))
+        if not _wrong(counts, steps) or time.monotonic() > end:
+            return counts
+        time.sleep(0.1)
+
+
+def _wrong(counts: Counts, steps: int) -> list[str]:
+    return soak_counts.complaints(counts, soak_counts.expected(steps, BATCH, BATCH, counts.captures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +195,8 @@ def complaints(name: str, soaked: Soaked, bar: float = BAR) -> list[str]:
         early, late = min(counts[: len(counts) // 2]), min(counts[-len(counts) // 4 :])
         if late > early:
             found.append(f"{name}: {field} grew from {early} to {late} during the steps")
+    if soaked.counts is not None:
+        found += [f"{name}: {one}" for one in _wrong(soaked.counts, soaked.steps)]
     return found
 
 
@@ -183,12 +205,13 @@ def results(arms: dict[str, Soaked]) -> dict[str, object]:
     rows = [_row(name, arm) for name, arm in arms.items()]
     columns = (
         "arm", "steps", "samples", "seconds", "resident at the end MiB", "growth MiB", "fitted MiB", "spread MiB",
-        "threads", "descriptors", "hooks", "objects behind the exporter",
+        "threads", "descriptors", "hooks", "objects behind the exporter", "counters",
     )  # fmt: skip
     notes = [
         f"Growth of resident memory after the first {WARM_UP:.0%} of the steps: the last tenth less the first, by medians.",
         f"The bar is {BAR / 2**20:.0f} MiB. `plain` is the same loop without an exporter: what it grows by is not the exporter's.",
         "`a > b > c > d`: before the exporter, after the warm-up, at the last step, after close().",
+        "Counters: steps, backward passes, samples, tokens and step durations of a last scrape, beside the loop's own count.",
     ]
     return {
         "tables": [record.table("Many steps", columns, rows, notes)],
@@ -203,32 +226,41 @@ def _row(name: str, arm: Soaked) -> list[record.Cell]:
     grew = growth(arm)
     sizes = [round(value / 2**20, 2) for value in (settled[-1].resident, grew.growth, grew.fitted, grew.spread)]
     counts = [" > ".join(str(getattr(one, field)) for one in moments) for field in ("threads", "descriptors", "hooks", "objects")]
-    return [name, arm.steps, int(arm.samples), round(arm.seconds, 1), *sizes, *counts]
+    captures = 0 if arm.counts is None else int(arm.counts.captures)
+    exact = "" if arm.counts is None else "; ".join(_wrong(arm.counts, arm.steps)) or "exact"
+    return [name, arm.steps, captures, round(arm.seconds, 1), *sizes, *counts, exact]
 
 
-def _in_a_process_of_its_own(name: str, steps: int) -> Soaked:
-    command = [sys.executable, "-m", "benchmarks.soak", "--arm", name, "--steps", str(steps)]
+def _in_a_process_of_its_own(name: str, share: float) -> Soaked:
+    command = [sys.executable, "-m", "benchmarks.soak", "--arm", name, "--share", str(share)]
     told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, cwd=record.ROOT, check=True).stdout)  # noqa: S603
     readings = [(step, Census(**one)) for step, one in told.pop("readings")]
-    return Soaked(before=Census(**told.pop("before")), after=Census(**told.pop("after")), readings=readings, **told)
+    counts = told.pop("counts")
+    return Soaked(
+        before=Census(**told.pop("before")),
+        after=Census(**told.pop("after")),
+        readings=readings,
+        counts=None if counts is None else Counts(**counts),
+        **told,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the arms one after the other and writes `results/soak.json`, or `soak-trial.json`; 0 if nothing was left behind."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the arms `plain` and `defaults` (100,000)")
-    parser.add_argument("--sampled-steps", type=int, default=SAMPLED_STEPS, help="of the arm `every=1` (20,000)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual steps of each arm")
     parser.add_argument("--arm", choices=ARMS, help="run this arm in this process and print what was found as JSON")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    steps = {name: int(chosen.share * usual) for name, usual in STEPS.items()}
     if chosen.arm is not None:
-        print(json.dumps(asdict(soak(chosen.steps, ARMS[chosen.arm]))))
+        print(json.dumps(asdict(soak(steps[chosen.arm], ARMS[chosen.arm]))))
         return 0
     arms = {}
     for name in ARMS:
-        arms[name] = _in_a_process_of_its_own(name, chosen.sampled_steps if name == "every=1" else chosen.steps)
+        arms[name] = _in_a_process_of_its_own(name, chosen.share)
         print(f"{name}: {_row(name, arms[name])}", flush=True)
-    complete = chosen.steps >= STEPS and chosen.sampled_steps >= SAMPLED_STEPS
+    complete = chosen.share >= 1.0
     print(f"written to {record.save('soak' if complete else 'soak-trial', results(arms))}")
     found = [one for name, arm in arms.items() if name != "plain" for one in complaints(name, arm)]
     print("\n".join(found) or "nothing is left behind")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import record
-from benchmarks.costs import observe, sample, scrape, steps
+from benchmarks.costs import observe, page, push, sample, scrape, steps
 
 Tables = record.Table | list[record.Table]
 
@@ -18,6 +18,8 @@ WHAT: dict[str, tuple[Callable[[float], Tables], float]] = {
     "sample": (sample.measure, 8.0),
     "steps": (steps.measure, 20.0),
     "scrape": (scrape.measure, 4.0),
+    "push": (push.measure, 4.0),
+    "page": (page.measure, 2.0),
     "observe": (observe.measure, 5.0),
 }
 """What can be measured, and for how many seconds per case unless said otherwise."""

@@ -7,11 +7,10 @@ takes for the same families once they are its own objects.
 from __future__ import annotations
 
 import gzip
-import itertools
 import logging
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import median
 
 import prometheus_client
@@ -22,6 +21,7 @@ from prometheus_client.registry import Collector
 from benchmarks import record
 from benchmarks.bars import verdict
 from benchmarks.costs import profiled
+from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.exposition.text import Format, Renderer
@@ -66,19 +66,20 @@ class Ready(Collector):
 def exporter_with(series: int, registry: prometheus_client.CollectorRegistry | None = None) -> tuple[Layers, Exporter]:
     """An exporter of as many layers as make about so many series, after some sampled steps of all of them."""
     model = Layers(max(1, round((series - 100) / series_per_layer())))
-    return model, _trained(model, registry)
+    return model, trained(model, registry)
 
 
 def series_per_layer() -> float:
     """How many series a layer has: the difference between a model of two and one of four layers."""
     counts = []
     for layers in (2, 4):
-        with _trained(Layers(layers)) as exporter:
+        with trained(Layers(layers)) as exporter:
             counts.append(sum(family.series for family in exporter.collect()))
     return (counts[1] - counts[0]) / 2
 
 
-def _trained(model: torch.nn.Module, registry: prometheus_client.CollectorRegistry | None = None) -> Exporter:
+def trained(model: torch.nn.Module, registry: prometheus_client.CollectorRegistry | None = None) -> Exporter:
+    """An exporter of a model, after `SAMPLES` sampled steps."""
     exporter = start_exporter(model, port=0, addr="127.0.0.1", every=1, max_layers=100_000, registry=registry)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for _ in range(SAMPLES):
@@ -128,13 +129,13 @@ def _rows(size: int, exporter: Exporter, registry: prometheus_client.CollectorRe
         render()
         gzip.compress(body, compresslevel=1, mtime=0)
 
-    found = {"collect": _times(collect, seconds), "render": _times(render, seconds)}
-    found["gzip"] = _times(lambda: gzip.compress(body, compresslevel=1, mtime=0), seconds)
-    found["collect, render and gzip"] = _times(everything, seconds)
+    found = {"collect": times(collect, seconds), "render": times(render, seconds)}
+    found["gzip"] = times(lambda: gzip.compress(body, compresslevel=1, mtime=0), seconds)
+    found["collect, render and gzip"] = times(everything, seconds)
     found["GET over HTTP"] = [_get(exporter) for _ in range(GETS)]
     ready = prometheus_client.CollectorRegistry()
     ready.register(Ready(registry.collect()))
-    found["prometheus_client.generate_latest"] = _times(lambda: generate_latest(ready), seconds)
+    found["prometheus_client.generate_latest"] = times(lambda: generate_latest(ready), seconds)
     lines = sum(1 for line in body.splitlines() if not line.startswith(b"#"))
     bar = BARS.get(size)
     rows: list[list[record.Cell]] = []
@@ -143,19 +144,6 @@ def _rows(size: int, exporter: Exporter, registry: prometheus_client.CollectorRe
         answer = "" if what != "render" or bar is None else verdict(*interval(values[1:], median, resamples=500), bar)
         rows.append([lines, what, *ms, answer])
     return rows
-
-
-def _times(action: Callable[[], object], seconds: float, least: int = 5) -> list[float]:
-    """Seconds of each call, the first one included."""
-    found: list[float] = []
-    end = time.monotonic() + seconds / 2
-    for number in itertools.count():
-        if number > least and time.monotonic() > end:
-            return found
-        start = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - start)
-    return found
 
 
 def _get(exporter: Exporter) -> float:
