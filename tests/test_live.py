@@ -605,18 +605,20 @@ def test_layers_of_which_there_is_a_part_are_named() -> None:
 
 
 def test_what_ended_goes_on_no_longer() -> None:
-    """After the end the status says when that was, the first time, and the rates are those of then."""
+    """After the end the status says when and by what that was, the first time, and the rates are those of then."""
     made = Made()
     for count in range(0, 130, 10):
         made.families = [family(c.TRAIN_STATE, {("training",): 1.0}), family(c.TRAIN_STEPS, {("a",): 5.0 * count})]
         made.now = NOW + count
-        assert made.json("/api/v1/status")["ended"] is None
-    made.live.end()
+        status = made.json("/api/v1/status")
+        assert (status["ended"], status["ended_by"]) == (None, None)
+    made.live.end("ValueError")
     made.now += 30
     made.live.end()
     for _ in range(3):
         status = made.json("/api/v1/status")
-        assert (status["ended"], status["steps_per_second"], status["step"]) == (NOW + 120, pytest.approx(5.0), 600)
+        assert (status["ended"], status["ended_by"]) == (NOW + 120, "ValueError")
+        assert (status["steps_per_second"], status["step"]) == (pytest.approx(5.0), 600)
         made.now += 30
 
 

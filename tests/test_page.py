@@ -254,10 +254,11 @@ def charts_are_as_answered(page: Page, run: Run) -> bool:
     norms = [[value if isinstance(value, float) else None for value in known[key]] for key in ("norm", "norm_after_clip")]
     logs = [pytest.approx([value and math.log10(value) for value in one]) for one in norms]
     drawn = page.evaluate("Object.values(TorchGrad.app.charts).map((chart) => chart.uplot.data)")
-    last = [f"{next(value for value in reversed(one) if value):#.3g}" for one in norms]
+    last = [f"{value:#.3g}" for one in norms for value in [value for value in one if value][-1:]]
     return (
         drawn[:2] == [[known["steps"], *logs], [known["steps"], known["loss"]]]
-        and min(run.losses) < known["loss"][-1] < max(run.losses)
+        and all(min(run.losses) < value < max(run.losses) for value in known["loss"][-1:])
+        and len(last) == 2
         and page.locator("#chart-norm .value").all_inner_texts() == last
     )
 
@@ -709,6 +710,17 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
         page.evaluate(f"TorchGrad.app.overview.show({{ overhead_ratio: {ratio}, overhead_budget_ratio: 0.01 }})")
         assert page.locator("#tile-overhead").get_attribute("data-level") == level
     assert THRESHOLDS["ExporterOverBudget"] == 1.2
+
+
+def test_a_run_that_failed(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """The banner says by what kind of exception, however it is spelled."""
+    saved = drawn_run()
+    saved["status"].update(state="failed", ended=SECONDS[0] + 7 * 60, ended_by="<i>OutOfMemoryError")
+    html = tmp_path / "saved.html"
+    html.write_text(plot.page(saved), encoding="utf-8")
+    page = open_page(html.as_uri()).page
+    expect(page.get_by_test_id("state")).to_have_text("Failed")
+    expect(page.locator("#since")).to_have_text("ran for 7 min, ended by <i>OutOfMemoryError")
 
 
 def colour_of(page: Page, element: str) -> int:

@@ -146,7 +146,7 @@ def test_the_overhead_converges_to_the_budget(budget: float, ratio: float) -> No
 def test_the_schedule_follows_a_run_whose_steps_become_shorter() -> None:
     """When steps are ten times as fast from some moment on, the interval grows until the budget holds again."""
     schedule = SamplingSchedule()
-    train(schedule, 5_000, always(0.1), always(0.002))
+    train(schedule, 5_000, always(0.1), always(0.0019))
     assert schedule.interval == 2
     sampled, _ = train(schedule, 60_000, always(0.01), always(0.002), start=5_001)
     late = [n for n in sampled if n > 40_000]
@@ -177,6 +177,35 @@ def test_samples_that_differ_count_by_their_mean() -> None:
     train(schedule, 100_000, always(0.01), cost)
     overhead = sum(seconds for number, seconds in paid if number >= 20_000) / (80_000 * 0.01)
     assert 0.0038 < overhead <= 0.0105
+
+
+@pytest.mark.parametrize(("rare", "share"), [(16, 0.5), (40, 0.5), (100, 0.3)])
+def test_rare_samples_that_cost_a_lot_are_paid_for(rare: int, share: float) -> None:
+    """One sample in so many takes a large share of all, as an interrupted one does: no estimate without the worst one tells it."""
+    usual = 0.0099 * 0.01 * 8 * 0.99
+    costs = itertools.cycle([usual] * (rare - 1) + [usual * rare * share / (1 - share)])
+    paid: list[tuple[int, float]] = []
+
+    def cost(number: int) -> float:
+        paid.append((number, next(costs)))
+        return paid[-1][1]
+
+    schedule = SamplingSchedule()
+    train(schedule, 200_000, always(0.01), cost)
+    overhead = sum(seconds for number, seconds in paid if number >= 20_000) / (180_000 * 0.01)
+    assert 0.0038 < overhead <= 0.0105
+
+
+def test_costs_of_long_ago_are_forgotten() -> None:
+    """After very many samples near the budget that suddenly cost a tenth, the interval is halved within 500."""
+    schedule = SamplingSchedule()
+    for number in range(20_500):
+        for _ in range(schedule.interval):
+            schedule.stepped(0.01)
+        schedule.sampled(0.75e-3 if number < 20_000 else 0.75e-4)
+        if number == 19_999:
+            assert schedule.interval == 8
+    assert schedule.interval < 8
 
 
 def test_the_cap_is_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import socket
@@ -281,19 +282,32 @@ def test_info_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
 
-@pytest.mark.parametrize(("raised", "state"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "finished")])
-def test_state_at_the_end(raised: type[BaseException] | None, state: str) -> None:
-    """A run that leaves the `with` by an exception has failed, else it is finished."""
+ENDS = [
+    (None, "finished", None),
+    (ValueError("secret"), "failed", "ValueError"),
+    (KeyboardInterrupt(), "finished", None),
+    (SystemExit(), "finished", None),
+    (SystemExit(0), "finished", None),
+    (SystemExit(3), "failed", "SystemExit"),
+    (SystemExit("no more"), "failed", "SystemExit"),
+]
+
+
+@pytest.mark.parametrize("way", ["with", "end"])
+@pytest.mark.parametrize(("error", "state", "name"), ENDS, ids=[repr(error) for error, _, _ in ENDS])
+def test_state_at_the_end(error: BaseException | None, state: str, name: str | None, way: str) -> None:
+    """A run that leaves the `with`, or the interpreter, by an exception has failed, and its page names it; others finished."""
     exporter = start(Perceptron())
-    try:
-        with exporter:
-            if raised is not None:
-                raise raised
-    except (ValueError, KeyboardInterrupt):
-        pass
+    if way == "end":
+        exporter.end(error)
+    else:
+        with contextlib.suppress(ValueError, KeyboardInterrupt, SystemExit), exporter:
+            if error is not None:
+                raise error
     shown = {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_train_state"}
     assert shown.pop(state) == 1
     assert set(shown.values()) == {0}
+    assert exporter._view.live.status()["ended_by"] == name
 
 
 def test_moments() -> None:

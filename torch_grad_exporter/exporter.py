@@ -80,10 +80,23 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How the run ended, for `torch_train_state`. `interrupted`: by somebody who is at the keyboard."""
+    """How the run ended, for `torch_train_state` and the page.
+
+    `error`: the type of the exception that has ended it; no more of that, since a message may hold anything.
+    `interrupted`: by somebody who is at the keyboard.
+    """
 
     state: str | None = None
+    error: str | None = None
     interrupted: bool = False
+
+    @classmethod
+    def by(cls, error: BaseException | None) -> _Ending:
+        """Ctrl-C is an end, as somebody wants it, and so is `sys.exit` with a status of success."""
+        success = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or success or isinstance(error, KeyboardInterrupt):
+            return cls("finished", interrupted=isinstance(error, KeyboardInterrupt))
+        return cls("failed", type(error).__name__)
 
 
 class Exporter:
@@ -397,7 +410,7 @@ class Exporter:
             self._loop.close,
             self._capture.close,
             self._host.close,
-            self._view.close,
+            lambda: self._view.close(self._ending.error),
             self._close_outlets,
             self._registry.close,
             self._close_instruments,
@@ -409,10 +422,10 @@ class Exporter:
             finalizer.detach()
         living.discard(self)
 
-    def end(self, *, failed: bool) -> None:
-        """Closes at the end of the process, if nobody has; `failed`: an exception has ended it."""
+    def end(self, error: BaseException | None) -> None:
+        """Closes at the end of the process, if nobody has; `error`: what has ended it, if an exception has."""
         if not self._closed:
-            self._ending = _Ending("failed" if failed else "finished")
+            self._ending = _Ending.by(error)
         self.close()
 
     def _close_instruments(self) -> None:
@@ -434,10 +447,7 @@ class Exporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        # Ctrl-C is an end, as somebody wants it, and so is `sys.exit` with a status of success.
-        success = isinstance(error, SystemExit) and error.code in (None, 0)
-        finished = kind is None or success or issubclass(kind, KeyboardInterrupt)
-        self._ending = _Ending("finished" if finished else "failed", interrupted=kind is KeyboardInterrupt)
+        self._ending = _Ending.by(error)
         self.close()
 
     def __repr__(self) -> str:

@@ -16,8 +16,8 @@ from typing import Protocol
 class Living(Protocol):
     """What is to be told of the process' end, and of its double."""
 
-    def end(self, *, failed: bool) -> None:
-        """Gives everything back at the end of the process; never raises. `failed`: an exception has ended it."""
+    def end(self, error: BaseException | None) -> None:
+        """Gives everything back at the end of the process; never raises. `error`: what has ended it, if an exception has."""
 
     def after_fork_in_child(self) -> None:
         """Lets go, in a forked child, of everything that is the parent's."""
@@ -59,6 +59,6 @@ def _after_fork_in_child() -> None:
 def _at_exit() -> None:
     # What the interpreter has reported last; in a notebook this may have been an earlier cell.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    failed = last is not None and not isinstance(last, KeyboardInterrupt)
+    error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
     for one in everyone():
-        one.end(failed=failed and not hasattr(sys, "ps1"))
+        one.end(error)

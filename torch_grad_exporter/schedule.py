@@ -1,7 +1,8 @@
 """SamplingSchedule: which rounds are sampled, so that the exporter keeps to its budget.
 
 The first rounds are all sampled, that there is something to see at once. Then the interval, a power of two,
-follows from what a sample costs and how long a step takes.
+follows from what a sample costs and how long a step takes: from the latest ones, and from the account of all since it
+changed, in which those are that an estimate leaves out.
 
 One round of every `interval` is sampled, and which one of them changes in a fixed, scattered pattern:
 always the same place would alias with a loop that has a period of its own, and of two alternating optimizers
@@ -49,9 +50,43 @@ STRETCH_ROUNDS = 255
 STRETCH_SECONDS = 0.5
 """Rounds that are only counted in a row, at most."""
 
+ACCOUNT_FROM = 32
+"""Samples since the interval changed, from which on what all of them cost is looked at as well."""
+
 _REMEMBERED = 32
 _FLOORS_REMEMBERED = 256
+_ACCOUNT_REMEMBERED = 256
 _ROUNDS_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class _Account:
+    """What samples cost since the interval changed and how long rounds took, in seconds: nothing left out, older ones halved."""
+
+    samples: float = 0.0
+    spent: float = 0.0
+    rounds: float = 0.0
+    trained: float = 0.0
+
+    def sampled(self, cost: float) -> None:
+        """Takes in a sample."""
+        if self.samples >= _ACCOUNT_REMEMBERED:
+            self.samples, self.spent, self.rounds, self.trained = (
+                one / 2 for one in (self.samples, self.spent, self.rounds, self.trained)
+            )
+        self.samples += 1
+        self.spent += cost
+
+    def stepped(self, rounds: int, seconds: float) -> None:
+        """Takes in rounds that took so long together."""
+        self.rounds += rounds
+        self.trained += seconds
+
+    def share(self, interval: int) -> float:
+        """The share of training time that samples take at an interval; 0 while they are few, when a single one decides it."""
+        if self.samples < ACCOUNT_FROM or not self.rounds:
+            return 0.0
+        return self.spent / self.samples / interval / max(self.trained / self.rounds, 1e-9)
 
 
 @dataclass(slots=True)
@@ -75,6 +110,7 @@ class SamplingSchedule:
     _rounds_to_a_followed: int = 1
     _lately: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Rounds that were followed and that were only counted, older ones halved."""
+    _account: _Account = field(default_factory=_Account)
     _due: tuple[int, int, int] = (0, 0, -1)
     """The interval, and the first and the last of some rounds of which only the last is sampled."""
 
@@ -129,6 +165,7 @@ class SamplingSchedule:
     def stepped(self, seconds: float, floor: float | None = None) -> None:
         """Learns how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
         self._steps.append(seconds)
+        self._account.stepped(1, seconds)
         if floor is not None:
             self._floors.append(floor)
             self._note(followed=1)
@@ -136,6 +173,7 @@ class SamplingSchedule:
     def counted(self, seconds: Sequence[float]) -> None:
         """Learns how long rounds took that were only counted."""
         self._steps.extend(seconds[-_REMEMBERED:])
+        self._account.stepped(len(seconds), sum(seconds))
         self._note(counted=len(seconds))
 
     def _note(self, followed: int = 0, counted: int = 0) -> None:
@@ -176,9 +214,10 @@ class SamplingSchedule:
             self._change(self._smallest_within_budget())
             return
         self._since_change += 1
+        self._account.sampled(cost)
         if self._since_change < PATIENCE:
             return
-        share = self._share(self.interval)
+        share = max(self._share(self.interval), self._account.share(self.interval))
         if share > self._available() and self.interval < LONGEST:
             self._change(self.interval * 2)
         elif share < RELAX_BELOW * self._available() and self.interval > 1:
@@ -200,7 +239,7 @@ class SamplingSchedule:
         return (sum(self._floors) - max(self._floors)) / (len(self._floors) - 1) if len(self._floors) > 1 else self._floors[0]
 
     def _change(self, interval: int) -> None:
-        self.interval, self._since_change = interval, 0
+        self.interval, self._since_change, self._account = interval, 0, _Account()
 
     def _share(self, interval: int) -> float:
         """The share of training time that samples take at an interval; 0 while no step time is known.

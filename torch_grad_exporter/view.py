@@ -53,9 +53,9 @@ class View:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
         self._recorder.start()
 
-    def close(self) -> None:
-        """Says that the run has ended, and takes a last record. Idempotent."""
-        self.live.end()
+    def close(self, error: str | None = None) -> None:
+        """Says that the run has ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
+        self.live.end(error)
         self._recorder.close()
 
     def page(self, request: Request) -> Response | None:

@@ -86,11 +86,12 @@ class Live:
         self._values: Values | None = None
         self._taken = float("-inf")
         self._ended: float | None = None
+        self._ended_by: str | None = None
 
-    def end(self) -> None:
-        """Says that the run ends now, though it may still be looked at. Idempotent."""
+    def end(self, error: str | None = None) -> None:
+        """Says that the run ends now, by an exception of type `error` if there is one; it may still be looked at. Idempotent."""
         if self._ended is None:
-            self._ended = self._now()
+            self._ended, self._ended_by = self._now(), error
 
     def remember(self) -> None:
         """Has the counters remembered by which problems are judged, whether anybody looks or not."""
@@ -113,6 +114,7 @@ class Live:
             "state": state,
             "step": None if state is None else max((steps for _, steps in values.rows(c.TRAIN_STEPS)), default=0),
             "ended": self._ended,
+            "ended_by": self._ended_by,
             "samples": self._history.samples,
             **{f"{name}_per_second": _number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **{name: _number(values.one(spec)) for name, spec in _NUMBERS.items()},

@@ -36,7 +36,7 @@
   function lasted(status) {
     const [started, ended] = [get(status, "started"), get(status, "ended")];
     if (started === null) return "";
-    if (ended !== null) return `ran for ${numbers.span(ended - started)}`;
+    if (ended !== null) return `ran for ${numbers.span(ended - started)}${status.ended_by ? `, ended by ${status.ended_by}` : ""}`;
     return `${status.frozen ? "was running" : "running"} for ${numbers.span(get(status, "now") - started)}`;
   }
 
