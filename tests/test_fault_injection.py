@@ -374,6 +374,18 @@ def counted(watch: Watch) -> torch.nn.Module:
     return model
 
 
+def adapting(watch: Watch) -> torch.nn.Module:
+    """A loop whose samples adapt to a budget that allows for many of them."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model, every="auto", overhead_budget=0.9)
+    for x in batches(3 * STEPS):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
 def by_parts(watch: Watch) -> torch.nn.Module:
     """A loop that calls the model's parts, so that the parameters' own nodes tell of backwards."""
     model = seeded()
@@ -638,8 +650,8 @@ def served(watch: Watch) -> torch.nn.Module:
 SCENES: dict[str, Callable[[Watch], torch.nn.Module]] = {
     scene.__name__: scene
     for scene in (
-        plain, observed, counted, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen, sharp, adversarial,
-        nested, on_meta, replicated, served,
+        plain, observed, counted, adapting, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen, sharp,
+        adversarial, nested, on_meta, replicated, served,
     )
 }  # fmt: skip
 

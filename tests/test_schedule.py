@@ -208,6 +208,34 @@ def test_costs_of_long_ago_are_forgotten() -> None:
     assert schedule.interval < 8
 
 
+@pytest.mark.parametrize("step", [0.005, 0.01, 0.02, 0.04, 0.3])
+@pytest.mark.parametrize(("followed", "counted", "sample"), [(450e-6, 70e-6, 3e-3), (60e-6, 7e-6, 0.3e-3), (450e-6, 7e-6, 0.5e-3)])
+def test_all_rounds_together_keep_to_the_budget(step: float, followed: float, counted: float, sample: float) -> None:
+    """Sampled rounds are followed, too, and those that are only counted cost what the user's calls take: all of it counts.
+
+    Where the other rounds leave less than a quarter of the budget, samples take that quarter all the same.
+    """
+    schedule = SamplingSchedule()
+    spent, others, number, rounds = 0.0, 0.0, 4096, 30_000
+    while number < 4096 + rounds:
+        late = number > 4096 + rounds / 4
+        if schedule.due(number):
+            schedule.stepped(step)
+            schedule.sampled(sample)
+            spent += late * (sample + followed)
+        else:
+            schedule.stepped(step, followed)
+            spent, others = spent + late * followed, others + late * followed
+        skipped = schedule.only_counted(number + 1)
+        if skipped:
+            schedule.counted([step] * skipped, skipped * counted)
+            spent, others = spent + late * skipped * counted, others + late * skipped * counted
+        number += 1 + skipped
+    trained = rounds * 3 / 4 * step
+    assert spent / trained <= max(0.01, others / trained + 0.0025) * 1.03
+    assert spent / trained >= min(0.0035, 0.99 * (sample + followed) / step)
+
+
 def test_the_cap_is_reported() -> None:
     """Where the budget asks for a longer interval than there is, the interval stays at the cap and says so."""
     schedule = SamplingSchedule(budget=0.0001)

@@ -82,11 +82,14 @@ class _Account:
         self.rounds += rounds
         self.trained += seconds
 
-    def share(self, interval: int) -> float:
-        """The share of training time that samples take at an interval; 0 while they are few, when a single one decides it."""
+    def share(self, interval: int, more: float) -> float:
+        """The share of training time that samples take at an interval, if a round with one costs so much more than the sample.
+
+        0 while they are few, when a single one decides it.
+        """
         if self.samples < ACCOUNT_FROM or not self.rounds:
             return 0.0
-        return self.spent / self.samples / interval / max(self.trained / self.rounds, 1e-9)
+        return (self.spent / self.samples + more) / interval / max(self.trained / self.rounds, 1e-9)
 
 
 @dataclass(slots=True)
@@ -107,6 +110,8 @@ class SamplingSchedule:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_FLOORS_REMEMBERED))
     _until_judged: int = PATIENCE
+    _counted: tuple[float, float] = (0.0, 0.0)
+    """Rounds that were only counted, and what they cost together in seconds; older ones halved."""
     _rounds_to_a_followed: int = 1
     _lately: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Rounds that were followed and that were only counted, older ones halved."""
@@ -170,10 +175,14 @@ class SamplingSchedule:
             self._floors.append(floor)
             self._note(followed=1)
 
-    def counted(self, seconds: Sequence[float]) -> None:
-        """Learns how long rounds took that were only counted."""
+    def counted(self, seconds: Sequence[float], own: float) -> None:
+        """Learns how long rounds took that were only counted, and what they cost together."""
         self._steps.extend(seconds[-_REMEMBERED:])
         self._account.stepped(len(seconds), sum(seconds))
+        rounds, spent = self._counted
+        if rounds > _ROUNDS_REMEMBERED:
+            rounds, spent = rounds / 2, spent / 2
+        self._counted = rounds + len(seconds), spent + own
         self._note(counted=len(seconds))
 
     def _note(self, followed: int = 0, counted: int = 0) -> None:
@@ -217,26 +226,37 @@ class SamplingSchedule:
         self._account.sampled(cost)
         if self._since_change < PATIENCE:
             return
-        share = max(self._share(self.interval), self._account.share(self.interval))
+        share = max(self._share(self.interval), self._account.share(self.interval, self._more()))
         if share > self._available() and self.interval < LONGEST:
             self._change(self.interval * 2)
         elif share < RELAX_BELOW * self._available() and self.interval > 1:
             self._change(self.interval // 2)
 
     def _available(self) -> float:
-        """What samples may take of the budget once the rounds that are not sampled have taken theirs."""
-        if not self._floors or not self._steps:
+        """What samples may take of the budget once all rounds have cost what those cost that are not sampled."""
+        if not self._steps:
             return self.budget
-        floor = self._followed * self._floor() + (1 - self._followed) * COUNTED_SECONDS
-        return max(self.budget - floor / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
+        return max(self.budget - self._rest() / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
+
+    def _rest(self) -> float:
+        """What a round costs that is not sampled, be it followed or only counted; the user's calls cost something in each."""
+        rounds, spent = self._counted
+        counted = spent / rounds if rounds else COUNTED_SECONDS
+        return self._followed * self._floor() + (1 - self._followed) * counted
+
+    def _more(self) -> float:
+        """What a sampled round costs more than others, beside the sample: it is one that is followed."""
+        return self._floor() - self._rest()
 
     def _floor(self) -> float:
-        """What a round costs that is followed and not sampled.
+        """What a round costs that is followed and not sampled; 0 while there was none.
 
         The mean, without the most expensive one, and of many rounds: on a machine that others use, too, few of them are
         interrupted in a hook, for a hundred times as long as they take, as steps are a hundred times by a hundredth.
         """
-        return (sum(self._floors) - max(self._floors)) / (len(self._floors) - 1) if len(self._floors) > 1 else self._floors[0]
+        if len(self._floors) < 2:
+            return sum(self._floors)
+        return (sum(self._floors) - max(self._floors)) / (len(self._floors) - 1)
 
     def _change(self, interval: int) -> None:
         self.interval, self._since_change, self._account = interval, 0, _Account()
@@ -250,7 +270,7 @@ class SamplingSchedule:
         if not self._costs or not self._steps:
             return 0.0
         costs = sorted(self._costs)[: max(1, len(self._costs) - 1)]
-        return fmean(costs) / interval / max(median(self._steps), 1e-9)
+        return (fmean(costs) + self._more()) / interval / max(median(self._steps), 1e-9)
 
     def _smallest_within_budget(self) -> int:
         interval = 1

@@ -212,10 +212,10 @@ class Stretches:
             clock.backward_passes += counting.to_a_step
             clock.samples += round(counting.to_a_step * fmean(self._sizes or [0.0]))
         self._seen = clock.samples, clock.backward_passes
-        self._schedule.counted(durations)
         if durations:
             # With what the user's calls in the stretch have cost.
             own, clock.own_seconds = clock.own_seconds + len(durations) * COUNTED_SECONDS, 0.0
+            self._schedule.counted(durations, own)
             self._mailbox.append(Counted(tuple(durations), own))
 
     def _dismiss(self) -> None:
