@@ -49,7 +49,7 @@ soak: venv tools ## abuse the server, train 1,000,000 steps, look for leaks and 
 	$(BIN)/python -m benchmarks.report || failed=1; \
 	exit $$failed
 
-bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, into docs/benchmarks.md (35 min)
+bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, into docs/benchmarks.md (45 min)
 	$(BENCH)/python -m benchmarks.overhead
 	$(BENCH)/python -m benchmarks.costs
 	$(BENCH)/python -m benchmarks.scraped
