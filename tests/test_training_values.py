@@ -58,9 +58,22 @@ def test_learning_rates_per_group() -> None:
             assert shown[key("torch_train_learning_rate", optimizer="AdamW", group="0")] == 0.125
 
 
-@pytest.mark.parametrize(
-    "given", [0.75, torch.tensor(0.75), torch.tensor([0.75]), torch.tensor(0.75, dtype=torch.bfloat16), torch.tensor(0.75) * 1]
-)
+class Own(torch.Tensor):
+    """A tensor of a class of the user's."""
+
+
+LOSSES = [
+    0.75,
+    torch.tensor(0.75),
+    torch.tensor([0.75]),
+    torch.tensor(0.75, dtype=torch.bfloat16),
+    torch.tensor(0.75, requires_grad=True) * 1,
+    torch.nn.Parameter(torch.tensor(0.75)),
+    torch.tensor([0.75]).as_subclass(Own),
+]
+
+
+@pytest.mark.parametrize("given", LOSSES, ids=range(len(LOSSES)))
 def test_loss_of_every_type(given: float | torch.Tensor) -> None:
     """A loss may be a number or a tensor of any kind."""
     with start(Perceptron()) as exporter:
