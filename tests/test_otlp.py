@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import struct
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from properties import no_timeout_in_a_soak
+from tools import best_of
 
 from torch_grad_exporter.catalogue import CATALOGUE
 from torch_grad_exporter.exposition import otlp
@@ -660,16 +660,6 @@ def test_what_is_laid_out_goes_with_its_rows() -> None:
     del labels
     gc.collect()
     assert reference() is None
-
-
-def best_of(repeats: int, action: Callable[[], object]) -> float:
-    """The shortest time of the repeats, in seconds."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def test_encoding_is_much_faster_than_opentelemetrys() -> None:

@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import subprocess
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -19,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.utils import floatToGoString
-from tools import find
+from tools import best_of, find
 
 from torch_grad_exporter.catalogue import CATALOGUE
 from torch_grad_exporter.exposition.negotiation import accepts_gzip, negotiate
@@ -235,16 +234,6 @@ def test_prepared_text_goes_with_its_rows() -> None:
     del labels
     gc.collect()
     assert reference() is None
-
-
-def best_of(repeats: int, action: Callable[[], object]) -> float:
-    """The shortest time of the repeats, in seconds."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def test_rendering_is_much_faster_than_generate_latest() -> None:

@@ -36,3 +36,13 @@ def lasting_threads() -> list[str]:
     """The names of all threads but those of the exporter's that end by themselves within moments, each at its own time."""
     passing = ("torch-grad-exporter-address", "torch-grad-exporter-collect", "torch-grad-exporter-textfile")
     return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)
+
+
+def best_of(repeats: int, action: Callable[[], object]) -> float:
+    """The shortest time of the repeats, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
