@@ -75,7 +75,7 @@ type: venv ## check types
 
 golden: venv ## write docs/metrics.md and the golden scrape anew
 	$(BIN)/python scripts/metrics_doc.py
-	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/test_golden.py
+	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/metrics/test_golden.py
 
 dashboards: venv ## make the Grafana dashboards anew
 	$(BIN)/python -m dashboards.generate

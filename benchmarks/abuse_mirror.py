@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks import record
-from torch_grad_exporter.exposition.server import MetricsServer
-from torch_grad_exporter.exposition.text import Format
-from torch_grad_exporter.families import Family
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.http.server import MetricsServer
+from torch_grad_exporter.outputs.prometheus.text import Format
 
 
 class Mirror:

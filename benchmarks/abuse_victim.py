@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import record
 from benchmarks.scraped import Model
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.exposition.connection import Connection
+from torch_grad_exporter.outputs.http.connection import Connection
 
 OURS = "torch-grad-exporter"
 """How the names of the exporter's threads begin."""

@@ -26,7 +26,7 @@ INTERVAL = 15.0
 """Seconds between two scrapes, as shipped."""
 MINUTES = 10.0
 DEMO = (
-    "import signal, sys; from torch_grad_exporter.cli import main; "
+    "import signal, sys; from torch_grad_exporter.cli.main import main; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
 )
 """The demo, which ends by an interrupt, also where this program was started in the background."""

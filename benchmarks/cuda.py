@@ -24,7 +24,7 @@ from benchmarks.device import device_seconds, extra_memory, host_seconds, launch
 from benchmarks.interleave import compare, interleave
 from benchmarks.workloads import Decoder
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.layers import LayerIndex
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
 ARMS: dict[str, str | int | None] = {"plain": None, "control": None, "defaults": "auto", "every=1": 1}

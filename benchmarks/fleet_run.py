@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.fleet_job import Recording, recordings
 from benchmarks.fleet_prometheus import FILES, HTTP, JOB, Prometheus, Reading, prometheus, seconds_until
 from benchmarks.fleet_server import TARGETS, Fleet
-from torch_grad_exporter.discovery import TargetFile
+from torch_grad_exporter.distributed.discovery import TargetFile
 from torch_grad_exporter.files import write
 
 POLL = 2.0

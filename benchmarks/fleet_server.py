@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.fleet_job import PLACE, RUN, Recording
-from torch_grad_exporter.discovery import Target
-from torch_grad_exporter.exposition.listener import open_listener
-from torch_grad_exporter.exposition.text import Format
+from torch_grad_exporter.distributed.discovery import Target
+from torch_grad_exporter.outputs.http.listener import open_listener
+from torch_grad_exporter.outputs.prometheus.text import Format
 
 RANKS_PER_HOST = 8
 TARGETS = b"/sd"

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.fleet_job import Recording
 from benchmarks.fleet_run import Found, Outcome
-from torch_grad_exporter.catalogue import CATALOGUE
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
 
 MIB, KIB = 2**20, 2**10
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
-from torch_grad_exporter.catalogue import CATALOGUE
-from torch_grad_exporter.families import Kind, Spec
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.metrics.families import Kind, Spec
 
 TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -25,7 +25,7 @@ SECTIONS = {
 
 HEAD = """# Metrics
 
-Written from `torch_grad_exporter/catalogue.py` by `make golden`; edit the catalogue, not this page.
+Written from `torch_grad_exporter/metrics/catalogue.py` by `make golden`; edit the catalogue, not this page.
 
 Every series also carries `run` and `rank`, and the labels that the user added. A metric without a value yields no
 sample: no made-up zero stands for "unknown". Counters that can count are there from the start. What is *sampled* is

@@ -12,12 +12,18 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "torch_grad_exporter"
 
 FORBIDDEN = {
-    "exposition": ("torch", "torch_grad_exporter.collectors", "torch_grad_exporter.capture", "torch_grad_exporter.ledger"),
-    "collectors": ("torch_grad_exporter.exposition", "torch_grad_exporter.exporter"),
-    "statistics": ("torch_grad_exporter.catalogue", "torch_grad_exporter.ledger", "torch_grad_exporter.exposition"),
-    "capture.py": ("torch_grad_exporter.catalogue", "torch_grad_exporter.ledger", "torch_grad_exporter.host"),
-    "ledger.py": ("torch_grad_exporter.capture", "torch_grad_exporter.collectors"),
-    "families.py": ("torch", "torch_grad_exporter."),
+    "outputs/http": ("torch", "torch_grad_exporter.collectors", "torch_grad_exporter.capture", "torch_grad_exporter.aggregation"),
+    "outputs/prometheus": (
+        "torch",
+        "torch_grad_exporter.collectors",
+        "torch_grad_exporter.capture",
+        "torch_grad_exporter.aggregation",
+    ),
+    "collectors": ("torch_grad_exporter.outputs", "torch_grad_exporter.exporter"),
+    "statistics": ("torch_grad_exporter.metrics.catalogue", "torch_grad_exporter.aggregation", "torch_grad_exporter.outputs"),
+    "capture": ("torch_grad_exporter.metrics.catalogue", "torch_grad_exporter.aggregation"),
+    "aggregation": ("torch_grad_exporter.capture", "torch_grad_exporter.collectors"),
+    "metrics/families.py": ("torch", "torch_grad_exporter."),
 }
 
 

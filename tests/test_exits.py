@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools import eventually
 
+from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
 

@@ -25,56 +25,64 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Perceptron
-from scrape import errors
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import torch_grad_exporter
-from torch_grad_exporter import Exporter, host, recorder, schedule, start_exporter, stretches
-from torch_grad_exporter.exposition import samples
+from tests.support.models import Perceptron
+from tests.support.scrape import errors
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.aggregation import worker as host
+from torch_grad_exporter.capture import count_only as stretches
+from torch_grad_exporter.capture import schedule
+from torch_grad_exporter.outputs.live import recorder
+from torch_grad_exporter.outputs.prometheus import samples
 
 STEPS = 40
 
 LEFT_OUT = {
-    "cli": "a program of its own",
-    "demo": "a program of its own",
-    "settings": "wrong settings raise before the training",
-    "checks": "wrong arguments raise before the training",
-    "distributed": "read at the start only",
+    "cli.main": "a program of its own",
+    "cli.demo": "a program of its own",
+    "config.settings": "wrong settings raise before the training",
+    "config.checks": "wrong arguments raise before the training",
+    "distributed.identity": "read at the start only",
     "errors": "the guard itself: nobody guards it",
     "exporter": "the user's door, which the scenes go through",
     "start": "as `exporter`",
-    "living": "as `exporter`",
-    "assets": "a program of its own",
-    **dict.fromkeys(("plot", "picture", "saved"), "a program of its own"),
-    "outlets": "as `exporter`",
-    "replicas": "behind `layers.LayerIndex.find_replicas`",
+    "lifecycle": "as `exporter`",
+    "cli.assets": "a program of its own",
+    **dict.fromkeys(("cli.plot", "cli.picture", "outputs.live.saved"), "a program of its own"),
+    "outputs.outlets": "as `exporter`",
+    "model.replicas": "behind `layers.LayerIndex.find_replicas`",
     **dict.fromkeys(
-        ("store", "discovery", "files", "textfile", "whole_run", "collectors.whole_run", "push", "recorder", "view"),
+        (
+            "distributed.store", "distributed.discovery", "files", "outputs.prometheus.textfile", "distributed.whole_run",
+            "collectors.whole_run", "outputs.otlp.push", "outputs.live.recorder", "outputs.live.view",
+        ),
         "a thread of its own, in which nothing of the training runs",
     ),
-    "push_settings": "wrong settings raise before the training",
-    "exponential": "behind the worker's guard, where a variable asks for it, tests/test_exponential.py",
+    "outputs.otlp.push_settings": "wrong settings raise before the training",
+    "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(
-        (f"exposition.{room}" for room in ("delivery", "delta", "otlp", "protobuf")),
+        (f"outputs.otlp.{room}" for room in ("delivery", "delta", "otlp", "protobuf")),
         "the threads of the push, in which nothing of the training runs",
     ),
     **dict.fromkeys(
         (
-            "history", "problems", "problems.exporter", "problems.gradients", "problems.look", "problems.memory",
-            "problems.resources", "problems.training", "problems.values", "problems.watch", "exposition.live", "exposition.pages",
+            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.look", "rules.memory",
+            "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live", "outputs.live.pages",
         ),
-        "behind the recorder's guard, and the server's; tests/test_live.py",
+        "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",
     ),
-    "exposition.instruments": "in a collection of the user's, tests/test_instruments.py",
+    "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
+    "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
     "statistics.reference": "for tests and documentation, called by nobody here",
     **dict.fromkeys(
-        ("cgroups", "nvml", "readings", "resources", "visible"),
+        ("resources.cgroups", "resources.nvml", "resources.readings", "collectors.resources", "resources.cuda_visible_devices"),
         "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
     ),
     **dict.fromkeys(
-        (f"exposition.{room}" for room in (
-            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "rate_limit", "registry", "server", "tls",
+        (f"outputs.http.{room}" for room in (
+            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "rate_limit", "server", "tls",
             "web_config", "web_settings", "web_yaml", "yaml_nodes",
         )),
         "the server's own threads, in which nothing of the training runs; clients try them in tests of their own",
@@ -83,42 +91,42 @@ LEFT_OUT = {
 """Rooms without seams, and why."""
 
 UNREACHED = {
-    "children.CpuSeconds.both": "children that end, tests/test_process.py",
+    "resources.children.CpuSeconds.both": "children that end, tests/collectors/test_process.py",
     "collectors.process.standard_registry": "the start",
     "collectors.gradients.dead_from": "the start",
-    "cost.recorded_event": "CUDA",
+    "capture.cost.recorded_event": "CUDA",
     **dict.fromkeys(
-        (f"devices.{one}.{name}" for one in ("_Cuda", "_Other") for name in (
+        (f"resources.devices.{one}.{name}" for one in ("_Cuda", "_Other") for name in (
             "kind", "counts_everything", "device_count", "statistics", "properties",
         )), "accelerators",
     ),
-    "events.mailbox": "the start",
-    "exposition.samples.present_rows": "a registry of the user's, in whose scrape, tests/test_registry.py",
-    "families.Family.row_numbers": "the push, the page, and a registry of the user's, tests/test_registry.py",
-    "hooks.GuardedHook.failed": "the guard itself",
-    "hooks._ModuleHooks.set_on": "the start",
-    "hooks.Hooks.come_first": "FSDP2, tests/test_distributed.py",
-    "hooks.Hooks.guarded": "the start",
-    "hooks.Hooks.on_module": "the start",
-    "hooks.Hooks.on_optimizers": "the start",
-    "host.HostSide.start": "the start",
-    "host.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
-    "layers.LayerIndex.all_layers": "the start",
-    "layers.LayerIndex.find_replicas": "several ranks, tests/test_ranks.py",
-    "noise.NoiseScale.value": "several ranks, tests/test_noise_scale.py",
-    "peaks.Peaks.forget": "the thread of the history, tests/test_moments.py",
-    "progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/test_fused.py",
-    "scrape.Scrape.start": "the start",
-    "scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
-    "scrape._Walk.give_up": "a collector that hangs, tests/test_scrape.py",
+    "transfer.events.mailbox": "the start",
+    "outputs.prometheus.samples.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
+    "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
+    "capture.torch_hooks.GuardedHook.failed": "the guard itself",
+    "capture.torch_hooks._ModuleHooks.set_on": "the start",
+    "capture.torch_hooks.Hooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
+    "capture.torch_hooks.Hooks.guarded": "the start",
+    "capture.torch_hooks.Hooks.on_module": "the start",
+    "capture.torch_hooks.Hooks.on_optimizers": "the start",
+    "aggregation.worker.HostSide.start": "the start",
+    "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "model.layers.LayerIndex.all_layers": "the start",
+    "model.layers.LayerIndex.find_replicas": "several ranks, tests/distributed/test_ranks.py",
+    "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
+    "aggregation.peaks.Peaks.forget": "the thread of the history, tests/aggregation/test_moments.py",
+    "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
+    "collectors.scrape.Scrape.start": "the start",
+    "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
-    "transfer._Buffer.free": "accelerators, tests/test_transfer.py",
-    "transfer._Buffer.lend": "accelerators, tests/test_transfer.py",
-    "transfer._Buffer.clear": "accelerators, tests/test_transfer.py",
-    "transfer._UnderWay.ready": "accelerators, tests/test_transfer.py",
-    "wrappers.within": "several ranks, tests/test_replicas.py",
-    "wrappers.anywhere": "several ranks, tests/test_replicas.py",
+    "transfer.transfer._Buffer.free": "accelerators, tests/transfer/test_transfer.py",
+    "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
+    "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",
+    "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
+    "model.wrappers.within": "several ranks, tests/model/test_replicas.py",
+    "model.wrappers.anywhere": "several ranks, tests/model/test_replicas.py",
 }  # fmt: skip
 """Seams that no training here reaches, and what does."""
 
@@ -253,7 +261,7 @@ class Watched(Watch):
     exporter: Exporter = field(init=False)
 
     def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
-        others = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
+        others = dict.fromkeys(("cuda_memory", "gpu", "process", "aggregation.worker", "container"), False)
         chosen: dict[str, Any] = {"port": None, "addr": "127.0.0.1", "every": 1, "collectors": others, **options}
         self.exporter = start_exporter(model, **chosen)
         self.arm(to=True)

@@ -12,18 +12,21 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from models import Perceptron, batch, sgd
-from scrape import errors, value, values
 
-from torch_grad_exporter import Exporter, capture, events, host, start_exporter, transfer
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import errors, value, values
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.aggregation import worker as host
+from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.capture import capture
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.events import Captured, Hints, Observed, Part, mailbox
-from torch_grad_exporter.host import HostSide
-from torch_grad_exporter.layers import LayerIndex
-from torch_grad_exporter.ledger import GradientLedger
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.totals import TrainingTotals
-from torch_grad_exporter.transfer import SENTINEL, Arrived, HostTransfer, Ticket
+from torch_grad_exporter.transfer import events, transfer
+from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Part, mailbox
+from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
 
 STEPS = "torch_train_steps_total"
 CAPTURES = "torch_grad_exporter_captures_total"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_prometheus import prometheus
-from tools import eventually
 
+from tests.support.real_prometheus import prometheus
+from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.catalogue import DECADES
+from torch_grad_exporter.metrics.catalogue import DECADES
 
 pytestmark = pytest.mark.server
 

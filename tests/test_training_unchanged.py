@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from scrape import errors
 
+from tests.support.scrape import errors
 from torch_grad_exporter import start_exporter
 
 STEPS = 60

@@ -28,16 +28,11 @@ from typing import Self
 import numpy as np
 import prometheus_client
 import pytest
-import real_prometheus
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from models import Perceptron, batch, sgd
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
-from record import Recorder, gradients_of, norm, wide
-from scrape import errors, key, mode, value, values
-from tools import eventually, find
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -45,11 +40,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
+from tests.support import real_prometheus
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import Recorder, gradients_of, norm, wide
+from tests.support.scrape import errors, key, mode, value, values
+from tests.support.tools import eventually, find
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.catalogue import CATALOGUE
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.families import Kind
-from torch_grad_exporter.transfer import SENTINEL, HostTransfer, _UnderWay
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.metrics.families import Kind
+from torch_grad_exporter.transfer.transfer import SENTINEL, HostTransfer, _UnderWay
 
 NONFINITE = "torch_grad_nonfinite_steps_total"
 ELEMENTS = "torch_grad_nonfinite_elements_total"

@@ -2,7 +2,7 @@
 
 import sys
 
-from torch_grad_exporter.cli import main
+from torch_grad_exporter.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,45 +19,46 @@ import torch
 from opentelemetry.metrics import MeterProvider
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter import distributed, living, resources
-from torch_grad_exporter.capture import GradientCapture
-from torch_grad_exporter.catalogue import CATALOGUE, STANDARD
-from torch_grad_exporter.collectors import NAMES
+from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter.aggregation.exponential import Exponentials
+from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
+from torch_grad_exporter.capture.capture import GradientCapture
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.loop import Number, TrainingLoop, WatchedLoader
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader, Scaler
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.weights import WeightProbe
+from torch_grad_exporter.collectors import NAMES, resources
 from torch_grad_exporter.collectors.exporter import ExporterCollector
 from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
+from torch_grad_exporter.collectors.scrape import SOURCE as COLLECTOR
+from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import TrainingCollector
 from torch_grad_exporter.collectors.whole_run import WholeRunCollector
-from torch_grad_exporter.cost import SampleCost
-from torch_grad_exporter.devices import DeviceMemory
+from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.distributed import identity as distributed
+from torch_grad_exporter.distributed.store import JobStore
+from torch_grad_exporter.distributed.whole_run import WholeRun
 from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.events import Hints, mailbox
-from torch_grad_exporter.exponential import Exponentials
-from torch_grad_exporter.exposition.instruments import Instruments
-from torch_grad_exporter.exposition.live import Run
-from torch_grad_exporter.exposition.registry import RegistryCollector
-from torch_grad_exporter.exposition.web_config import WebConfigFile
-from torch_grad_exporter.families import Collector, Family
-from torch_grad_exporter.hooks import Hooks
-from torch_grad_exporter.host import HostSide, Snapshot
-from torch_grad_exporter.layers import LayerIndex
-from torch_grad_exporter.ledger import GradientLedger
-from torch_grad_exporter.loop import Number, TrainingLoop, WatchedLoader
-from torch_grad_exporter.optimizers import Optimizers
-from torch_grad_exporter.outlets import Outlets, Rank
-from torch_grad_exporter.progress import StepClock
-from torch_grad_exporter.push_settings import PushSettings
-from torch_grad_exporter.reader import GradientReader, Scaler
-from torch_grad_exporter.schedule import SamplingSchedule
-from torch_grad_exporter.scrape import SOURCE as COLLECTOR
-from torch_grad_exporter.scrape import Scrape
-from torch_grad_exporter.settings import Settings
+from torch_grad_exporter.metrics.catalogue import CATALOGUE, STANDARD
+from torch_grad_exporter.metrics.families import Collector, Family
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
+from torch_grad_exporter.outputs.live.live import Run
+from torch_grad_exporter.outputs.live.view import View
+from torch_grad_exporter.outputs.otlp.instruments import Instruments
+from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
+from torch_grad_exporter.outputs.outlets import Outlets, Rank
+from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
+from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.store import JobStore
-from torch_grad_exporter.totals import TrainingTotals
+from torch_grad_exporter.transfer.events import Hints, mailbox
 from torch_grad_exporter.version import __version__
-from torch_grad_exporter.view import View
-from torch_grad_exporter.weights import WeightProbe
-from torch_grad_exporter.whole_run import WholeRun
 
 logger = logging.getLogger("torch_grad_exporter")
 

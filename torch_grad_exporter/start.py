@@ -11,13 +11,16 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter import checks, distributed, living, push_settings, settings
+from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.config import checks, settings
+from torch_grad_exporter.config.settings import UNSET, Unset
+from torch_grad_exporter.distributed import identity as distributed
+from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.exporter import Exporter
-from torch_grad_exporter.reader import Scaler
-from torch_grad_exporter.replicas import Replicas
-from torch_grad_exporter.settings import UNSET, Unset
-from torch_grad_exporter.store import JobStore, run_name
+from torch_grad_exporter.model.replicas import Replicas
+from torch_grad_exporter.outputs.otlp import push_settings
 
 logger = logging.getLogger("torch_grad_exporter")
 

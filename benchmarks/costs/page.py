@@ -18,8 +18,8 @@ from benchmarks import record
 from benchmarks.costs.scrape import Layers, trained
 from benchmarks.costs.timing import times
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.exposition.message import Request
-from torch_grad_exporter.history import QUANTITIES, RECORD_SECONDS, SCALARS, Moment
+from torch_grad_exporter.outputs.http.message import Request
+from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Moment
 
 LAYERS = 300
 RECORDS = 5_000

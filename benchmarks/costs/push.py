@@ -25,9 +25,9 @@ from benchmarks.bars import verdict
 from benchmarks.costs.scrape import exporter_with
 from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
-from torch_grad_exporter.exposition import delivery
-from torch_grad_exporter.exposition.otlp import Encoder, Temporality
-from torch_grad_exporter.families import Family, Kind, by_spec
+from torch_grad_exporter.metrics.families import Family, Kind, by_spec
+from torch_grad_exporter.outputs.otlp import delivery
+from torch_grad_exporter.outputs.otlp.otlp import Encoder, Temporality
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92

@@ -20,7 +20,7 @@ from benchmarks.costs import profiled
 from benchmarks.interleave import compare, interleave, interval
 from benchmarks.workloads import WORKLOADS, Training
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, Plan
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
 BARS: Mapping[str, float | None] = {"decoder": 3.0, "small_layers": 4.0, "resnet18": None}

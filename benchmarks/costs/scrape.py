@@ -24,8 +24,8 @@ from benchmarks.costs import profiled
 from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.exposition.text import Format, Renderer
-from torch_grad_exporter.families import Family
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 SIZES = (1_000, 10_000, 50_000)
 BARS = {10_000: 10e-3, 50_000: 50e-3}

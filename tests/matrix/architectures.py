@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from models import Perceptron, batch, sgd
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 
 def train(

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable
 
 import torch
-from models import Perceptron, batch, sgd
 from torch import nn
 
-from matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 
 class Stack(nn.Module):

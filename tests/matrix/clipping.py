@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 COEFFICIENT = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 
 @regime()

@@ -18,11 +18,11 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Perceptron, batch, sgd
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.utils.checkpoint import checkpoint
 
-from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 EAGER = "aot_eager"
 """The backend that traces and partitions as every one does, and runs what it got without compiling it."""

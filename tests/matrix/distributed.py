@@ -1,7 +1,7 @@
 """Several ranks: gradients that are reduced over two ranks, and gradients of which each rank has a part.
 
-These regimes need a process group of two ranks, so they have a table of their own: `tests/test_distributed.py` runs them. All
-ranks begin with the same seed and train on different data.
+These regimes need a process group of two ranks, so they have a table of their own: `tests/matrix/test_distributed.py` runs them.
+All ranks begin with the same seed and train on different data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Perceptron, sgd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from matrix.harness import CUMULATIVE, NOTHING, Naive, Regime, Run, enter_into
+from tests.matrix.harness import CUMULATIVE, NOTHING, Naive, Regime, Run, enter_into
+from tests.support.models import Perceptron, sgd
 
 REGIMES: dict[str, Regime] = {}
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from models import Perceptron, batch, sgd
-from scrape import mode
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import mode
 
 CUMULATIVE = (
     "torch_grad_captures_total", "torch_grad_norm_squared_accumulated_total", "torch_grad_norm_distribution",

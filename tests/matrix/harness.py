@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from record import Recorder
-from scrape import errors, value
 
+from tests.support.record import Recorder
+from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
 
 MODELS = torch.nn.Module | Mapping[str, torch.nn.Module]

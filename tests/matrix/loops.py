@@ -7,9 +7,9 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 # Backwards and steps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_grad_exporter.capture import GradientCapture, Mode
+from torch_grad_exporter.capture.capture import GradientCapture, Mode
 
 
 class AtStep(GradientCapture):

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from models import Perceptron, batch, sgd
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import Naive, Run, regime
+from tests.matrix.harness import Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 
 class Failure(Exception):

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
+from tests.support.models import Perceptron, batch, sgd
 
 TOLD = ["given", "found"]
 """Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""

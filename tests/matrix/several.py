@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from models import Perceptron, batch, sgd
 
-from matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
-from matrix.loops import written_by_hand
+from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
+from tests.matrix.loops import written_by_hand
+from tests.support.models import Perceptron, batch, sgd
 
 
 def all_of(models: Mapping[str, torch.nn.Module], *names: str) -> list[str]:

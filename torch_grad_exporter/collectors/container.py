@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter import cgroups
-from torch_grad_exporter.families import Family, scalar
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, scalar
+from torch_grad_exporter.resources import cgroups
 
 
 class Throttled:

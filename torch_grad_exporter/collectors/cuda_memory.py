@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.devices import DeviceStatistics
-from torch_grad_exporter.families import Family, RowCache
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, RowCache
+from torch_grad_exporter.resources.devices import DeviceStatistics
 
 _VALUES = {
     c.CUDA_MEMORY_ALLOCATED: "allocated",

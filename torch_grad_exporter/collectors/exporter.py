@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.capture import GradientCapture, Mode
+from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.capture.capture import GradientCapture, Mode
+from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.families import Family, RowCache, scalar
-from torch_grad_exporter.host import Snapshot
-from torch_grad_exporter.schedule import SamplingSchedule
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, RowCache, scalar
 
 
 class ExporterCollector:

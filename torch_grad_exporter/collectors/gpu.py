@@ -11,12 +11,12 @@ from types import ModuleType
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.devices import DeviceStatistics
-from torch_grad_exporter.families import Family, Kind, RowCache, Spec
-from torch_grad_exporter.nvml import Gpu, Library, find_nvml
-from torch_grad_exporter.readings import Rising
-from torch_grad_exporter.visible import ORDER, SILENT, VISIBLE, Installed, visible
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, Kind, RowCache, Spec
+from torch_grad_exporter.resources.cuda_visible_devices import ORDER, SILENT, VISIBLE, Installed, visible
+from torch_grad_exporter.resources.devices import DeviceStatistics
+from torch_grad_exporter.resources.nvml import Gpu, Library, find_nvml
+from torch_grad_exporter.resources.readings import Rising
 
 RETRY_SECONDS = 60.0
 """Between two tries to open NVML where it is not there."""

@@ -7,11 +7,11 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.events import Outcome
-from torch_grad_exporter.exponential import Counts
-from torch_grad_exporter.families import Family, FloatArray, LabelRows, RowCache, Spec
-from torch_grad_exporter.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.exponential import Counts
+from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows, RowCache, Spec
+from torch_grad_exporter.transfer.events import Outcome
 
 DEAD_FROM = 20
 """Samples before which a dead ratio says nothing, or the whole window if that is shorter."""

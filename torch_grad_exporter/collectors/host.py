@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 import psutil
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.families import Family, Spec, scalar
-from torch_grad_exporter.readings import ABSENT, Rising, attempt
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, Spec, scalar
+from torch_grad_exporter.resources.readings import ABSENT, Rising, attempt
 
 SETTLE_SECONDS = 0.5
 """Over less time the kernel's ticks are too coarse for a share of CPU time."""

@@ -12,10 +12,10 @@ import prometheus_client
 import psutil
 from prometheus_client.samples import Sample
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.children import ChildrenMemory, ChildrenReading, Descendants, unique_memory
-from torch_grad_exporter.families import NO_LABELS, Family, LabelRows, RowCache, Spec, scalar
-from torch_grad_exporter.readings import ABSENT, Paced, attempt
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import NO_LABELS, Family, LabelRows, RowCache, Spec, scalar
+from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReading, Descendants, unique_memory
+from torch_grad_exporter.resources.readings import ABSENT, Paced, attempt
 
 CHILDREN_SHARE = 5e-3
 """Of all time, what looking for children may take: most often they are as of the scrape."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.families import Family, RowCache, scalar
-from torch_grad_exporter.progress import PHASES, StepClock
-from torch_grad_exporter.totals import TotalsSnapshot
+from torch_grad_exporter.aggregation.totals import TotalsSnapshot
+from torch_grad_exporter.capture.progress import PHASES, StepClock
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, RowCache, scalar
 
 STATES = ("initialising", "training", "evaluating", "finished", "failed")
 

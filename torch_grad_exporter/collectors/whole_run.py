@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torch_grad_exporter import catalogue as c
-from torch_grad_exporter.families import Family, RowCache, scalar
-from torch_grad_exporter.whole_run import View, WholeRun
+from torch_grad_exporter.distributed.whole_run import View, WholeRun
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, RowCache, scalar
 
 
 class WholeRunCollector:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from torch_grad_exporter.families import BoolArray, FloatArray
-from torch_grad_exporter.layers import UnitLayout
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.model.layers import UnitLayout
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 
 BLOCK_ELEMENTS = 1 << 18

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.layers import Plan, TrackedParameter
+from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.layers import Plan, TrackedParameter
 from torch_grad_exporter.statistics import COLUMNS, Column, device, host
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torch_grad_exporter.families import IntArray
-from torch_grad_exporter.layers import Plan, TrackedParameter
-from torch_grad_exporter.sharding import is_partial
+from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.layers import Plan, TrackedParameter
+from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.statistics.batches import Batch, batches, is_ordinary
 
 Gradients = Sequence[tuple[int, torch.Tensor]]

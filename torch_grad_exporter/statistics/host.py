@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.families import BoolArray, FloatArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.statistics import COLUMNS, Column, squares
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch, blocks

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.layers import UnitLayout
+from torch_grad_exporter.model.layers import UnitLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torch_grad_exporter.families import FloatArray
+from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch, blocks
 

@@ -1,0 +1,100 @@
+"""Norms by exponential bucket: what is in which, and that they count what the classic buckets count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm_mapping import LogarithmMapping
+
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.aggregation.exponential import ExponentialCounts, buckets
+from torch_grad_exporter.exporter import Exporter
+from torch_grad_exporter.metrics.families import SCALE, Family
+
+MAPPING = LogarithmMapping(SCALE)
+NAMES = ("torch_grad_norm_distribution", "torch_grad_global_norm_distribution")
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_a_value_is_in_the_bucket_of_opentelemetrys_own_mapping(value: float) -> None:
+    """The index is the one that the SDK finds, or its neighbour where the value is a border to the last few digits."""
+    (found,) = buckets(np.array([value])).tolist()
+    assert abs(found - MAPPING.map_to_index(value)) <= 1
+    if found != MAPPING.map_to_index(value):
+        border = 2 ** ((max(found, MAPPING.map_to_index(value))) / 2**SCALE)
+        assert value == pytest.approx(border, rel=1e-13)
+
+
+def test_powers_of_two_and_their_neighbours() -> None:
+    """A power of two is the upper bound of its bucket, and the next larger number is in the next one."""
+    powers = 2.0 ** np.arange(-300, 300)
+    assert (buckets(powers) == np.arange(-300, 300) * 2**SCALE - 1).all()
+    assert (buckets(np.nextafter(powers, np.inf)) == np.arange(-300, 300) * 2**SCALE).all()
+    assert (buckets(np.nextafter(powers, 0)) == np.arange(-300, 300) * 2**SCALE - 1).all()
+
+
+def test_counts_are_by_row_and_leave_zeros_out() -> None:
+    """Three rows, of which one was never seen and one saw a zero; a copy does not change any more."""
+    counts = ExponentialCounts()
+    counts.observe(np.array([0, 2, 0]), np.array([1.0, 0.0, 1.05]))
+    before = counts.snapshot([2, 0, 1])
+    counts.observe(np.array([0]), np.array([1.0]))
+    assert before == ({}, {-1: 1, 0: 1}, {})
+    assert counts.snapshot([0]) == ({-1: 2, 0: 1},)
+
+
+def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, observe: bool = False) -> None:
+    """Forty steps whose gradients grow and shrink, one of them not finite, and so left out, and one zero."""
+    for number in range(40):
+        optimizer.zero_grad()
+        factor = float("nan") if number == 7 else 0.0 if number == 9 else 2.0 ** (number % 13 - 6)
+        (model(torch.randn(4, 3)).sum() * factor).backward()
+        if observe:
+            exporter.observe(grad_norm=torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        if number != 7:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("observe", [False, True], ids=["sampled", "observed"])
+def test_both_kinds_of_buckets_count_the_same(monkeypatch: pytest.MonkeyPatch, observe: bool) -> None:
+    """Of each layer and over all, exponential buckets within a classic one hold as many; zeros are the classic ones' alone."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "base2_exponential_bucket_histogram")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with start_exporter(model, port=None, every=1) as exporter:
+        trained(exporter, model, optimizer, observe=observe)
+        families = [family for family in exporter.collect() if family.spec.name in NAMES]
+    assert [len(family.labels) for family in families] == [2, 1]
+    for family in families:
+        for row in range(len(family.labels)):
+            assert merged(family, row) == pytest.approx(classic(family, row))
+            assert sum((family.exponential or ())[row].values()) == 38  # without the NaN and the zero
+
+
+def merged(family: Family, row: int) -> list[float]:
+    """The exponential counts up to each bound, as far as the bound is one of theirs: to within a bucket's width."""
+    assert family.exponential is not None
+    counts = family.exponential[row]
+    return [sum(n for i, n in counts.items() if 2 ** ((i + 0.5) / 2**SCALE) <= bound) for bound in WIDE]
+
+
+def classic(family: Family, row: int) -> list[float]:
+    """The classic counts up to the same bounds, without the zero, which is below all."""
+    bounds = np.array([*family.spec.buckets, np.inf])
+    return [float(family.values[row][bounds <= bound].sum()) - 1 for bound in WIDE]
+
+
+WIDE = (1e-8, 1e4)
+"""Bounds far from every norm here, and in both kinds of classic buckets."""
+
+
+def test_nothing_is_counted_where_nobody_asks() -> None:
+    """Without the variable the families have classic buckets alone."""
+    model = torch.nn.Linear(3, 2)
+    with start_exporter(model, port=None, every=1) as exporter:
+        trained(exporter, model, torch.optim.SGD(model.parameters(), 0.0))
+        assert all(family.exponential is None for family in exporter.collect())

@@ -1,0 +1,371 @@
+"""The host side: what is applied when, and what a failure costs."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tools import eventually
+from torch_grad_exporter.aggregation import worker as host
+from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.worker import LOST_SECONDS, WAIT_SECONDS, HostSide
+from torch_grad_exporter.errors import LIMIT, ErrorLog
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.transfer.events import (
+    AfterClip,
+    Captured,
+    Closed,
+    Hints,
+    Mailbox,
+    Observed,
+    Outcome,
+    Part,
+    Stepped,
+    Weights,
+    mailbox,
+)
+from torch_grad_exporter.transfer.transfer import Arrived
+
+MODEL = torch.nn.Linear(2, 2, bias=False)
+PLAN = LayerIndex({"": MODEL}).plan
+NOW = 1_800_000_000.0
+OWNED = np.zeros(1, dtype=np.int64)
+
+
+class Late:
+    """A vector that arrives when the test says so."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = np.array(values)
+        self.arrived = False
+
+    def ready(self) -> np.ndarray | None:
+        return self._values if self.arrived else None
+
+
+class Broken:
+    """A ticket that cannot be read."""
+
+    def ready(self) -> np.ndarray:
+        raise RuntimeError("no such buffer")
+
+
+class Records(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class Scene:
+    """A host side without a thread, unless it is started, and the mailbox that feeds it."""
+
+    def __init__(self) -> None:
+        self.post: Mailbox = mailbox()
+        self.records = Records()
+        log = logging.Logger("test")  # noqa: LOG001 - one of its own, not of the process
+        log.addHandler(self.records)
+        self.errors = ErrorLog(("worker",), log)
+        self.time = NOW
+        ledger = GradientLedger(100, Hints())
+        ledger.use(PLAN)
+        self.host = HostSide(self.post, ledger, TrainingTotals(), self.errors, now=lambda: self.time)
+
+    def capture(self, number: int, norm: float = 1.0, ticket: Late | None = None) -> Late | None:
+        """A capture and the end of its round."""
+        width = len(Column)
+        values = [norm] + [0.0] * (width - 1)
+        arrived = ticket or Arrived(np.array(values))
+        part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), arrived, width)
+        self.post.append(
+            Captured(number, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, self.time, likely_last=True, usual=frozenset())
+        )
+        self.post.append(Closed(number, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: number}))
+        return ticket
+
+    def norm(self) -> float:
+        return float(self.host.snapshot().gradients.table["norm"][0])
+
+    def samples(self) -> int:
+        return self.host.snapshot().gradients.samples
+
+
+def late(norm: float) -> Late:
+    """A measurement of one parameter that is still under way."""
+    return Late(norm, *[0.0] * (len(Column) - 1))
+
+
+def test_a_snapshot_has_everything_that_was_posted_before_it() -> None:
+    """A scrape drains the mailbox first, so it shows the last event without any thread running."""
+    scene = Scene()
+    scene.capture(1, 3.0)
+    scene.post.append(Stepped(0.5, 0.01))
+    scene.post.append(Observed("loss", 2.5))
+    snapshot = scene.host.snapshot()
+    assert (snapshot.gradients.samples, float(snapshot.gradients.table["norm"][0])) == (1, 3)
+    assert (snapshot.totals.duration_sum, snapshot.totals.overhead_seconds, snapshot.totals.last) == (0.5, 0.01, {"loss": 2.5})
+    assert not scene.post
+
+
+def test_gradient_events_wait_for_their_vectors_in_their_order() -> None:
+    """A capture whose vector is under way holds back those behind it, until it has arrived."""
+    scene = Scene()
+    first = scene.capture(1, ticket=late(5.0))
+    scene.capture(2, 7.0)
+    assert (scene.samples(), scene.errors.counts()) == (0, {"worker": 0})
+    assert first is not None
+    first.arrived = True
+    assert (scene.samples(), scene.norm()) == (2, 7)
+
+
+def test_what_is_counted_every_step_waits_for_no_vector() -> None:
+    """Steps and observed numbers are counted while a gradient is still under way."""
+    scene = Scene()
+    scene.capture(1, ticket=late(5.0))
+    for _ in range(3):
+        scene.post.append(Stepped(0.25, 0.0))
+    scene.post.append(Observed("tokens", 100.0))
+    snapshot = scene.host.snapshot()
+    assert (snapshot.gradients.samples, snapshot.totals.duration_sum, snapshot.totals.sums) == (0, 0.75, {"tokens": 100})
+
+
+def test_observed_values_keep_their_order() -> None:
+    """A loss that arrives late is not overtaken by the next one."""
+    scene = Scene()
+    first = Late(1.0)
+    scene.post.append(Observed("loss", first))
+    scene.post.append(Observed("loss", 2.0))
+    assert scene.host.snapshot().totals.last == {}
+    first.arrived = True
+    assert scene.host.snapshot().totals.last == {"loss": 2}
+
+
+def test_an_observed_norm_goes_to_the_gradients() -> None:
+    """The name `grad_norm` is the global norm, not a training value."""
+    scene = Scene()
+    scene.post.append(Observed("grad_norm", Arrived(np.array([4.0]))))
+    snapshot = scene.host.snapshot()
+    assert snapshot.gradients.totals["norm"].tolist() == [4]
+    assert snapshot.totals.last == {}
+
+
+def test_weights_and_scales_are_waited_for_too() -> None:
+    """Norms of weights, and a loss scale that travels on its own, hold back what comes after them."""
+    scene = Scene()
+    weights, scale = Late(1.0, 2.0, 0.5), Late(2.0)
+    scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), weights))
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(np.array([8.0] + [0.0] * 8)), len(Column))
+    scene.post.append(
+        Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset(), scale=scale)
+    )
+    scene.post.append(Closed(1, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: 1}))
+    assert np.isnan(scene.host.snapshot().gradients.table["update_ratio"][0])
+    weights.arrived = True
+    assert scene.samples() == 0
+    assert scene.errors.counts() == {"worker": 0}
+    scale.arrived = True
+    assert (scene.samples(), scene.norm()) == (1, 4)
+    assert float(scene.host.snapshot().gradients.table["update_ratio"][0]) == 0.5
+
+
+def test_a_vector_that_never_arrives_is_given_up() -> None:
+    """After a minute a lost capture is counted as undelivered and the events behind it go on."""
+    scene = Scene()
+    scene.capture(1, ticket=late(5.0))
+    scene.post.append(Observed("loss", Late(1.0)))
+    scene.capture(2, 7.0)
+    scene.post.append(Observed("loss", 3.0))
+    scene.host.drain()
+    scene.time = NOW + LOST_SECONDS - 1
+    assert scene.samples() == 0
+    scene.time = NOW + LOST_SECONDS + 1
+    snapshot = scene.host.snapshot()
+    assert (snapshot.gradients.undelivered, snapshot.gradients.samples, scene.norm()) == (1, 1, 7)
+    assert snapshot.totals.last == {"loss": 3}
+
+
+def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
+    """On a slow device the outcome waits behind a vector for longer than the patience; it is counted, not "unknown"."""
+    scene = Scene()
+    values = np.zeros(len(Column))
+    values[[Column.NORM, Column.NANS]] = (float("nan"), 1)
+    measured = Late(*values)
+    measured.arrived = True
+    scene.capture(1, ticket=measured)
+    closed = scene.post.pop()
+    probe = Late(1.0)
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, 1)
+    scene.post.extend((AfterClip(1, 0, (part,), full=True), closed))
+    scene.host.drain()
+    scene.time = NOW + 5
+    assert scene.samples() == 0
+    probe.arrived = True
+    totals = scene.host.snapshot().gradients.totals[0]
+    assert (totals["nonfinite_stepped"], totals["nonfinite_unknown"]) == (1, 0)
+
+
+def test_a_pending_sample_is_counted_without_a_scrape() -> None:
+    """A drain alone counts a sample that has been pending for more than a second."""
+    scene = Scene()
+    scene.capture(1, 3.0)
+    scene.post.pop()  # the round is never closed
+    scene.host.drain()
+    assert scene.samples() == 0
+    scene.time = NOW + 1.5
+    scene.host.drain()
+    scene.time = NOW
+    assert scene.samples() == 1
+
+
+def test_an_event_that_fails_costs_only_itself() -> None:
+    """Events that cannot be applied are counted each, logged once, and those behind them are applied."""
+    scene = Scene()
+    for number in (1, 2, 3):
+        scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), Arrived(np.zeros(4))))  # not a multiple of three
+        scene.capture(number, float(number))
+    assert (scene.samples(), scene.norm()) == (3, 3)
+    assert scene.errors.counts() == {"worker": 3}
+    assert len(scene.records.messages) == 1
+
+
+@pytest.mark.parametrize("ticket", [Arrived(np.zeros(0)), Broken()], ids=["empty", "broken"])
+def test_an_observed_value_that_fails_costs_only_itself(ticket: Arrived | Broken) -> None:
+    """An observed tensor without elements, or one that cannot be read, does not stop the scrapes or what is behind it."""
+    scene = Scene()
+    scene.post.append(Observed("loss", ticket))
+    scene.post.append(Observed("loss", 2.0))
+    scene.capture(1, 3.0)
+    for _ in range(LIMIT + 1):
+        scene.errors.guard("worker", scene.host.drain)
+    assert scene.host.snapshot().totals.last == {"loss": 2}
+    assert scene.norm() == 3
+    assert scene.errors.counts()["worker"] <= 1
+
+
+def test_a_ticket_that_cannot_be_read_costs_only_its_event() -> None:
+    """A capture whose buffer raises when it is looked at does not hold back the others for ever."""
+    scene = Scene()
+    scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), Broken()))
+    scene.capture(1, 3.0)
+    for _ in range(2):
+        scene.errors.guard("worker", scene.host.drain)
+    assert scene.norm() == 3
+
+
+def test_the_worker_drains_by_itself() -> None:
+    """With the thread running, events are applied though nobody asks, also after some that failed."""
+    scene = Scene()
+    scene.host.start()
+    try:
+        scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), Arrived(np.zeros(4))))
+        scene.post.append(Stepped(0.25, 0.0))
+        assert eventually(lambda: not scene.post)
+        ticket = scene.capture(1, ticket=late(5.0))
+        assert eventually(lambda: not scene.post)
+        assert ticket is not None
+        ticket.arrived = True
+        assert eventually(lambda: not scene.host._waiting)
+    finally:
+        scene.host.close()
+    assert (scene.samples(), scene.norm(), scene.errors.counts()) == (1, 5, {"worker": 1})
+
+
+def test_closing_drains_and_ends_the_thread() -> None:
+    """What was posted before close() is counted, the thread is gone, and closing again does nothing."""
+    scene = Scene()
+    scene.host.start()
+    (worker,) = [t for t in threading.enumerate() if t.name == "torch-grad-exporter-worker" and t is scene.host._thread]
+    assert worker.daemon
+    scene.capture(1, 3.0)
+    scene.post.append(Stepped(0.25, 0.0))
+    scene.host.close()
+    assert not worker.is_alive()
+    assert not scene.post
+    scene.host.close()
+    snapshot = scene.host.snapshot()
+    assert (snapshot.gradients.samples, snapshot.totals.duration_sum) == (1, 0.25)
+
+
+def test_a_handler_that_asks_amid_a_drain_does_not_wait_for_itself() -> None:
+    """A signal's handler that wants the values while its own thread is reading them is refused; the reading goes on."""
+    scene, refused = Scene(), []
+
+    class Interrupting(Arrived):
+        """A vector whose arrival is looked at when the signal comes."""
+
+        def ready(self) -> np.ndarray:
+            signal.raise_signal(signal.SIGALRM)
+            return super().ready()
+
+    def handler(*_: object) -> None:
+        with pytest.raises(TimeoutError, match="handler") as error:
+            scene.host.snapshot()
+        refused.append(error)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        scene.capture(1, 3.0, Interrupting(np.array([3.0, *[0.0] * (len(Column) - 1)])))
+        assert scene.norm() == 3
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert refused
+
+
+def test_a_snapshot_does_not_wait_for_ever() -> None:
+    """Where a drain on another thread hangs, whoever asks is told so, within the time."""
+    scene, go = Scene(), threading.Event()
+
+    class Hanging(Late):
+        def ready(self) -> np.ndarray | None:
+            go.wait(10)
+            return super().ready()
+
+    scene.capture(1, ticket=Hanging())
+    thread = threading.Thread(target=scene.host.drain, daemon=True)
+    thread.start()
+    assert eventually(lambda: not scene.post)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="drain"):
+        scene.host.snapshot()
+    assert WAIT_SECONDS <= time.monotonic() - start < WAIT_SECONDS + 1
+    go.set()
+    thread.join()
+
+
+def test_many_threads_may_take_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapes that run at the same time as the worker lose no event and count none twice."""
+    for patience in ("WAIT_SECONDS", "CLOSE_SECONDS"):  # within which one of so many may not have its turn on a busy machine
+        monkeypatch.setattr(host, patience, 60.0)
+    scene = Scene()
+    scene.host.start()
+    stop = threading.Event()
+
+    def scrape() -> None:
+        while not stop.is_set():
+            scene.host.snapshot()
+
+    threads = [threading.Thread(target=scrape, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 301):
+        scene.capture(number)
+        scene.post.append(Stepped(0.5, 0.0))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    scene.host.close()
+    snapshot = scene.host.snapshot()
+    assert (snapshot.gradients.samples, snapshot.totals.duration_sum) == (300, 150)
+    assert scene.errors.counts() == {"worker": 0}

@@ -1,0 +1,935 @@
+"""What samples add up to, with events made by hand and times of our choice."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torch_grad_exporter.aggregation.clipping import Clipping, compare, is_unscaling, revealed_scale
+from torch_grad_exporter.aggregation.ledger import UNOWNED, GradientLedger, GradientSnapshot
+from torch_grad_exporter.collectors.gradients import GradientCollector
+from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
+from torch_grad_exporter.transfer.transfer import Arrived
+
+NOW = 1_800_000_000.0
+NAN, INF = math.nan, math.inf
+Rows = Mapping[int, Sequence[float]]
+
+
+def model() -> nn.ModuleDict:
+    """Layer `a` with two parameters, at positions 0 and 1, layer `b` with one, at position 2."""
+    return nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2, bias=False)})
+
+
+MODEL = model()
+PLAN = LayerIndex({"": MODEL}).plan
+OWN = np.zeros(3, dtype=np.int64)
+
+
+def row(norm: float, **columns: float) -> list[float]:
+    """One parameter's measurement; what is not named is 0, extremes are the norm."""
+    values = dict.fromkeys(Column.__members__, 0.0) | {"NORM": norm, "MIN": -norm, "MAX": norm}
+    return list((values | {name.upper(): value for name, value in columns.items()}).values())
+
+
+def parts(plan: Plan, rows: Rows) -> tuple[Part, ...]:
+    """The rows as they arrive from a device."""
+    if not rows:
+        return ()
+    positions = np.array(list(rows), dtype=np.int64)
+    table = np.array(list(rows.values()), dtype=np.float64)
+    return (Part(positions, plan.elements[positions], plan.units[positions], Arrived(table.reshape(-1)), table.shape[1]),)
+
+
+def ticket(value: float | None) -> Arrived | None:
+    """One number that has arrived."""
+    return None if value is None else Arrived(np.array([value]))
+
+
+def captured(
+    number: int,
+    rows: Rows,
+    *,
+    plan: Plan = PLAN,
+    at: float = NOW,
+    owners: Sequence[int] = OWN,
+    missing: Sequence[int] = (),
+    likely_last: bool = True,
+    usual: Iterable[int] = (),
+    scale_known: bool = True,
+    scale: float | None = None,
+) -> Captured:
+    """A capture in round `number`."""
+    return Captured(
+        number,
+        plan,
+        parts(plan, rows),
+        np.array(missing, dtype=np.int64),
+        np.array(owners, dtype=np.int64),
+        at,
+        likely_last=likely_last,
+        usual=frozenset(usual),
+        scale_known=scale_known,
+        scale=ticket(scale),
+    )
+
+
+def closed(
+    number: int,
+    outcome: Outcome = Outcome.STEPPED,
+    *,
+    owners: Sequence[int] = OWN,
+    groups: Sequence[int] | None = None,
+    stepped: Iterable[int] = (0,),
+) -> Closed:
+    """The end of round `number`, in which the optimizers made their step of that number."""
+    own = np.array(owners, dtype=np.int64)
+    number_of = own if groups is None else np.array(groups, dtype=np.int64)
+    return Closed(number, outcome, own, number_of, frozenset(stepped), dict.fromkeys(stepped, number))
+
+
+def after(
+    number: int,
+    norms: Mapping[int, float],
+    *,
+    optimizer: int = 0,
+    full: bool = False,
+    loss_scale: float | None = None,
+    own_scale: float | None = None,
+) -> AfterClip:
+    """Norms as the optimizer saw them in round `number`."""
+    rows = {position: [norm] for position, norm in norms.items()}
+    return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
+
+
+def ledger(plan: Plan = PLAN) -> GradientLedger:
+    """An empty ledger that shows the layers of the plan."""
+    new = GradientLedger(100, Hints())
+    new.use(plan)
+    return new
+
+
+def train(to: GradientLedger, samples: Iterable[Rows], *, first: int = 1, at: Sequence[float] | None = None) -> GradientSnapshot:
+    """Captures and closes a round for each of the samples."""
+    time = NOW
+    for number, rows in enumerate(samples, first):
+        time = NOW if at is None else at[number - first]
+        to.apply(captured(number, rows, at=time))
+        to.apply(closed(number))
+    return to.snapshot(time)
+
+
+def shown(snapshot: GradientSnapshot, layer: str, name: str) -> float:
+    """One value of one layer."""
+    return float(snapshot.table[name][snapshot.plan.layers.index(layer)])
+
+
+def one(snapshot: GradientSnapshot, name: str, optimizer: int = 0) -> float:
+    """One value over the parameters of one optimizer."""
+    return float(snapshot.totals[name][snapshot.optimizers.index(optimizer)])
+
+
+# Rounds
+
+
+def test_a_sample_is_shown_when_its_round_is_closed() -> None:
+    """A capture is pending, and shown nowhere, until it is known what became of its step."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}))
+    before = it.snapshot(NOW)
+    assert (shown(before, "a", "captures"), before.samples, len(before.totals)) == (0, 0, 0)
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == pytest.approx([5.0, 2.0])
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 1]
+    assert one(snapshot, "norm") == pytest.approx(math.sqrt(29))
+    assert (snapshot.samples, one(snapshot, "sample_step")) == (1, 1)
+
+
+def test_a_later_capture_of_a_round_replaces_the_earlier() -> None:
+    """Of the captures of an accumulation only the last one is counted."""
+    it = ledger()
+    for norm in (100.0, NAN, 3.0):
+        it.apply(captured(1, {0: row(norm, nans=math.isnan(norm)), 2: row(norm)}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, "a", name) for name in ("norm", "captures", "nans", "bucket_sum")] == [3, 1, 0, 3]
+    assert one(snapshot, "nonfinite_stepped") == 0
+    assert snapshot.samples == 1
+
+
+def test_a_round_that_was_never_closed_is_counted_as_unknown() -> None:
+    """When the next round's capture comes first, the pending one is counted, with an unknown outcome."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=2), 2: row(1.0)}))
+    it.apply(captured(2, {0: row(1.0), 2: row(1.0)}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, f"nonfinite_{o.value}") for o in (Outcome.UNKNOWN, Outcome.STEPPED, Outcome.SKIPPED)] == [1, 0, 0]
+    assert [shown(snapshot, "a", name) for name in ("captures", "nans")] == [2, 2]
+
+
+def test_a_pending_sample_is_counted_after_a_second() -> None:
+    """A NaN that a hang follows is shown as soon as it has been pending for more than a second, not before."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=5)}))
+    assert shown(it.snapshot(NOW + 0.9), "a", "nans") == 0
+    snapshot = it.snapshot(NOW + 1.1)
+    assert shown(snapshot, "a", "nans") == 5
+    assert math.isnan(shown(snapshot, "a", "norm"))
+    assert one(snapshot, "nonfinite_unknown") == 1
+
+
+def test_amid_an_accumulation_a_pending_sample_has_more_patience() -> None:
+    """Where more backwards of the round may follow, a pending sample is counted after ten seconds only."""
+    it = ledger()
+    it.apply(captured(1, {0: row(NAN, nans=5)}, likely_last=False))
+    assert shown(it.snapshot(NOW + 9.9), "a", "nans") == 0
+    assert shown(it.snapshot(NOW + 10.1), "a", "nans") == 5
+
+
+def test_a_sample_is_counted_once() -> None:
+    """A sample that was counted while pending is not counted again when time passes or its round is closed."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2.0, nans=5, zeros=6)}))
+    for seconds in (1.1, 2.0, 30.0):
+        it.expire(NOW + seconds)
+    it.apply(closed(1, Outcome.SKIPPED))
+    snapshot = it.snapshot(NOW + 31)
+    assert [shown(snapshot, "a", n) for n in ("captures", "nans", "bucket_sum", "squared_total")] == [1, 5, 2, 4]
+    assert (one(snapshot, "nonfinite_unknown"), one(snapshot, "nonfinite_skipped")) == (1, 0)
+    assert (snapshot.samples, one(snapshot, "bucket_sum"), one(snapshot, "sample_step")) == (1, 2, 1)
+
+
+def test_the_last_values_follow_a_round_that_goes_on() -> None:
+    """A capture that replaces one already counted changes the gauges and no counter."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2.0), 2: row(1.0)}))
+    it.expire(NOW + 1.5)
+    it.apply(captured(1, {0: row(7.0), 2: row(1.0)}, at=NOW + 2))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("norm", "captures", "bucket_sum")] == [7, 1, 2]
+    assert one(snapshot, "norm") == pytest.approx(math.sqrt(50))
+
+
+def test_events_of_another_round_are_ignored() -> None:
+    """What says something of a round that was not sampled neither closes nor changes the pending sample."""
+    it = ledger()
+    it.apply(captured(2, {0: row(4.0)}))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(closed(1))
+    assert it.snapshot(NOW).samples == 0
+    it.apply(closed(2))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert (snapshot.samples, shown(snapshot, "a", "captures")) == (1, 1)
+    assert not one(snapshot, "clip_known")
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    """What happens after a snapshot does not show in it."""
+    it = ledger()
+    before = train(it, [{0: row(2.0)}])
+    train(it, [{0: row(9.0)}], first=2)
+    assert [shown(before, "a", n) for n in ("norm", "captures")] == [2, 1]
+    assert one(before, "norm") == 2
+
+
+def test_there_is_no_snapshot_without_a_plan() -> None:
+    """A ledger that was never told what to show says so."""
+    with pytest.raises(RuntimeError, match="plan"):
+        GradientLedger(100, Hints()).snapshot(NOW)
+
+
+# Owners
+
+
+def test_only_what_the_stepping_optimizers_own_is_published() -> None:
+    """In a round of one of two optimizers, the other one's layers are neither shown nor counted."""
+    it = ledger()
+    owners = (0, 0, 1)
+    rows = {0: row(3.0), 1: row(4.0), 2: row(2.0, nans=1)}
+    it.apply(captured(1, rows, owners=owners))
+    it.apply(closed(1, owners=owners, stepped=(0,)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 0]
+    assert math.isnan(shown(snapshot, "b", "norm"))
+    assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "nonfinite_stepped")) == ((0,), 5, 0)
+    it.apply(captured(2, rows, owners=owners))
+    it.apply(closed(2, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [2, 1]
+    assert [one(snapshot, "norm", o) for o in (0, 1)] == [5, 2]
+    assert [one(snapshot, "nonfinite_stepped", o) for o in (0, 1)] == [0, 1]
+
+
+def test_a_layer_of_two_optimizers() -> None:
+    """Where two optimizers own parts of one layer, a round of one shows the norm of its part."""
+    it = ledger()
+    owners = (0, 1, 1)
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}, owners=owners))
+    it.apply(closed(1, owners=owners, stepped=(1,)))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "norm"), one(snapshot, "norm", 1)) == (4, pytest.approx(math.sqrt(20)))
+
+
+def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
+    """What no optimizer owns is not published with the step of one."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, UNOWNED)))
+    it.apply(closed(1, owners=(0, 0, UNOWNED)))
+    snapshot = it.snapshot(NOW)
+    assert ([shown(snapshot, layer, "captures") for layer in "ab"], one(snapshot, "norm")) == ([1, 0], 3)
+
+
+def test_a_hang_is_counted_for_the_optimizers_that_usually_step() -> None:
+    """A sample whose step never came is counted for those that usually step after it, else for all owners."""
+    for usual, expected in (((1,), (1,)), ((), (0, 1))):
+        it = ledger()
+        it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, 1), usual=usual))
+        it.expire(NOW + 2)
+        assert it.snapshot(NOW + 2).optimizers == expected
+
+
+def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
+    """Samples counted before any optimizer was known stand in the first one's totals."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}, owners=(UNOWNED,) * 3))
+    it.expire(NOW + 2)
+    assert it.snapshot(NOW + 2).optimizers == (UNOWNED,)
+    snapshot = train(it, [{0: row(4.0)}], first=2)
+    assert snapshot.optimizers == (0,)
+    assert one(snapshot, "bucket_sum") == 7
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_a_scaler_left_out(late: bool) -> None:
+    """Of two optimizers that always step together one does not, and its gradients are not finite: that is its skipped step."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, bad in enumerate((False, False, True, True, False), 1):
+        it.apply(captured(number, {0: row(3.0), 2: row(INF, infs=1) if bad else row(4.0)}, owners=owners))
+        it.apply(after(number, {0: 3.0}))
+        if late:
+            it.expire(NOW + 2)
+        it.apply(closed(number, owners=owners, stepped=(0,) if bad else (0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [5, 5]
+    assert (shown(snapshot, "b", "infs"), shown(snapshot, "b", "bucket_sum")) == (2, 12)
+    assert [one(snapshot, f"nonfinite_{o.value}", 1) for o in Outcome] == [0, 2, 0]
+    assert [one(snapshot, f"nonfinite_{o.value}", 0) for o in Outcome] == [0, 0, 0]
+
+
+def test_a_generators_round_is_no_skipped_step_of_the_discriminator() -> None:
+    """What a generator's backward leaves in the discriminator, be it a NaN, is not shown as its sample."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number in range(1, 9, 2):
+        it.apply(captured(number, {2: row(2.0)}, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=(1,)))
+        it.apply(captured(number + 1, {0: row(3.0), 2: row(NAN, nans=1)}, owners=owners))
+        it.apply(closed(number + 1, owners=owners, stepped=(0,)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [4, 4]
+    assert (shown(snapshot, "b", "nans"), one(snapshot, "nonfinite_skipped", 1)) == (0, 0)
+
+
+def test_an_optimizer_that_steps_now_and_then_is_not_left_out() -> None:
+    """Who did not step on finite gradients before has not been left out when they are not finite."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, both in enumerate((True, False, True, False), 1):
+        rows = {0: row(3.0), 2: row(NAN, nans=1) if number == 4 else row(4.0)}
+        it.apply(captured(number, rows, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=(0, 1) if both else (0,)))
+    assert shown(it.snapshot(NOW), "b", "captures") == 2
+
+
+def test_known_optimizers_have_labels_and_totals_from_the_start() -> None:
+    """Where a second optimizer is known each has its label, and counters at 0 before its first sample; one alone has none."""
+    it = ledger()
+    names = ["g"]
+    collector = GradientCollector(lambda: it.snapshot(NOW), names, dead_window=20)
+
+    def clipped() -> dict[str, float]:
+        family = next(f for f in collector.collect() if f.spec.name == "torch_grad_clipped_steps_total")
+        return {label: float(v) for (label,), v in zip(family.labels.rows, family.values, strict=True)}
+
+    def with_a_norm() -> list[str]:
+        family = next(f for f in collector.collect() if f.spec.name == "torch_grad_global_norm")
+        assert family.present is not None
+        return [label for (label,), there in zip(family.labels.rows, family.present, strict=True) if there]
+
+    assert (clipped(), with_a_norm()) == ({"": 0}, [])
+    names.append("d")
+    assert (clipped(), with_a_norm()) == ({"g": 0, "d": 0}, [])
+    it.apply(captured(1, {2: row(2.0)}, owners=(0, 0, 1)))
+    it.apply(after(1, {2: 1.0}, optimizer=1))
+    it.apply(closed(1, owners=(0, 0, 1), stepped=(1,)))
+    assert (clipped(), with_a_norm()) == ({"g": 0, "d": 1}, ["d"])
+
+
+# Histograms and sums
+
+
+def test_histograms_and_sums_are_exact() -> None:
+    """Over 500 samples of every size, also exactly on the bounds, buckets and sums are those of a loop."""
+    generator = np.random.default_rng(0)
+    norms = [*np.exp(generator.uniform(-22, 12, 450)).tolist(), 0.0, *DECADES, *HALF_DECADES, 1e5]
+    snapshot = train(ledger(), [{2: row(norm)} for norm in norms])
+    for bounds, table, place in ((DECADES, snapshot.table, 1), (HALF_DECADES, snapshot.totals, 0)):
+        buckets = [0] * (len(bounds) + 1)
+        for norm in norms:
+            buckets[bisect.bisect_left(bounds, norm)] += 1
+        assert table["buckets"][place].tolist() == buckets
+        assert table["bucket_sum"][place] == pytest.approx(math.fsum(norms), rel=1e-12)
+    assert shown(snapshot, "b", "squared_total") == pytest.approx(math.fsum(n * n for n in norms), rel=1e-12)
+    assert shown(snapshot, "b", "captures") == snapshot.samples == len(norms)
+    assert shown(snapshot, "a", "captures") == 0
+
+
+def test_nothing_that_is_not_finite_enters_a_histogram_or_a_sum() -> None:
+    """NaN and Inf are counted by element and by step, and leave buckets, sums and baselines as they were."""
+    rows = [{0: row(2.0)}, {0: row(NAN, nans=3, min=NAN, max=NAN)}, {0: row(INF, infs=2, max=INF)}, {0: row(2.0)}]
+    snapshot = train(ledger(), rows)
+    assert [shown(snapshot, "a", n) for n in ("captures", "nans", "infs", "bucket_sum", "squared_total")] == [4, 3, 2, 4, 8]
+    assert snapshot.table["buckets"][0].sum() == snapshot.totals["buckets"][0].sum() == 2
+    assert one(snapshot, "bucket_sum") == 4
+    assert one(snapshot, "nonfinite_stepped") == 2
+    assert snapshot.recent_max[0] == 2
+
+
+def test_a_gauge_shows_the_nan() -> None:
+    """The last values of a layer whose gradient has a NaN are NaN, and right again with the next sample."""
+    it = ledger()
+    bad = train(it, [{0: row(NAN, nans=3, min=NAN, max=NAN), 1: row(1.0)}])
+    assert all(math.isnan(shown(bad, "a", name)) for name in ("norm", "max_magnitude"))
+    assert math.isnan(one(bad, "norm"))
+    assert shown(train(it, [{0: row(3.0), 1: row(4.0)}], first=2), "a", "norm") == 5
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_steps_that_are_not_finite_are_counted_by_outcome(outcome: Outcome) -> None:
+    """A NaN or an Inf anywhere makes the step count once, under what became of it."""
+    it = ledger()
+    for number, columns in enumerate(({"nans": 1}, {"infs": 7, "nans": 2}, {}), 1):
+        it.apply(captured(number, {0: row(1.0), 2: row(1.0, **columns)}))
+        it.apply(closed(number, outcome))
+    snapshot = it.snapshot(NOW)
+    assert {o: one(snapshot, f"nonfinite_{o.value}") for o in Outcome} == {o: 2 * (o is outcome) for o in Outcome}
+
+
+def test_an_infinite_norm_beside_a_huge_one_raises_no_warning() -> None:
+    """A layer with an infinite and a huge parameter has an infinite norm, silently."""
+    snapshot = train(ledger(), [{0: row(INF, infs=1), 1: row(1e200), 2: row(1e200)}])
+    assert shown(snapshot, "a", "norm") == one(snapshot, "norm") == INF
+
+
+@pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (3e-30, 4e30), (0.0, 0.0)])
+def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None:
+    """A layer's norm is the root of the sum of squares of its parameters' norms, whatever their size."""
+    snapshot = train(ledger(), [{0: row(norms[0]), 1: row(norms[1])}])
+    assert shown(snapshot, "a", "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
+    assert one(snapshot, "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
+
+
+# Per layer
+
+
+def test_ratios_are_taken_over_the_layers_elements_and_units() -> None:
+    """Zero elements over all elements, zero and dead units over all units of those parameters that have units."""
+    snapshot = train(ledger(), [{0: row(1.0, zeros=6, zero_units=2, dead_units=1), 1: row(1.0, zeros=1), 2: row(1.0, zeros=8)}])
+    assert [shown(snapshot, "a", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [7 / 16, 2 / 4, 1 / 4]
+    assert [shown(snapshot, "b", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [1, 0, 0]
+    bias_only = train(ledger(), [{1: row(1.0)}])
+    assert all(math.isnan(shown(bias_only, "a", n)) for n in ("zero_units_ratio", "dead_ratio"))
+
+
+def test_the_largest_magnitude_is_of_either_sign() -> None:
+    """The largest magnitude of a layer is found among the smallest and largest elements of its parameters."""
+    snapshot = train(ledger(), [{0: row(9.0, min=-7, max=2), 1: row(9.0, min=1, max=3), 2: row(9.0, min=-2, max=8)}])
+    assert [shown(snapshot, layer, "max_magnitude") for layer in "ab"] == [7, 8]
+
+
+def test_missing_parameters_are_counted_per_layer() -> None:
+    """Parameters without a gradient are shown for their layer, also where the whole layer has none."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1.0)}, missing=(1, 2)))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "missing") for layer in "ab"] == [1, 1]
+    assert [shown(snapshot, layer, "captures") for layer in "ab"] == [1, 0]
+    snapshot = train(it, [{0: row(1.0), 1: row(1.0), 2: row(1.0)}], first=2)
+    assert [shown(snapshot, layer, "missing") for layer in "ab"] == [0, 0]
+
+
+def test_moments_are_those_of_all_elements_of_the_layer() -> None:
+    """Mean, population standard deviation, minimum and maximum over both parameters of a layer."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [3 + torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (4,))]
+    rows = {
+        position: row(float(g.norm()), min=float(g.min()), max=float(g.max()), sum=float(g.sum()))
+        for position, g in enumerate(gradients)
+    }
+    snapshot = train(ledger(), [rows])
+    values = np.concatenate([g.reshape(-1).numpy() for g in gradients])
+    found = [shown(snapshot, "a", name) for name in ("mean", "stddev", "minimum", "maximum")]
+    assert found == pytest.approx([values.mean(), values.std(), values.min(), values.max()], rel=1e-12)
+
+
+def test_moments_of_equal_elements() -> None:
+    """Where rounding would make the variance negative, the standard deviation is 0."""
+    snapshot = train(ledger(), [{2: row(0.1 * math.sqrt(8), min=0.1, max=0.1, sum=0.1 * 8 * (1 + 1e-15))}])
+    assert shown(snapshot, "b", "stddev") == pytest.approx(0, abs=1e-8)
+
+
+def test_the_recent_maximum_is_over_the_last_minute() -> None:
+    """At any moment the recent maximum is the largest finite norm of the samples of the last 60 seconds."""
+    generator = np.random.default_rng(1)
+    times = NOW + np.cumsum(generator.choice([0, 0, 1, 2, 7, 45, 70], 400))
+    norms = np.exp(generator.normal(0.0, 2.0, 400))
+    norms[::29] = INF
+    it = ledger()
+    for number, (time, norm) in enumerate(zip(times, norms, strict=True), 1):
+        it.apply(captured(number, {0: row(norm)}, at=time))
+        it.apply(closed(number))
+        for moment in (time, time + 13, time + 59, time + 60):
+            within = [n for n, t in zip(norms[:number], times[:number], strict=True) if t > moment - 60 and np.isfinite(n)]
+            assert it.snapshot(moment).recent_max[0] == pytest.approx(max(within, default=NAN), nan_ok=True)
+
+
+def test_a_spike_is_counted_for_the_layer_and_for_the_whole() -> None:
+    """One layer's norm at 1,000 times its usual one counts as its spike and the whole's, and as no other's."""
+    generator = np.random.default_rng(2)
+    usual = np.exp(generator.normal(0.0, 0.2, (60, 2)))
+    usual[45, 0] *= 1000
+    snapshot = train(ledger(), [{0: row(a), 2: row(b)} for a, b in usual])
+    assert [shown(snapshot, layer, "spikes") for layer in "ab"] == [1, 0]
+    assert one(snapshot, "spikes") == 1
+    assert 0 < abs(shown(snapshot, "a", "zscore")) < 6
+    assert math.isnan(shown(train(ledger(), [{0: row(1.0)}] * 20), "a", "zscore"))
+
+
+def test_layers_keep_their_totals_when_they_come_and_go() -> None:
+    """A layer that is frozen and unfrozen again goes on counting where it stopped, and others are not disturbed."""
+    module = model()
+    index = LayerIndex({"": module})
+    it = ledger(index.plan)
+    it.apply(captured(1, {0: row(3.0), 2: row(2.0)}, plan=index.plan))
+    it.apply(closed(1))
+    module["a"].requires_grad_(False)
+    module["c"] = nn.Linear(2, 2, bias=False)
+    without = index.refresh()
+    it.apply(captured(2, {0: row(5.0), 1: row(7.0)}, plan=without, owners=(0, 0)))
+    it.apply(closed(2, owners=(0, 0)))
+    snapshot = it.snapshot(NOW)
+    assert snapshot.plan.layers == ("b", "c")
+    assert [[shown(snapshot, layer, n) for n in ("norm", "captures", "bucket_sum")] for layer in "bc"] == [[5, 2, 7], [7, 1, 7]]
+    module["a"].requires_grad_(True)
+    it.use(index.refresh())
+    snapshot = it.snapshot(NOW)
+    assert snapshot.plan.layers == ("a", "b", "c")
+    assert [shown(snapshot, layer, "captures") for layer in "abc"] == [1, 2, 1]
+    assert shown(snapshot, "a", "bucket_sum") == 3
+
+
+def test_weights_are_added_up_by_layer() -> None:
+    """A layer's weight norm and update ratio come from the squares of its parameters' norms."""
+    it = ledger()
+    vector = np.array([3.0, 6.0, 0.3, 4.0, 8.0, 0.4, 0.0, 2.0, 2.0])
+    it.apply(Weights(PLAN, np.array([0, 1, 2]), Arrived(vector)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "weight_norm") for layer in "ab"] == pytest.approx([10, 2])
+    assert shown(snapshot, "a", "update_ratio") == pytest.approx(0.1)
+    assert math.isnan(shown(snapshot, "b", "update_ratio"))
+
+
+# The loss scale
+
+
+def test_the_loss_scale_is_divided_out() -> None:
+    """With the scaler's scale, norms, extremes and moments are those of the unscaled gradient; counts stay."""
+    it = ledger()
+    it.apply(captured(1, {2: row(4096.0, min=-1024, max=2048, sum=8192, zeros=3)}, scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, "b", n) for n in ("norm", "minimum", "maximum", "mean", "max_magnitude")] == [4, -1, 2, 1, 2]
+    assert (shown(snapshot, "b", "zero_ratio"), shown(snapshot, "b", "bucket_sum"), one(snapshot, "norm")) == (3 / 8, 4, 4)
+
+
+def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
+    """Without the scaler, a common factor of 2**-16 is its unscaling: the norm shown is the unscaled one."""
+    it = ledger()
+    it.apply(captured(1, {0: row(65536.0), 2: row(131072.0)}))
+    it.apply(after(1, {0: 1.0, 2: 2.0}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
+    assert (one(snapshot, "coefficient"), one(snapshot, "clipped")) == (1, 0)
+
+
+def test_a_scale_that_was_revealed_once_is_not_believed_later() -> None:
+    """Where unscaling and clipping come together the scale, which may have grown, is unknown: sizes are absent, the clip counts."""
+    it = ledger()
+    it.apply(captured(1, {0: row(65536.0)}))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(closed(1))
+    it.apply(captured(2, {0: row(131072.0, zeros=6), 2: row(262144.0)}))
+    it.apply(after(2, {0: 0.3, 2: 0.6}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert ([shown(snapshot, layer, "sized") for layer in "ab"], one(snapshot, "sized")) == ([False, False], 0)
+    assert [shown(snapshot, "a", n) for n in ("captures", "zero_ratio", "squared_total", "bucket_sum")] == [2, 6 / 12, 1, 1]
+    assert math.isnan(snapshot.recent_max[0])
+    assert [one(snapshot, n) for n in ("clip_known", "clipped", "bucket_sum")] == [0, 1, 1]
+    it.apply(captured(3, {0: row(262144.0)}))
+    it.apply(closed(3, Outcome.SKIPPED))
+    assert not shown(it.snapshot(NOW), "a", "sized")
+    it.apply(captured(4, {0: row(262144.0)}, at=NOW + 70))
+    it.apply(after(4, {0: 2.0}))
+    it.apply(closed(4))
+    snapshot = it.snapshot(NOW + 70)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "norm"), snapshot.recent_max[0]) == (True, 2, 2)
+
+
+def test_a_scale_by_hand_that_one_optimizer_reveals_holds_for_its_sample() -> None:
+    """Of two optimizers one is clipped together with the unscaling; the other's norms tell the scale of both."""
+    it = ledger()
+    owners = (0, 0, 1)
+    it.apply(captured(1, {0: row(1024.0), 2: row(2048.0)}, owners=owners))
+    it.apply(after(1, {0: 1.0}))
+    it.apply(after(1, {2: 0.6}, optimizer=1))
+    it.apply(closed(1, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "norm") for layer in "ab"] == [1, 2]
+    assert [one(snapshot, "coefficient", o) for o in (0, 1)] == pytest.approx([1, 0.3])
+
+
+def test_untouched_gradients_have_no_scale_by_hand() -> None:
+    """After a scale was revealed, a sample that reaches the optimizer as it is was not scaled."""
+    it = ledger()
+    for number, (before, seen) in enumerate([(1024.0, 1.0), (3.0, 3.0)], 1):
+        it.apply(captured(number, {0: row(before)}))
+        it.apply(after(number, {0: seen}))
+        it.apply(closed(number))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "norm"), one(snapshot, "coefficient")) == (True, 3, 1)
+
+
+def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
+    """Overflows before anybody could know of the scaler are counted, and what the scale would be in is absent."""
+    it = ledger()
+    rows = {0: row(INF, infs=2, max=INF), 2: row(1459.0, zeros=4)}
+    it.apply(captured(1, rows, scale_known=False))
+    it.apply(closed(1, Outcome.SKIPPED))
+    snapshot = it.snapshot(NOW)
+    assert [shown(snapshot, layer, "sized") for layer in "ab"] == [False, False]
+    assert [shown(snapshot, "b", n) for n in ("captures", "zero_ratio", "bucket_sum", "squared_total")] == [1, 0.5, 0, 0]
+    assert (shown(snapshot, "a", "infs"), one(snapshot, "nonfinite_skipped"), one(snapshot, "seen")) == (2, 1, 1)
+    assert (one(snapshot, "sized"), one(snapshot, "bucket_sum")) == (0, 0)
+    it.apply(captured(2, {2: row(2048.0)}, scale_known=False))
+    it.apply(after(2, {2: 2.0}, loss_scale=1024.0))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "b", "sized"), shown(snapshot, "b", "norm"), one(snapshot, "norm")) == (True, 2, 2)
+
+
+def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
+    """A scaler skips no step whose gradients are finite: a loop that nobody sees step has its sizes."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}, scale_known=False))
+    it.apply(closed(1, Outcome.SKIPPED))
+    assert shown(it.snapshot(NOW), "a", "sized")
+
+
+def test_sizes_that_are_known_late_are_counted_then() -> None:
+    """A sample that was pending before the first step, for too long, has its sizes when its round is closed, each once."""
+    it = ledger()
+    it.apply(captured(1, {0: row(2048.0)}, scale_known=False))
+    it.expire(NOW + 2)
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("sized", "captures", "bucket_sum")] == [False, 1, 0]
+    it.apply(after(1, {0: 2.0}, loss_scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW + 2)
+    assert [shown(snapshot, "a", n) for n in ("sized", "norm", "captures", "bucket_sum")] == [True, 2, 1, 2]
+    assert one(snapshot, "bucket_sum") == 2
+
+
+@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
+def test_a_scale_that_is_none_leaves_no_sizes(scale: float) -> None:
+    """Of gradients that were multiplied by what is no scale only counts are shown."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0, zeros=6)}, scale=scale))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "sized"), shown(snapshot, "a", "zero_ratio"), one(snapshot, "sized")) == (False, 0.5, 0)
+
+
+def test_a_scale_that_the_optimizer_divides_by_itself() -> None:
+    """A fused optimizer's own scale is taken out of the norm before and of the norm after."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3 * 1024.0), 2: row(4 * 1024.0)}))
+    it.apply(after(1, {0: 1.5 * 1024, 2: 2.0 * 1024}, full=True, loss_scale=1024.0, own_scale=1024.0))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("norm", "coefficient", "after_clip")] == pytest.approx([5, 0.5, 2.5])
+
+
+def test_with_a_known_loss_scale_no_factor_is_taken_for_another() -> None:
+    """Where the scaler's scale was given, gradients that a loop divides by 64 were made smaller, not unscaled twice."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1024.0)}, scale=1024.0))
+    it.apply(after(1, {0: 1 / 64}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (one(snapshot, "norm"), one(snapshot, "coefficient")) == (1, 1 / 64)
+
+
+# Clipping
+
+
+def test_clipping_is_seen_in_the_probes() -> None:
+    """Norm after, coefficient and the counter of clipped steps follow from two probes of equal ratio."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(12.0)}))
+    it.apply(after(1, {0: 0.3, 2: 1.2}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("clip_known", "coefficient", "norm", "after_clip", "clipped")] == pytest.approx(
+        [1, 0.1, 13, 1.3, 1]
+    )
+    it.apply(captured(2, {0: row(3.0)}))
+    it.apply(after(2, {0: 3.0}))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, n) for n in ("coefficient", "clipped")] == [1, 1]
+
+
+def test_clipping_is_counted_when_the_outcome_is_known() -> None:
+    """A sample that is counted while pending counts as clipped once, when its round is closed."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(1, {0: 0.3, 2: 0.4}))
+    it.expire(NOW + 2)
+    assert one(it.snapshot(NOW + 2), "clipped") == 0
+    it.apply(closed(1))
+    assert one(it.snapshot(NOW + 2), "clipped") == 1
+
+
+def test_without_a_second_measurement_clipping_is_unknown() -> None:
+    """A round in which nothing was measured again has no coefficient, and does not show the one before."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0)}))
+    it.apply(after(1, {0: 0.3}))
+    it.apply(closed(1))
+    snapshot = train(it, [{0: row(3.0)}], first=2)
+    assert not one(snapshot, "clip_known")
+    assert one(snapshot, "clipped") == 1
+
+
+def test_probes_that_disagree_ask_for_everything() -> None:
+    """After probes of unequal ratios there is no coefficient, and the next round is to be measured in full."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(1, {0: 3.0, 2: 0.8}))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (one(snapshot, "clip_known"), one(snapshot, "clipped")) == (0, 1)
+    assert it.hints.full
+    it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
+    it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
+    it.apply(closed(2))
+    snapshot = it.snapshot(NOW)
+    assert one(snapshot, "coefficient") == pytest.approx(math.hypot(3, 0.8) / 5)
+    assert one(snapshot, "after_clip") == pytest.approx(math.hypot(3, 0.8))
+
+
+def test_two_optimizers_are_clipped_apart() -> None:
+    """Each optimizer's coefficient comes from its own parameters."""
+    it = ledger()
+    owners = (0, 0, 1)
+    it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=owners))
+    it.apply(after(1, {0: 0.3}))
+    it.apply(after(1, {2: 4.0}, optimizer=1))
+    it.apply(closed(1, owners=owners, stepped=(0, 1)))
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, "coefficient", o) for o in (0, 1)] == pytest.approx([0.1, 1.0])
+    assert [one(snapshot, "clipped", o) for o in (0, 1)] == [1, 0]
+
+
+def test_clipping_an_infinite_norm_raises_no_warning() -> None:
+    """After clip_grad_norm_ of an infinite norm all finite gradients are 0; that is counted, silently, and is no clipping."""
+    it = ledger()
+    it.apply(captured(1, {0: row(INF, infs=1), 2: row(4.0)}))
+    it.apply(after(1, {0: NAN, 2: 0.0}, full=True))
+    it.apply(closed(1))
+    snapshot = it.snapshot(NOW)
+    assert (shown(snapshot, "a", "infs"), one(snapshot, "nonfinite_stepped"), one(snapshot, "norm")) == (1, 1, INF)
+    assert (one(snapshot, "clipped"), one(snapshot, "clip_known")) == (0, 0)
+
+
+def test_the_probes_are_the_largest_of_each_group() -> None:
+    """Per parameter group the largest norm and the largest magnitude are worth a second look, never a NaN."""
+    it = ledger()
+    it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
+    it.apply(closed(1, groups=(0, 0, 1)))
+    assert (it.hints.plan, it.hints.probes) == (PLAN, {0, 1, 2})
+    it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
+    it.apply(closed(2, groups=(0, 0, 0)))
+    assert 1 not in it.hints.probes
+    assert 0 in it.hints.probes
+
+
+def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False) -> Clipping:
+    """Compares norms that were all measured."""
+    return compare(np.array(before), np.array(after_), np.ones(len(before), dtype=np.bool_), full=full)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7, 0.5, 1 / 32 * 1.01, 1e-4, 1.5])
+def test_a_common_factor_is_the_coefficient(factor: float) -> None:
+    """Norms that all changed by one factor give that factor, and one below 1 is clipping."""
+    before = [3.0, 1e-9, 4e9]
+    found = judge(before, [factor * norm for norm in before])
+    assert found.coefficient == pytest.approx(factor, rel=1e-12)
+    assert (found.clipped, found.disagree) == (factor < 1, False)
+
+
+def test_rounding_is_no_clipping_and_no_disagreement() -> None:
+    """Ratios that differ by the rounding of bfloat16 agree; an untouched norm is not clipped."""
+    assert judge([1.0, 2.0], [0.5, 1.0005]).coefficient == pytest.approx(0.5, rel=1e-3)
+    assert judge([1.0, 2.0], [0.5, 1.01]) == Clipping(None, clipped=True, disagree=True)
+    assert judge([1.0, 1.0, 1.0], [2.0**-6, 2.0**-6, 1.0]) == Clipping(None, clipped=True, disagree=True)
+    assert not judge([1.0], [1.0 - 1e-9]).clipped
+    assert judge([1.0], [0.999]).clipped
+
+
+def test_probes_without_a_ratio_are_ignored() -> None:
+    """A norm of zero has no say, and if there are no others nothing is known."""
+    assert judge([0.0, 2.0], [0.0, 1.0]).coefficient == 0.5
+    assert judge([0.0, 0.0], [0.0, 1.0]) == Clipping(None)
+    assert judge([], []) == Clipping(None)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_norms_that_are_not_finite_are_not_compared(full: bool) -> None:
+    """If the whole norm was not finite there is no coefficient and no clipping; if the optimizer's is not, neither is its ratio."""
+    for bad in (NAN, INF):
+        assert judge([bad, 2.0], [0.0, 1.0], full=full) == Clipping(None)
+        assert compare(np.array([bad, 2.0]), np.array([0.0, 1.0]), np.array([False, True]), full=False) == Clipping(None)
+        found = judge([4.0, 2.0], [bad, 1.0], full=full)
+        assert (repr(found.coefficient), found.clipped) == (repr(bad), False)
+
+
+def test_what_grows_is_not_clipped() -> None:
+    """Noise that makes gradients longer is no clipping, whether the probes agree or not; what clips makes none longer."""
+    assert not judge([1.0, 2.0], [1.5, 2.1]).clipped
+    assert not judge([1.0, 2.0], [0.9, 2.1]).clipped
+    assert not judge([1.0, 2.0], [0.9, 2.1], full=True).clipped
+    assert not judge([1.0, 2.0], [2.0, 4.0]).clipped
+    assert judge([1.0, 2.0], [1.0, 1.5]).clipped
+
+
+def test_what_was_not_measured_has_no_say() -> None:
+    """Only the parameters that were measured again are compared."""
+    found = compare(np.array([1.0, 2.0]), np.array([0.5, 2.0]), np.array([True, False]), full=False)
+    assert found.coefficient == 0.5
+
+
+def test_a_full_pass_compares_the_whole_norms() -> None:
+    """After clipping by value the coefficient is the whole norm after over the whole norm before."""
+    before, seen = [3.0, 4.0, 0.0, 12.0], [3.0, 4.0, 0.0, 1.0]
+    found = judge(before, seen, full=True)
+    assert found.coefficient == pytest.approx(math.hypot(*seen) / math.hypot(*before), rel=1e-12)
+    assert (found.disagree, found.clipped) == (True, True)
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(2.0**-16, 2.0**16), (1.0, 1.0), (0.3 * 2.0**-16, None), (0.5, None)])
+def test_only_a_power_of_two_reveals_a_scale(factor: float, scale: float | None) -> None:
+    """A pure power of two is a scale, untouched norms have none, and of anything else nobody knows; probes must agree."""
+    before, every = np.array([3.0, 4.0, 0.0]), np.ones(3, dtype=np.bool_)
+    assert revealed_scale(before, factor * before, every) == scale
+    assert revealed_scale(before, np.array([3.0, 1.0, 0.0]), every) is None
+    assert revealed_scale(before, factor * before, ~every) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(2.0**-5, True), (2.0**-16, True), (2.0**-24, True), (2.0**-4, False), (1.0, False), (0.0, False), (2.0**-16 * 1.001, False)],
+)
+def test_only_large_powers_of_two_are_unscaling(ratio: float, expected: bool) -> None:
+    """A ratio is taken for an unscaling if it is a power of two of at most 1/32."""
+    assert is_unscaling(ratio) is expected
+
+
+# A norm that the user gave
+
+
+def test_an_observed_norm_takes_over() -> None:
+    """From the first observed norm on, the global norm and its histogram come from there only, and start anew."""
+    it = ledger()
+    train(it, [{0: row(1.0)}])
+    for norm in (20.0, NAN, 30.0):
+        it.observe_norm(norm)
+    snapshot = train(it, [{0: row(5.0)}], first=2)
+    assert (one(snapshot, "norm"), one(snapshot, "bucket_sum"), snapshot.totals["buckets"][0].sum()) == (30, 50, 2)
+    assert (shown(snapshot, "a", "norm"), shown(snapshot, "a", "bucket_sum"), one(snapshot, "sample_step")) == (5, 6, 2)
+
+
+def test_an_observed_norm_has_a_baseline_of_its_own() -> None:
+    """Observed norms are not judged against captured ones, which may be scaled otherwise."""
+    it = ledger()
+    train(it, [{0: row(1.0)}] * 40)
+    it.observe_norm(100.0)
+    assert one(it.snapshot(NOW), "spikes") == 0
+
+
+def test_an_observed_norm_before_any_sample() -> None:
+    """A norm may be observed before there is an optimizer; it stands in the first one's row."""
+    it = ledger()
+    it.observe_norm(2.0)
+    snapshot = train(it, [{0: row(5.0)}])
+    assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "bucket_sum")) == ((0,), 2, 2)
+
+
+def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
+    """With two optimizers it is not known whose norm it is, and the captured ones stay."""
+    it = ledger()
+    it.apply(captured(1, {0: row(1.0), 2: row(2.0)}, owners=(0, 0, 1)))
+    it.apply(closed(1, owners=(0, 0, 1), stepped=(0, 1)))
+    it.observe_norm(50.0)
+    assert [one(it.snapshot(NOW), "norm", o) for o in (0, 1)] == [1, 2]
+
+
+def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_either() -> None:
+    """As soon as a second optimizer is there the captured norms are shown, all of them, from the first on."""
+    it = ledger()
+    owners = (0, 0, 1)
+    for number, (stepped, norm) in enumerate([((0,), 9.0), ((1,), 8.0), ((0,), 7.0), ((1,), 6.0)], 1):
+        it.observe_norm(norm)
+        it.apply(captured(number, {0: row(float(number)), 2: row(10.0 * number)}, owners=owners))
+        it.apply(closed(number, owners=owners, stepped=stepped))
+        if number == 1:
+            assert (one(it.snapshot(NOW), "norm"), it.snapshot(NOW).norm_observed) == (9, True)
+    snapshot = it.snapshot(NOW)
+    assert [one(snapshot, "norm", o) for o in (0, 1)] == [3, 40]
+    assert [one(snapshot, "bucket_sum", o) for o in (0, 1)] == [4, 60]
+    assert not snapshot.norm_observed
+
+
+def test_an_observed_spike_is_counted() -> None:
+    """An observed norm of 100 times the usual one is a spike of the whole."""
+    it = ledger()
+    for norm in [1.0, 1.1] * 15 + [100.0, 1.0]:
+        it.observe_norm(norm)
+    assert one(it.snapshot(NOW), "spikes", UNOWNED) == 1

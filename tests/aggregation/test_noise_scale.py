@@ -1,0 +1,236 @@
+"""The gradient noise scale: against gradients whose noise is known, and on two ranks against the same estimate in numpy."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.scrape import errors, value
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.aggregation.noise import ENOUGH, Batches, NoiseScale
+
+RANKS = 2
+BATCHES = (12, 16, 20)
+"""Samples of each rank in the rounds, in turn."""
+OBSERVED = 8
+"""What is observed where it is, whatever the loop's batches are."""
+STEPS = 45
+DEADLINE = 100
+
+
+def gaussian(
+    generator: np.random.Generator, mean: NDArray[np.float64], deviations: NDArray[np.float64], size: int
+) -> NDArray[np.float64]:
+    """The gradient over a batch of this size."""
+    return (mean + deviations * generator.standard_normal((size, len(mean)))).mean(axis=0)
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
+def test_known_noise(noise: float) -> None:
+    """Over gradients with a mean and a covariance that are known the estimate comes to tr(Sigma) / |G|^2, within its own spread."""
+    generator = np.random.default_rng(7)
+    mean = generator.standard_normal(500)
+    deviations = noise * generator.uniform(0.5, 1.5, 500)
+    exact = np.square(deviations).sum() / np.square(mean).sum()
+    estimates = []
+    for _ in range(20):
+        scale = NoiseScale()
+        for _ in range(150):
+            parts = [gaussian(generator, mean, deviations, 8) for _ in range(4)]
+            own, whole = np.square(parts[0]).sum(), np.square(np.mean(parts, axis=0)).sum()
+            scale.add(own, whole, batch=8, whole=32)
+        assert scale.value is not None
+        estimates.append(scale.value)
+    spread = np.std(estimates) / np.sqrt(len(estimates))
+    assert np.mean(estimates) == pytest.approx(exact, abs=4 * spread)
+    assert np.std(estimates) / exact < 0.3
+
+
+def test_mean_over_samples() -> None:
+    """Both terms are exponential means whose weights add up to 1, divided only then."""
+    generator = np.random.default_rng(3)
+    own, whole = generator.uniform(2, 3, 60), generator.uniform(1, 2, 60)
+    scale, signals, noises = NoiseScale(), [], []
+    for a, b in zip(own, whole, strict=True):
+        scale.add(a, b, batch=2, whole=6)
+        signals.append((6 * b - 2 * a) / 4)
+        noises.append((a - b) / (1 / 2 - 1 / 6))
+    weights = 0.98 ** np.arange(60)[::-1]
+    assert scale.value == pytest.approx(np.dot(weights, noises) / np.dot(weights, signals), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        ([(2.0, 1.5)] * (ENOUGH - 1), "too few"),
+        ([(9.0, 1.0)] * 40, "the signal is not positive"),
+        ([(1.0, 2.0)] * 40, "the noise is negative"),
+        ([(np.nan, 1.0)] * 40, "not finite"),
+        ([(np.inf, np.inf)] * 40, "not finite"),
+    ],
+)
+def test_absent(samples: list[tuple[float, float]], why: str) -> None:
+    """There is no noise scale where there is no estimate of it."""
+    scale = NoiseScale()
+    for own, whole in samples:
+        scale.add(own, whole, batch=4, whole=8)
+    assert scale.value is None, why
+
+
+def test_sizes_that_say_nothing() -> None:
+    """One rank alone, and a batch of unknown size over all ranks, add nothing; a sample that is not finite changes nothing."""
+    scale = NoiseScale()
+    for _ in range(30):
+        scale.add(2.0, 1.8, batch=4, whole=8)
+    before = scale.value
+    assert before == pytest.approx((0.2 / (1 / 8)) / 1.6)
+    for batch, whole in ((4, 4), (4, 0), (0, 8)):
+        scale.add(100.0, 1.0, batch=batch, whole=whole)
+    scale.add(np.inf, 1.0, batch=4, whole=8)
+    assert scale.value == before
+
+
+def test_observed_batches() -> None:
+    """The observed samples are divided by the rounds since the first observation, older ones weighing less and less."""
+    batches = Batches()
+    for _ in range(7):
+        batches.observed(32.0)
+        batches.stepped(1)
+    assert batches.known
+    assert batches.size is None
+    for _ in range(2000):
+        batches.observed(32.0)
+        batches.stepped(1)
+    assert batches.size == pytest.approx(32.0, rel=0.01)
+    for _ in range(2000):
+        batches.observed(8.0)
+        batches.stepped(1)
+    assert batches.size == pytest.approx(8.0, rel=0.02)
+
+
+class Task:
+    """A linear regression whose targets are noisy; the gradient of a sample is known by hand."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(11)
+        self.truth = generator.standard_normal(12)
+
+    def batch(self, step: int, part: int, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Inputs and targets of one backward on one rank."""
+        generator = np.random.default_rng([step, part, rank])
+        x = generator.standard_normal((BATCHES[step % len(BATCHES)], 12))
+        return x, x @ self.truth + 0.5 * generator.standard_normal(len(x))
+
+    def gradient(self, weight: NDArray[np.float64], step: int, part: int, rank: int) -> NDArray[np.float64]:
+        """Of the mean squared error."""
+        x, y = self.batch(step, part, rank)
+        return 2 * x.T @ (x @ weight - y) / len(y)
+
+
+def estimate(task: Task, weights: list[NDArray[np.float64]], rank: int, parts: int, sizes: list[int] | None = None) -> float:
+    """The estimate of a rank from gradients that numpy computes: both terms averaged with weights of 0.98 to the age.
+
+    `sizes`: of the batches of each step, if not the true ones; a step with 0 does not count.
+    """
+    signals, noises = [], []
+    for step, weight in enumerate(weights):
+        own, *others = (
+            np.mean([task.gradient(weight, step, part, one) for part in range(parts)], axis=0)
+            for one in (rank, *(r for r in range(RANKS) if r != rank))
+        )
+        b = parts * BATCHES[step % len(BATCHES)] if sizes is None else sizes[step]
+        if b == 0:
+            continue
+        small, large = np.square(own).sum(), np.square(np.mean([own, *others], axis=0)).sum()
+        signals.append((RANKS * b * large - b * small) / (RANKS * b - b))
+        noises.append((small - large) / (1 / b - 1 / (RANKS * b)))
+    ages = 0.98 ** np.arange(len(signals))[::-1]
+    return float(np.dot(ages, noises) / np.dot(ages, signals))
+
+
+def train(task: Task, rank: int, parts: int, observed: bool) -> dict[str, object]:
+    """Some steps of a linear model under DDP, with this rank's estimate beside what is shown."""
+    model = torch.nn.Linear(12, 1, bias=False).double()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    torch.nn.init.zeros_(model.weight)
+    weights, shown = [], []
+    collectors = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+    with start_exporter(wrapped, port=None, every=1, local_norm=True, collectors=collectors) as exporter:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            weights.append(model.weight.detach().numpy()[0].copy())
+            for part in range(parts):
+                x, y = (torch.from_numpy(one) for one in task.batch(step, part, rank))
+                wrapped.require_backward_grad_sync = part == parts - 1
+                ((wrapped(x)[:, 0] - y).square().mean() / parts).backward()
+            optimizer.step()
+            if observed:
+                exporter.observe(samples=OBSERVED)
+            shown.append(value(exporter, "torch_grad_noise_scale"))
+        return {"shown": shown, "weights": weights, "errors": errors(exporter)}
+
+
+CASES = {"inferred": (1, False), "accumulated": (3, False), "observed": (1, True)}
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One of the ranks."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=20), rank=rank, world_size=RANKS
+    )
+    found = {name: train(Task(), rank, *case) for name, case in CASES.items()}
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[object]]]]:
+    """What both ranks wrote down."""
+    folder = tmp_path_factory.mktemp("noise")
+    ranks = mp.spawn(rank_main, args=(str(folder),), nprocs=RANKS, join=False)
+    try:
+        until = time.monotonic() + DEADLINE
+        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
+            assert time.monotonic() < until, f"not done within {DEADLINE} s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(RANKS)]  # noqa: S301 - written above
+
+
+@pytest.mark.timeout(DEADLINE + 30)
+@pytest.mark.parametrize("name", ["inferred", "accumulated"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_two_ranks(name: str, rank: int, found: list[dict[str, dict[str, list[object]]]]) -> None:
+    """Each rank shows what numpy makes of the gradients of both, from the twentieth sample on, with batches of changing size."""
+    mine = found[rank][name]
+    assert not mine["errors"]
+    assert mine["shown"][: ENOUGH - 1] == [None] * (ENOUGH - 1)
+    for step in range(ENOUGH - 1, STEPS):
+        expected = estimate(Task(), mine["weights"][: step + 1], rank, CASES[name][0])
+        assert mine["shown"][step] == pytest.approx(expected, rel=1e-6), step
+
+
+@pytest.mark.timeout(DEADLINE + 30)
+def test_observed_samples(found: list[dict[str, dict[str, list[object]]]]) -> None:
+    """Where samples are observed these count, from the ninth on: the first only says where they begin, and comes after a step."""
+    sizes = [BATCHES[0], *[0] * 8, *[OBSERVED] * (STEPS - 9)]
+    for rank, mine in enumerate(found):
+        shown, weights = mine["observed"]["shown"], mine["observed"]["weights"]
+        assert next(i for i, one in enumerate(shown) if one is not None) == ENOUGH + 7
+        assert shown[-1] == pytest.approx(estimate(Task(), weights, rank, 1, sizes), rel=1e-6)

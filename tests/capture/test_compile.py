@@ -1,0 +1,248 @@
+"""Under `torch.compile` the exporter adds no graph break and no compilation; the numbers are in tests/matrix/compiled.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import get_compilation_metrics
+
+from tests.matrix.compiled import EAGER, compilations, dynamo
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import norm
+from tests.support.scrape import errors, mode, value
+from torch_grad_exporter import start_exporter
+
+STEPS = 20
+
+
+@pytest.fixture
+def scene() -> Iterator[None]:
+    """Nothing was compiled before, and nothing may be compiled a second time."""
+    with dynamo(), torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def root(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model itself is compiled."""
+    compiled = torch.compile(model, backend=EAGER)
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        loss = compiled(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return backward
+
+
+def parent(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that calls the model is compiled, and the model's hooks with it."""
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend=EAGER, fullgraph=True)
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        loss = compiled(x)
+        loss.backward()
+        return loss.detach()
+
+    return backward
+
+
+def forward_and_backward(model: torch.nn.Module, backend: str = EAGER) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that runs forward and backward is compiled."""
+
+    @torch.compile(backend=backend)
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return backward
+
+
+def steps(backward: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer, count: int = STEPS) -> None:
+    """Trains."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        backward(batch())
+        optimizer.step()
+
+
+def frames_of_ours() -> list[str]:
+    """The functions of the exporter that dynamo made compiled code of."""
+    return [str(one.co_name) for one in get_compilation_metrics() if "torch_grad_exporter" in (one.co_filename or "")]
+
+
+@pytest.mark.usefixtures("scene")
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
+def test_sampling_compiles_nothing_anew(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]], every: int) -> None:
+    """Hooks that come and go with sampled rounds cost no graph, no break and no recompilation; hooks are no compiled code."""
+    model = Perceptron()
+    steps(compiled(model), sgd(model))
+    expected = compilations()
+    torch._dynamo.reset()
+    model = Perceptron()
+    with start_exporter(model, port=None, every=every, moments=True, weights=True) as exporter:
+        steps(compiled(model), sgd(model))
+        found = {name: count - expected[name] for name, count in compilations().items()}
+        assert found == expected
+        assert frames_of_ours() == []
+        assert errors(exporter) == {}
+        assert mode(exporter) == ("output" if compiled is root else "parameter")
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
+
+
+@pytest.mark.usefixtures("scene")
+@pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
+def test_exporters_come_and_go(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """Starting and closing an exporter in the middle of a run does not invalidate what was compiled."""
+    model = Perceptron()
+    backward, optimizer = compiled(model), sgd(model)
+    steps(backward, optimizer, 3)
+    expected = compilations()
+    for _ in range(3):
+        with start_exporter(model, port=None, every=1) as exporter:
+            steps(backward, optimizer, 4)
+            assert errors(exporter) == {}
+        steps(backward, optimizer, 2)
+    assert compilations() == expected
+
+
+@pytest.mark.usefixtures("scene")
+def test_weights_of_a_compiled_model() -> None:
+    """Weight and update norms are those of the weights before and after the step."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    backward = root(model)
+    with start_exporter(model, port=None, every=1, weights=True) as exporter:
+        for _ in range(6):
+            optimizer.zero_grad()
+            backward(batch())
+            before = [p.detach().double().clone() for p in model.first.parameters()]
+            optimizer.step()
+            after = [p.detach().double() for p in model.first.parameters()]
+        update = norm(b - a for a, b in zip(before, after, strict=True))
+        assert value(exporter, "torch_weight_norm", layer="first") == pytest.approx(norm(after), rel=1e-5)
+        assert value(exporter, "torch_weight_update_ratio", layer="first") == pytest.approx(update / norm(before), rel=1e-3)
+
+
+@dataclass
+class Trained:
+    """A run under compiled autograd. `rows`: by round the rung, the norm shown, and the norm that the optimizer saw."""
+
+    losses: list[float] = field(default_factory=list)
+    state: list[torch.Tensor] = field(default_factory=list)
+    rows: list[tuple[str, float | None, float]] = field(default_factory=list)
+    compiled: int = 0
+    breaks: int = 0
+
+
+def train_with_compiled_autograd(backend: str, *, whole: bool, every: int | None) -> Trained:
+    """Trains with clipping; `whole`: one compiled function runs forward and backward, else the backward alone is compiled."""
+    torch.manual_seed(0)
+    found = Trained()
+    with dynamo(backend), torch._dynamo.config.patch(compiled_autograd=whole):
+        model = Perceptron()
+        optimizer = sgd(model)
+        backward = forward_and_backward(model, backend) if whole else around_backward(model, backend)
+        exporter = None if every is None else start_exporter(model, port=None, every=every)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            found.losses.append(float(backward(batch())))
+            assert all(p.grad is not None for p in model.parameters())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            clipped = norm(p.grad.double() for p in model.parameters() if p.grad is not None)
+            optimizer.step()
+            if exporter is not None:
+                found.rows.append((mode(exporter), value(exporter, "torch_grad_global_norm"), clipped))
+        if exporter is not None:
+            assert errors(exporter) == {}
+            assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
+            assert value(exporter, "torch_train_skipped_steps_total") == 0
+            exporter.close()
+        found.state = [p.detach().clone() for p in model.parameters()]
+        found.compiled, found.breaks = compilations()["backwards"], compilations()["breaks"]
+    return found
+
+
+def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Only the backward is compiled, of a forward that ran before without."""
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        with compiled_autograd._enable(torch.compile(backend=backend)):
+            loss.backward()
+        return loss.detach()
+
+    return backward
+
+
+@pytest.mark.parametrize(
+    ("backend", "whole", "every"),
+    [(EAGER, True, 1), (EAGER, True, 4), (EAGER, False, 1), (EAGER, False, 4), ("inductor", True, 1), ("inductor", False, 1)],
+)
+def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
+    """No hook runs in such a backward: training is unchanged, and norms are those after clipping, on the rung `optimizer` for good.
+
+    A backward that is compiled alone is compiled once more: the first time it had the hook on the model's output, since nobody
+    could know what would become of it.
+    """
+    plain = train_with_compiled_autograd(backend, whole=whole, every=None)
+    found = train_with_compiled_autograd(backend, whole=whole, every=every)
+    assert found.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(found.state, plain.state, strict=True))
+    assert found.breaks == plain.breaks
+    assert found.compiled - plain.compiled <= (0 if whole else 1)
+    settled = found.rows[4:]
+    assert {rung for rung, _, _ in settled} == {"optimizer"}
+    if every == 1:
+        for _, shown, clipped in settled:
+            assert shown == pytest.approx(clipped, rel=1e-5)
+    else:
+        # Of which round a norm is, is not asked here: it is one that the optimizer saw.
+        shown = found.rows[-1][1]
+        assert any(shown == pytest.approx(clipped, rel=1e-6) for _, _, clipped in found.rows)
+
+
+def test_compiled_autograd_that_compiles_nothing() -> None:
+    """A backward that is traced and then run as it is runs no hook either."""
+    losses = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        with dynamo():
+            model = Perceptron()
+            optimizer = sgd(model)
+            exporter = start_exporter(model, port=None, every=1) if watched else None
+            losses.append([])
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss = model(batch()).square().mean()
+                with compiled_autograd._enable(lambda graph: graph):
+                    loss.backward()
+                optimizer.step()
+                losses[-1].append(float(loss.detach()))
+            if exporter is not None:
+                last = norm(p.grad.double() for p in model.parameters() if p.grad is not None)
+                assert value(exporter, "torch_grad_global_norm") == pytest.approx(last, rel=1e-5)
+                assert errors(exporter) == {}
+                exporter.close()
+    assert losses[0] == losses[1]
+
+
+def test_a_backward_compiled_before_says_nothing_of_another_model() -> None:
+    """What compiled autograd did in this process before the exporter was started does not cost a later model its rung."""
+    with dynamo():
+        first = Perceptron()
+        around_backward(first, EAGER)(batch())
+        assert compilations()["backwards"] > 0
+        model = Perceptron()
+        optimizer = sgd(model)
+        with start_exporter(model, port=None, every=1) as exporter:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model.second(model.first(batch()).relu()).square().mean().backward()
+                optimizer.step()
+            assert mode(exporter) == "parameter"

@@ -1,0 +1,111 @@
+"""Work on a device is timed by events that are read when they have passed, and charged to the budget."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import errors, value
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.capture.cost import PAIRS, SAMPLES, DeviceTimer, SampleCost
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass
+class FakeEvent:
+    """An event at `moment`, in seconds of the fake device."""
+
+    device: FakeDevice
+    moment: float
+
+    def query(self) -> bool:
+        return self.device.passed >= self.moment
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.query()
+        assert end.query()
+        return 1000 * (end.moment - self.moment)
+
+
+class FakeDevice:
+    """A device on which everything between two events takes `seconds`; it has come as far as `passed`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.launched, self.passed = seconds, 0.0, 0.0
+
+    def recorded(self, device: torch.device) -> FakeEvent:
+        assert device.type == "cuda"
+        self.launched += self.seconds
+        return FakeEvent(self, self.launched)
+
+
+def test_nothing_is_read_before_the_device_has_passed() -> None:
+    """What a sample cost is told once the device has passed all of its work, host and device together."""
+    device, schedule = FakeDevice(0.25), SamplingSchedule()
+    moments = iter([0.0, 0.5])
+    clock = StepClock(deque(), clock=lambda: 0.0)
+    timer = DeviceTimer(device.recorded)
+    cost = SampleCost(clock, schedule, timer)
+    clock.clock = lambda: next(moments)
+    cost.of(lambda: [timer.end(timer.begin([CUDA, torch.device("cpu")])) for _ in range(2)])
+    cost.sample_over()
+    cost.settle()
+    assert not schedule._costs
+    device.passed = device.launched
+    cost.settle()
+    assert list(schedule._costs) == [0.5 + 2 * 0.25]
+    assert clock.device_seconds == 0.5
+
+
+def test_a_device_that_is_always_behind_is_charged_sample_by_sample() -> None:
+    """Where the device is two samples behind for ever, each sample's own device time is told, none with another's."""
+    device, schedule = FakeDevice(0.1), SamplingSchedule()
+    timer = DeviceTimer(device.recorded)
+    cost = SampleCost(StepClock(deque(), clock=lambda: 0.0), schedule, timer)
+    for _ in range(100):
+        timer.end(timer.begin([CUDA]))
+        cost.sample_over()
+        device.passed = device.launched - 0.45  # each sample's two events are 0.2 apart
+        cost.settle()
+    assert list(schedule._costs) == pytest.approx([0.1] * 32)
+
+
+def test_a_device_that_never_comes_along_fills_no_memory() -> None:
+    """Beyond a number of samples under way, the oldest are forgotten."""
+    timer = DeviceTimer(FakeDevice(1.0).recorded)
+    cost = SampleCost(StepClock(deque()), SamplingSchedule(), timer)
+    for _ in range(3 * SAMPLES):
+        for _ in range(2 * PAIRS):
+            timer.end(timer.begin([CUDA]))
+        cost.sample_over()
+        cost.settle()
+    assert len(cost._unsettled) == SAMPLES
+    assert all(len(pairs) == PAIRS for _, pairs in cost._unsettled)
+
+
+def test_device_time_counts_as_overhead_and_stretches_the_interval() -> None:
+    """A sample whose launches cost the host next to nothing, and the device a whole second, is a rare one."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start_exporter(model, port=None) as exporter:
+        device = FakeDevice(1.0)
+        reader = exporter._capture._reader
+        reader.timer._recorded = device.recorded
+        reader._places = frozenset([CUDA])
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(batch()).sum().backward()
+            optimizer.step()
+            device.passed = device.launched
+        samples = value(exporter, "torch_grad_exporter_captures_total")
+        assert 2 <= samples <= 4  # the first ones take two seconds at most
+        assert value(exporter, "torch_grad_exporter_sampling_interval_steps") == 4096
+        assert value(exporter, "torch_grad_exporter_overhead_seconds_total") > samples - 1
+        assert not errors(exporter)

@@ -1,0 +1,291 @@
+"""On a GPU: the same numbers as anywhere, and nobody ever waits for the device. Needs a CUDA device (`-m cuda`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from tests.matrix import REGIMES
+from tests.matrix.harness import EVERYTHING, Way
+from tests.support.models import Perceptron
+from tests.support.record import Recorder, norm, wide
+from tests.support.scrape import errors, mode, value
+from tests.support.tools import eventually
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.statistics import COLUMNS, Column
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.reference import measure as reference
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # CUDA libraries warn of what is theirs
+]
+
+ON_A_GPU = [
+    name
+    for name in REGIMES
+    # What is about the CPU alone: its gradient scaler, its compiler, its ranks.
+    if REGIMES[name].body.__module__.rpartition(".")[2] not in ("precision", "compiled", "distributed", "optimizers")
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        yield
+    torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Within, whatever would wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def settled(exporter: Exporter, steps: int) -> bool:
+    """Whether the samples of all steps have arrived."""
+    torch.cuda.synchronize()
+    return eventually(lambda: value(exporter, "torch_grad_exporter_captures_total") == steps)
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_regime(name: str) -> None:
+    """The regimes of the matrix hold on a GPU; the loop's own record waits for the device, as it must."""
+    REGIMES[name].run(Way.EVERYTHING)
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": True, "weights": True}], ids=["default", "all"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_nothing_waits_for_the_device(clip: bool, options: dict[str, bool]) -> None:
+    """A training loop that samples every round never waits, with clipping by a tensor's factor and an observed loss."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True, capturable=True)
+    inputs = torch.randn(4, 3, 8, 8)
+    with start_exporter(model, port=None, every=1, **options) as exporter:
+        model(inputs).square().mean().backward()  # libraries initialise themselves, and that waits
+        optimizer.step()
+        with nothing_waits():
+            for _ in range(30):
+                optimizer.zero_grad()
+                loss = model(inputs).square().mean()
+                loss.backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                exporter.observe(loss=loss)
+                optimizer.step()
+        assert eventually(lambda: value(exporter, "torch_train_loss") is not None)
+        assert errors(exporter) == {}
+        torch.cuda.synchronize()
+        assert eventually(lambda: (value(exporter, "torch_grad_exporter_captures_total") or 0) > 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_statistics_against_the_reference(dtype: torch.dtype) -> None:
+    """Every column of the device path equals the float64 reference, with NaN, Inf, zeros, tiny and huge values among them."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Conv1d(4, 6, 3), torch.nn.Linear(5, 5)).to(dtype)
+    plan = LayerIndex({"": model}).plan
+    gradients = []
+    for position, parameter in enumerate(plan.parameters() or ()):
+        gradient = torch.randn_like(parameter)
+        gradient.view(-1)[::7] = 0
+        if position == 2:
+            gradient.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], dtype=dtype)
+        if position == 4:
+            gradient.view(-1)[:2] = torch.tensor([torch.finfo(dtype).max / 2, torch.finfo(dtype).tiny], dtype=dtype)
+        gradients.append((position, gradient))
+    (found,) = EagerStatistics(1, moments=True).measure(plan, gradients, 0)
+    rows = found.vector.cpu().numpy().reshape(-1, COLUMNS)
+    for position, row in zip(found.positions, rows, strict=True):
+        expected = reference(gradients[position][1].cpu(), plan.tracked[position].units)
+        exact = [Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.ZERO_UNITS]
+        counted = [expected.zeros, expected.nans, expected.infs, expected.minimum, expected.maximum, expected.zero_units]
+        np.testing.assert_array_equal(row[exact], counted)
+        np.testing.assert_allclose(row[Column.NORM], expected.norm, rtol=1e-5)
+
+
+def test_a_vector_arrives_by_itself() -> None:
+    """A copy behind a busy stream is told apart from one that is done by looking at memory, with no call to CUDA."""
+    transfer = HostTransfer()
+    vector = torch.tensor([1.0, float("nan"), float("-inf"), 0.0], dtype=torch.float64)
+    first = transfer.send(vector)  # allocates the buffer, and that may wait
+    assert eventually(lambda: first.ready() is not None)
+    with nothing_waits():
+        torch.cuda._sleep(500_000_000)  # a few tenths of a second
+        ticket = transfer.send(vector)
+        assert ticket.ready() is None
+        assert eventually(lambda: ticket.ready() is not None, 30)
+    np.testing.assert_array_equal(ticket.ready(), [1.0, float("nan"), float("-inf"), 0.0])
+
+
+def test_more_vectors_than_buffers() -> None:
+    """While all buffers of the ring are under way nothing more is sent, and afterwards they are used again."""
+    transfer = HostTransfer(ring=2)
+    torch.cuda._sleep(500_000_000)
+    tickets = [transfer.send(torch.full((3,), float(i), dtype=torch.float64)) for i in range(3)]
+    assert [ticket is None for ticket in tickets] == [False, False, True]
+    torch.cuda.synchronize()
+    assert [list(ticket.ready()) for ticket in tickets[:2]] == [[0.0] * 3, [1.0] * 3]
+    assert transfer.send(torch.zeros(3, dtype=torch.float64)) is not None
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_grad_scaler(fused: bool, given: bool, unscale: bool) -> None:
+    """Under a gradient scaler norms are unscaled and an overflow is a step without effect, with a fused optimizer too."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=not fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+    with start_exporter(model, port=None, every=1, grad_scaler=scaler if given else None) as exporter:
+        for step in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.randn(5, 6)).float().square().mean() * (torch.inf if step == 6 else 1.0)
+            scale = scaler.get_scale()
+            scaler.scale(loss).backward()
+            expected = norm(wide(p.grad) / scale for p in model.parameters())
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert settled(exporter, step + 1)
+            if step != 6:
+                assert value(exporter, "torch_grad_global_norm") == pytest.approx(expected, rel=1e-5)
+                assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(1.0, rel=1e-5)
+        outcomes = {o: value(exporter, "torch_grad_nonfinite_steps_total", outcome=o) for o in ("stepped", "skipped", "unknown")}
+        assert sum(v or 0 for v in outcomes.values()) == 1
+        assert value(exporter, "torch_grad_clipped_steps_total") == 0
+        assert errors(exporter) == {}
+
+
+def test_a_graph_is_captured_beside_a_busy_scrape() -> None:
+    """A whole step is captured as a CUDA graph and replayed while another thread scrapes; the capture is not disturbed."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    inputs = torch.randn(5, 6)
+    over = threading.Event()
+    with start_exporter(model, port=None, every=1) as exporter:
+        scraping = threading.Thread(target=lambda: [exporter.collect() for _ in iter(over.is_set, True)])
+        scraping.start()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    model(inputs).square().mean().backward()
+                    optimizer.step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                loss = model(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+            before = loss.item()
+            for _ in range(50):
+                graph.replay()
+            assert loss.item() < before
+        finally:
+            over.set()
+            scraping.join()
+        assert errors(exporter) == {}
+
+
+@contextlib.contextmanager
+def one_rank(backend: str, folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        del os.environ["LOCAL_RANK"]
+
+
+def test_ddp_over_nccl(tmp_path: Path) -> None:
+    """DDP on NCCL: the reduced gradients, by the loop's own record."""
+    with one_rank("nccl", tmp_path):
+        model = Perceptron()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=1)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        record = Recorder(model, optimizer, dead_window=3, moments=True)
+        with start_exporter(wrapped, port=None, **{**EVERYTHING, "weights": False}) as exporter:
+            for step in range(6):
+                optimizer.zero_grad()
+                record.backward(wrapped(torch.randn(5, 6)).square().mean())
+                record.step(optimizer)
+                assert settled(exporter, step + 1)
+                record.check(exporter)
+            assert mode(exporter) == "output"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_with_offload(tmp_path: Path, offload: bool) -> None:
+    """FSDP2 with its parameters on the GPU or offloaded to the CPU: this rank's part, which is here the whole."""
+    with one_rank("cpu:gloo,cuda:nccl", tmp_path):
+        model = Perceptron()
+        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        for layer in (model.first, model.second, model):
+            fully_shard(layer, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with start_exporter(model, port=None, every=1) as exporter:
+            for step in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(5, 6)).square().mean().backward()
+                expected = norm(wide(p.grad) for p in model.first.parameters())
+                optimizer.step()
+                assert settled(exporter, step + 1)
+                shown = value(exporter, "torch_grad_shard_norm", layer="first") or value(exporter, "torch_grad_norm", layer="first")
+                assert shown == pytest.approx(expected, rel=1e-5)
+            assert errors(exporter) == {}
+
+
+FAILING = """
+import torch
+from torch_grad_exporter import start_exporter
+
+model = torch.nn.Linear(4, 2, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exporter = start_exporter(model, port=None, every=1)
+for factor in (1.0, float("nan")):
+    optimizer.zero_grad()
+    (model(torch.ones(3, 4, device="cuda")).mean() * factor).backward()
+    if factor == 1.0:
+        optimizer.step()
+try:
+    torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
+except RuntimeError:
+    exporter.close()
+    for family in exporter.collect():
+        if family.spec.name == "torch_grad_nonfinite_steps_total":
+            print("nonfinite", sum(family.values))
+"""
+
+
+def test_a_failed_assertion_on_the_device_leaves_the_last_sample() -> None:
+    """What arrived before the device failed is still counted, though every further call to CUDA raises."""
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)
+    assert "nonfinite 1.0" in done.stdout, done.stdout + done.stderr

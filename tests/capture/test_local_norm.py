@@ -1,0 +1,429 @@
+"""The norm of each rank's own gradient, in every way in which `DistributedDataParallel` reduces, against float64 on it alone.
+
+Two processes run all loops, with an exporter and without, and write down what they showed and what a copy of the model in float64
+gave on the rank's own data, with no other rank in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime as dt
+import gc
+import math
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.matrix.distributed import Branches, Checkpointed, data, warning_of_torch
+from tests.support.models import Perceptron
+from tests.support.scrape import errors, values
+from torch_grad_exporter import Exporter, start_exporter
+
+STEPS = 4
+DEADLINE = 150
+"""Seconds; several times what it takes."""
+OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+UNKNOWN = None
+"""Expected where a local norm cannot be known."""
+
+
+@dataclass
+class Finding:
+    """What one rank saw. `shown`, `expected`: local norms by step; `end`: the trained parameters."""
+
+    shown: list[float | None] = field(default_factory=list)
+    expected: list[float | None] = field(default_factory=list)
+    end: list[torch.Tensor] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+
+
+class Loop:
+    """One run of a loop on one rank, with an exporter if `on`."""
+
+    def __init__(self, *, on: bool) -> None:
+        self.on = on
+        self.found = Finding()
+        self.exporter: Exporter | None = None
+
+    @contextlib.contextmanager
+    def watching(self, model: torch.nn.Module | dict[str, Any], **options: object) -> Iterator[None]:
+        """The exporter over the loop."""
+        with contextlib.ExitStack() as stack:
+            if self.on:
+                options = {"every": 1, "collectors": OFF, "ranks": "all", "local_norm": True, **options}
+                self.exporter = stack.enter_context(start_exporter(model, port=None, **options))
+            yield
+            for one in model.values() if isinstance(model, dict) else [model]:
+                self.found.end += [p.detach().clone() for p in one.parameters()]
+            if self.exporter is not None:
+                self.found.errors = errors(self.exporter)
+
+    def check(self, expected: float | None, optimizer: str = "") -> None:
+        """What is shown after a step, and what should be."""
+        if self.exporter is None:
+            return
+        scrape = {name: v for (name, labels), v in values(self.exporter).items() if dict(labels).get("optimizer", "") == optimizer}
+        self.found.shown.append(scrape.get("torch_grad_local_norm"))
+        self.found.expected.append(expected)
+
+
+def alone(model: torch.nn.Module, *losses: Callable[[torch.nn.Module], torch.Tensor]) -> float:
+    """The norm of the sum of the losses' gradients, in float64 and on this rank alone."""
+    with torch.no_grad():
+        twin = copy.deepcopy(model).double()
+    twin.zero_grad()
+    for loss in losses:
+        loss(twin).backward()
+    return math.sqrt(sum(float(p.grad.to_dense().square().sum()) for p in twin.parameters() if p.grad is not None))
+
+
+def double(x: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+    """Inputs in the type of the model that they are for."""
+    return x.double() if next(model.parameters()).dtype is torch.float64 else x
+
+
+def squared(step: int, factor: float = 1.0) -> Callable[[torch.nn.Module], torch.Tensor]:
+    """The loss of a step."""
+    return lambda model: model(double(data(step), model)).square().mean() * factor
+
+
+def simple(
+    run: Loop,
+    model: torch.nn.Module,
+    *,
+    watch_inner: bool = False,
+    set_to_none: bool = True,
+    hook: Callable[[], tuple[Any, Any]] | None = None,
+    compiled: str = "",
+    factor: float = 1.0,
+    **options: object,
+) -> None:
+    """A plain loop around a wrapped model."""
+    if compiled:
+        torch.compiler.reset()
+    inner = torch.compile(model, backend="aot_eager") if compiled == "inner" else model
+    wrapped: Any = DistributedDataParallel(inner, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(*hook())
+    wrapped = torch.compile(wrapped, backend="aot_eager") if compiled == "wrapper" else wrapped
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / factor)
+    with run.watching(model if watch_inner else wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            expected = alone(model, squared(step, factor))
+            squared(step, factor)(wrapped).backward()
+            optimizer.step()
+            run.check(expected)
+
+
+def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
+    """Three backwards to a step, of which the last is reduced; `synchronised`: each is, and then nobody knows."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            losses = [squared(3 * step + part, 1 / 3) for part in range(3)]
+            expected = alone(model, *losses)
+            for part, loss in enumerate(losses):
+                with wrapped.no_sync() if part < 2 and not synchronised else contextlib.nullcontext():
+                    loss(wrapped).backward()
+            optimizer.step()
+            run.check(UNKNOWN if synchronised else expected)
+
+
+def never_cleared(run: Loop) -> None:
+    """What was there before is not zero: nobody knows what of it is this rank's."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            expected = alone(model, squared(step))
+            squared(step)(wrapped).backward()
+            optimizer.step()
+            run.check(expected if step == 0 else UNKNOWN)
+
+
+def used_on_one_rank(run: Loop) -> None:
+    """A branch that this rank did not take has no part in its own norm, though it has a gradient in the end."""
+    model = Branches()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
+            loss = lambda m, taken=taken, step=step: m(double(data(step), m), taken).square().mean()  # noqa: E731
+            expected = alone(model, loss)
+            loss(wrapped).backward()
+            optimizer.step()
+            run.check(expected)
+
+
+def unused_with_an_old_gradient(run: Loop) -> None:
+    """An old gradient of a branch that only the other rank took goes into the mean as this rank's: then nothing is told."""
+    model = Branches()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            taken = ["always", "sometimes"] if step == 0 or dist.get_rank() else ["always"]
+            loss = lambda m, taken=taken, step=step: m(double(data(step), m), taken).square().mean()  # noqa: E731
+            expected = alone(model, loss)
+            loss(wrapped).backward()
+            optimizer.step()
+            run.check(expected if step == 0 or dist.get_rank() else UNKNOWN)
+
+
+def scaled(run: Loop) -> None:
+    """A loss scale is divided out; an overflow on one rank is infinite there and only there."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+    with run.watching(wrapped, grad_scaler=scaler):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            expected = alone(model, squared(step))
+            scaler.scale(squared(step)(wrapped)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            run.check(expected)
+
+
+def sparse(run: Loop) -> None:
+    """Gradients of an embedding that are sparse, with tokens that come twice."""
+    model = torch.nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            expected = alone(model, lambda m, tokens=tokens: m(tokens).square().mean())
+            wrapped(tokens).square().mean().backward()
+            optimizer.step()
+            run.check(expected)
+
+
+def gan(run: Loop) -> None:
+    """Of two models in turn, each under a wrapper of its own, the local norm is over what the stepping optimizer owns."""
+    parts = {"generator": torch.nn.Linear(3, 4), "discriminator": torch.nn.Linear(4, 1)}
+    wrapped = {name: DistributedDataParallel(part) for name, part in parts.items()}
+    of_generator = torch.optim.SGD(parts["generator"].parameters(), lr=0.01)
+    of_discriminator = torch.optim.Adam(parts["discriminator"].parameters(), lr=0.01)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            noise, real = data(step, inputs=3), data(step, inputs=4)
+            of_discriminator.zero_grad()
+            fake = wrapped["generator"](noise).detach()
+            loss = lambda m, real=real, fake=fake: m(double(real - fake, m)).square().mean()  # noqa: E731
+            expected = alone(parts["discriminator"], loss)
+            loss(wrapped["discriminator"]).backward()
+            of_discriminator.step()
+            of_adam = expected
+            of_generator.zero_grad()
+            judge = copy.deepcopy(parts["discriminator"]).double()
+            expected = alone(parts["generator"], lambda m, noise=noise, judge=judge: -judge(m(noise.double())).mean())
+            (-wrapped["discriminator"](wrapped["generator"](noise)).mean()).backward()
+            of_generator.step()
+    for _ in range(3):  # after `close`, since the last round is open until the next backward
+        run.check(of_adam, "Adam")
+        run.check(expected, "SGD")
+
+
+def uneven(run: Loop) -> None:
+    """Under `join` ranks end at different times; what each has itself is known all the same."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(wrapped), wrapped.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            expected = alone(model, squared(step))
+            squared(step)(wrapped).backward()
+            optimizer.step()
+            run.check(expected)
+
+
+def closure(run: Loop) -> None:
+    """With a closure the last evaluation's gradient is the one that is meant."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            last = [0.0]
+
+            def evaluate(step: int = step, last: list[float] = last) -> torch.Tensor:
+                optimizer.zero_grad()
+                last[0] = alone(model, squared(step))
+                loss = squared(step)(wrapped)
+                loss.backward()
+                return loss
+
+            optimizer.step(evaluate)
+            run.check(last[0])
+
+
+def of_hook(run: Loop) -> None:
+    """What a hook of the user's on a parameter makes of its gradient is what this rank gives to the others."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    handles = [p.register_hook(lambda g: 3 * g) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with run.watching(wrapped):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            expected = alone(model, squared(step, 3.0))
+            squared(step)(wrapped).backward()
+            optimizer.step()
+            run.check(expected)
+    for handle in handles:
+        handle.remove()
+
+
+def past_the_wrapper(run: Loop) -> None:
+    """A forward that goes past the wrapper is not reduced, and no other rank's gradient is in what is shown as reduced."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with run.watching(model):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            expected = alone(model, squared(step))
+            squared(step)(model if step == 2 else wrapped).backward()
+            optimizer.step()
+            run.check(UNKNOWN if step == 2 else expected)
+
+
+def powersgd() -> tuple[Any, Any]:
+    """A hook that compresses."""
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+    return powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook
+
+
+LOOPS: dict[str, Callable[[Loop], None]] = {
+    "plain": lambda run: simple(run, Perceptron()),
+    "views": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True),
+    "views that are set to zero": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True, set_to_none=False),
+    "set to zero": lambda run: simple(run, Perceptron(), set_to_none=False),
+    "static graph": lambda run: simple(run, Perceptron(), static_graph=True),
+    "buckets": lambda run: simple(run, Perceptron(), bucket_cap_mb=1e-4),
+    "buckets as views": lambda run: simple(run, Perceptron(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True),
+    "unused parameters looked for": lambda run: simple(run, Perceptron(), find_unused_parameters=True),
+    "inner module watched": lambda run: simple(run, Perceptron(), watch_inner=True),
+    "fp16 hook": lambda run: simple(run, Perceptron(), hook=lambda: (None, default_hooks.fp16_compress_hook)),
+    "powersgd hook": lambda run: simple(run, Perceptron(), hook=powersgd),
+    "reentrant checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=True)),
+    "checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=False)),
+    "compiled module": lambda run: simple(run, Perceptron(), compiled="inner"),
+    "compiled wrapper": lambda run: simple(run, Perceptron(), compiled="wrapper"),
+    "beyond float32 squares": lambda run: simple(run, Perceptron(), factor=1e25),
+    "below float32 squares": lambda run: simple(run, Perceptron(), factor=1e-28),
+    "no_sync": no_sync,
+    "no_sync with views": lambda run: no_sync(run, gradient_as_bucket_view=True),
+    "no_sync, set to zero": lambda run: no_sync(run, set_to_none=False, gradient_as_bucket_view=True),
+    "each backward reduced": lambda run: no_sync(run, synchronised=True),
+    "never cleared": never_cleared,
+    "used on one rank": used_on_one_rank,
+    "an old gradient": unused_with_an_old_gradient,
+    "loss scale": scaled,
+    "sparse": sparse,
+    "gan": gan,
+    "uneven": uneven,
+    "closure": closure,
+    "hook of the user's": of_hook,
+    "past the wrapper": past_the_wrapper,
+}
+
+
+def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
+    """Runs a loop, seeded."""
+    torch.manual_seed(0)
+    run = Loop(on=on)
+    with warnings.catch_warnings(), warning_of_torch(".*find_unused_parameters=True was specified.*", ".*torch.jit.*"):
+        try:
+            loop(run)
+        except Exception:  # noqa: BLE001 - a run that fails is a finding like others
+            run.found.failed = traceback.format_exc()
+    return run.found
+
+
+def rank_main(rank: int, folder: str, names: list[str]) -> None:
+    """One of the ranks: all loops, with and without."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    gc.disable()  # as in `test_distributed.py`
+    kept, found = [], {}
+    for number, name in enumerate(names):
+        for on in (False, True):
+            store = f"file://{folder}/store-{number}-{on}"
+            dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=20), rank=rank, world_size=2)
+            found[name, on] = observed(LOOPS[name], on=on)
+            gc.collect()
+            if "powersgd" in name:
+                kept.append(dist.group.WORLD)
+            dist.destroy_process_group()
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Finding]]:
+    """What both ranks found in the loops that are asked for."""
+    callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None and "name" in spec.params))
+    folder = tmp_path_factory.mktemp("local")
+    ranks = mp.spawn(rank_main, args=(str(folder), names), nprocs=2, join=False)
+    try:
+        until = time.monotonic() + DEADLINE
+        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
+            assert time.monotonic() < until, f"not done within {DEADLINE} s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
+
+
+@pytest.mark.timeout(DEADLINE + 30)
+@pytest.mark.parametrize("name", LOOPS)
+def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
+    """On each rank the norm is that of its own gradient as float64 has it, or absent where that cannot be known."""
+    for rank, mine in enumerate(findings):
+        found = mine[name, True]
+        assert not found.failed, f"rank {rank}: {found.failed}"
+        assert found.errors == {}
+        assert len(found.shown) >= 3
+        assert found.shown == [one if one is None else pytest.approx(one, rel=1e-5) for one in found.expected], f"rank {rank}"
+    first, second = (mine[name, True].shown for mine in findings)
+    assert first != second or name == "each backward reduced"
+
+
+@pytest.mark.timeout(DEADLINE + 30)
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_unchanged(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
+    """The parameters in the end are those of a run without an exporter, to the last bit."""
+    for mine in findings:
+        assert not mine[name, False].failed, mine[name, False].failed
+        pairs = zip(mine[name, True].end, mine[name, False].end, strict=True)
+        assert mine[name, True].end
+        assert all(torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,307 @@
+"""The demo as its user meets it: the real command line in a process of its own, scraped while it trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.real_prometheus import prometheus
+from tests.support.tools import eventually, find
+from torch_grad_exporter.cli import demo
+
+SMALL = ["--port", "0", "--every", "1", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "2", "--device", "cpu"]
+DEADLINE_SECONDS = 60.0
+
+
+class Scrape:
+    """The samples of one scrape."""
+
+    def __init__(self, url: str) -> None:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+            text = response.read().decode()
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def rows(self, name: str, **labels: str) -> list[float]:
+        """The values of a metric's series that carry these labels."""
+        return [s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
+
+    def layers(self, name: str) -> set[str]:
+        """The layers that a metric has series of."""
+        return {s.labels["layer"] for s in self._samples if s.name == name}
+
+    def total(self, name: str, **labels: str) -> float:
+        """Their sum; 0 where there are none."""
+        return sum(self.rows(name, **labels))
+
+
+class Running:
+    """A demo in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
+        self.process = process
+        self._errors = errors
+        self.output = ""
+        self.url = self.read_until(r"http://\S+/metrics").group()
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        """Waits for a line on standard output; fails where the process ends without it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"ended without {pattern!r}:\n{self.output}\n{self.errors}")
+
+    def scrape_until(self, holds: Callable[[Scrape], bool]) -> Scrape:
+        """Scrapes until a scrape is as expected."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline:
+            scrape = Scrape(self.url)
+            if holds(scrape):
+                return scrape
+            time.sleep(0.05)  # Leaves the core to the training between two looks.
+        raise AssertionError(f"not seen in {DEADLINE_SECONDS:.0f} s:\n{self.output}\n{self.errors}")
+
+    def finish(self) -> int:
+        """Waits for the end; returns the exit code."""
+        assert self.process.stdout is not None
+        self.output += self.process.stdout.read()
+        return self.process.wait(timeout=DEADLINE_SECONDS)
+
+    def interrupt(self) -> int:
+        """Ctrl-C, then the end."""
+        self.process.send_signal(signal.SIGINT)
+        return self.finish()
+
+    @property
+    def errors(self) -> str:
+        """What came on standard error so far."""
+        return self._errors.read_text(errors="replace")
+
+    def summary(self, title: str) -> str:
+        """A value of the summary at the end."""
+        found = re.search(rf"^  {title} +(\S+)", self.output, re.MULTILINE)
+        assert found, self.output
+        return found.group(1)
+
+
+Start = Callable[..., Running]
+
+
+def command(*arguments: str) -> list[str]:
+    """The command as installed, else the module behind it."""
+    script = Path(sys.executable).parent / "torch-grad-exporter"
+    start = [str(script)] if script.exists() else [sys.executable, "-m", "torch_grad_exporter"]
+    return [*start, "demo", *SMALL, *arguments]
+
+
+@contextmanager
+def demos(folder: Path) -> Iterator[Start]:
+    """Starts demos; whatever still runs at the end is killed."""
+    processes: list[subprocess.Popen[str]] = []
+    # A child inherits an ignored SIGINT, as a job in the background of a shell has it, but not a handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def start(*arguments: str, program: list[str] | None = None) -> Running:
+        errors = folder / f"errors-{len(processes)}"
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                program or command(*arguments),
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                # One thread: with more, a model this small only waits for them.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        processes.append(process)
+        return Running(process, errors)
+
+    try:
+        yield start
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for process in processes:
+            with process:
+                process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts demos that end with the test."""
+    with demos(tmp_path) as start_:
+        yield start_
+
+
+@pytest.fixture(scope="module")
+def thirty_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A run of 30 steps, read to its end."""
+    with demos(tmp_path_factory.mktemp("thirty")) as start_:
+        demo_ = start_("--steps", "30", "--seed", "1")
+        assert demo_.finish() == 0, demo_.errors
+        yield demo_
+
+
+def test_thirty_steps_are_counted_and_summed_up(thirty_steps: Running) -> None:
+    """A run of 30 steps ends by itself, and its summary says 30 steps."""
+    assert thirty_steps.summary("optimizer steps") == "30"
+    assert 1.0 < float(thirty_steps.summary("loss")) < 10.0
+    assert float(thirty_steps.summary("gradient norm")) > 0.0
+    assert thirty_steps.summary("non-finite steps") == "0"
+    assert thirty_steps.summary("overhead").endswith("%")
+    assert "Traceback" not in thirty_steps.errors
+
+
+def test_the_same_seed_trains_the_same(start: Start, thirty_steps: Running) -> None:
+    """Two runs with one seed end with the same loss and norm, one with another seed does not."""
+    runs = [start("--steps", "30", "--seed", seed) for seed in ("1", "2")]
+    assert [run.finish() for run in runs] == [0, 0]
+    first, same, other = [(run.summary("loss"), run.summary("gradient norm")) for run in (thirty_steps, *runs)]
+    assert first == same
+    assert first != other
+
+
+def test_a_running_demo_is_scraped_and_ctrl_c_ends_it_cleanly(start: Start) -> None:
+    """Without --steps it trains until Ctrl-C, then sums up and exits with 0 and without a traceback."""
+    demo_ = start()
+    scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 30)
+    steps = scrape.total("torch_train_steps_total")
+    # A scrape may fall between the counts of one step, and what is observed may be half a second late.
+    durations = "torch_train_step_duration_seconds"
+    late = 2 + 0.5 * scrape.total(f"{durations}_count") / scrape.total(f"{durations}_sum")
+    assert -2 <= steps - scrape.total("torch_train_tokens_total") / (2 * 16) <= late
+    assert abs(scrape.total("torch_train_samples_total") - steps * 2) <= 2 * 2
+    assert {"blocks.0.up", "blocks.1.down", "head"} <= scrape.layers("torch_grad_norm")
+    assert demo_.interrupt() == 0
+    assert int(demo_.summary("optimizer steps").replace(",", "")) >= steps
+    assert "Traceback" not in demo_.errors
+
+
+@pytest.mark.server
+def test_a_real_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> None:
+    """The demo is a target that is up; Prometheus has its steps, a norm for each of its layers, and no error."""
+    running = start("--steps", "0")
+    port = urllib.parse.urlsplit(running.url).port
+    assert port is not None
+    with prometheus(tmp_path, port, run="demo") as real:
+        assert eventually(real.is_scraping, DEADLINE_SECONDS)
+        assert eventually(lambda: real.value("sum(torch_train_steps_total)") > 20, DEADLINE_SECONDS)
+        assert real.value("count(torch_grad_norm > 0)") == real.value("torch_grad_exporter_layers")
+        assert real.value("sum(torch_grad_exporter_errors_total)") == 0
+        assert real.value("min(torch_grad_exporter_collector_success)") == 1
+    assert running.interrupt() == 0
+
+
+def test_ctrl_c_before_the_last_step_exits_with_130(start: Start) -> None:
+    """A run that was told how many steps to make and could not make them says so in its exit code."""
+    demo_ = start("--steps", "1000000")
+    demo_.scrape_until(lambda s: s.total("torch_train_steps_total") > 0)
+    assert demo_.interrupt() == 130
+    assert "Traceback" not in demo_.errors
+
+
+def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> None:
+    """One step has a NaN in one layer; it is counted, skipped, and the steps after it are sound."""
+    demo_ = start("--inject", "nan@5")
+    scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 20)
+    assert scrape.total("torch_grad_nonfinite_steps_total") == 1
+    assert scrape.total("torch_grad_nonfinite_steps_total", outcome="skipped") == 1
+    # The weight of the first block's second linear layer, 64 inputs by 16 outputs, and nothing else.
+    assert scrape.total("torch_grad_nonfinite_elements_total", layer="blocks.0.down", kind="nan") == 64 * 16
+    assert scrape.total("torch_grad_nonfinite_elements_total") == 64 * 16
+    assert 0.0 < scrape.total("torch_train_loss") < 10.0
+
+
+def test_explode_is_a_spike_that_clipping_takes_away(start: Start) -> None:
+    """For some steps the norms are thousands of times their usual size, and the spike counter rises."""
+    demo_ = start("--inject", "explode@60")
+    scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 80)
+    assert scrape.total("torch_grad_global_norm_spikes_total") >= 1
+    usual = scrape.total("torch_grad_norm", layer="head")
+    assert scrape.total("torch_grad_norm_recent_max", layer="head") > 100 * usual
+    assert 0.0 < scrape.total("torch_train_loss") < 10.0
+
+
+def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
+    """The early layers' norms are under 1e-7 of the global one, and not zero; the late layers' are not."""
+    demo_ = start("--inject", "vanish@3")
+    scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 10)
+    global_norm = scrape.total("torch_grad_global_norm")
+    assert 0.0 < scrape.total("torch_grad_norm", layer="blocks.0.up") < 1e-7 * global_norm
+    assert scrape.total("torch_grad_norm", layer="blocks.1.up") > 1e-3 * global_norm
+
+
+def test_dead_units_show_in_their_layer(start: Start) -> None:
+    """Every unit of one layer is dead over all samples; its counterpart in the other block is not."""
+    demo_ = start("--inject", "dead@1")
+    scrape = demo_.scrape_until(lambda s: bool(s.rows("torch_grad_dead_ratio", layer="blocks.0.up")))
+    assert scrape.rows("torch_grad_dead_ratio", layer="blocks.0.up") == [1.0]
+    assert scrape.rows("torch_grad_zero_units_ratio", layer="blocks.0.up") == [1.0]
+    assert scrape.total("torch_grad_dead_ratio", layer="blocks.1.up") < 0.5
+
+
+def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> None:
+    """While the loop hangs, /metrics answers, and the time of the last step falls behind."""
+    demo_ = start("--inject", "stall@6:600")
+    demo_.read_until("step 6: stall")
+    # Two seconds are some hundred steps of this model.
+    scrape = demo_.scrape_until(lambda s: time.time() - s.total("torch_train_last_step_timestamp_seconds") > 2.0)
+    assert scrape.total("torch_train_steps_total") == 5
+    assert demo_.interrupt() == 0
+    assert demo_.summary("optimizer steps") == "5"
+    assert "Traceback" not in demo_.errors
+
+
+def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
+    """The progress bar is an extra; without it the step and the loss are printed."""
+    hidden = "import sys; sys.modules['tqdm'] = None; from torch_grad_exporter.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["demo", *SMALL, "--addr", "127.0.0.1", "--steps", "4", "--inject", "stall@3:1.1"]
+    demo_ = start(program=[sys.executable, "-c", hidden, *arguments])
+    assert demo_.finish() == 0, demo_.errors
+    assert re.search(r"^step 3/4, loss \d\.\d{3}$", demo_.output, re.MULTILINE)
+    assert demo_.errors == ""
+
+
+def test_bad_arguments_exit_with_2_and_a_message() -> None:
+    """The process itself, not only the parser: exit code 2, one message, no traceback."""
+    result = subprocess.run(command("--inject", "flood@3"), capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "there is no fault 'flood'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_environment_variable_is_an_error_message() -> None:
+    """What start_exporter refuses ends the demo with its message and exit code 2."""
+    environment = {**os.environ, "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET": "plenty"}
+    result = subprocess.run(command("--steps", "1"), capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert result.returncode == 2
+    assert "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.server
+def test_the_printed_scrape_configuration_is_valid(thirty_steps: Running, tmp_path: Path) -> None:
+    """What the demo prints to be copied is a configuration that Prometheus takes."""
+    printed = re.search(r"^scrape_configs:\n.+\n", thirty_steps.output, re.MULTILINE)
+    assert printed
+    assert "honor_labels: true" in printed.group()
+    (tmp_path / "prometheus.yml").write_text(printed.group())
+    check = [find("promtool"), "check", "config", tmp_path / "prometheus.yml"]
+    subprocess.run(check, check=True, capture_output=True, timeout=30)
+
+
+def test_a_python_without_its_source_is_an_error_message(tmp_path: Path) -> None:
+    """Some Pythons come without the standard library's source; the demo says that it needs it."""
+    with pytest.raises(demo.DemoError, match="source of Python's standard library"):
+        demo.read_corpus(tmp_path)

@@ -1,0 +1,871 @@
+"""Pictures: what they are made from, that they show it, and what is said where there is nothing to make them from."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import html.parser
+import itertools
+import json
+import math
+import re
+import shutil
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from unittest import mock
+from urllib.parse import quote
+
+import bcrypt
+import matplotlib as mpl
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import torch_grad_exporter
+from tests.support.certificates import authority
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.tools import eventually
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.cli import main as cli
+from torch_grad_exporter.cli import picture, plot
+from torch_grad_exporter.cli.plot import PlotError
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, LabelRows
+from torch_grad_exporter.outputs.live import saved as reading
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Moment
+from torch_grad_exporter.outputs.live.live import Live, Run
+
+HOSTILE = ["</script><script>alert(1)</script>", "<!--", "]]>", "a$b$c^_{", "lone \ud800", "schicht.ä", "\u2028 \\n", "x" * 200]
+PASSWORD = "p@ss: w/rd%"  # noqa: S105 - of these tests alone
+
+
+def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run", steps: int = 0, **scalars: float) -> plot.Saved:
+    """What is saved of a run with these values, shape (n, layers, quantities); `steps`: those before its first."""
+    names = names or [f"layers.{number}" for number in range(values.shape[1])]
+    at = [0]
+    row = [scalars.get(name, 1.0) for name in ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")]
+
+    def moment() -> Moment:
+        number = at[0] + 1
+        shown = values[at[0]] if len(values) else np.zeros((0, 4))
+        return Moment(number, steps + number, names, shown.astype(np.float32), np.array(row, dtype=np.float32))
+
+    history = History(moment, now=lambda: 1.8e9 + at[0])
+    for number in range(len(values)):
+        at[0] = number
+        history.look()
+    families = [
+        Family(c.TRAIN_STATE, np.ones(1), LabelRows((("training",),))),
+        Family(c.TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),
+        Family(c.GRAD_DEAD_RATIO, np.full(len(names), 0.95), LabelRows(tuple((name,) for name in names))),
+    ]
+    found: plot.Saved = Live(Run(run, 0, 1, "host", "0"), history, lambda: families, now=lambda: 1.8e9 + at[0]).everything()
+    return found
+
+
+def made(records: int = 12, layers: int = 5) -> np.ndarray:
+    """Random values of all quantities, norms over six decades."""
+    values = np.random.default_rng(0).random((records, layers, len(QUANTITIES)))
+    values[:, :, 0] = 10 ** (6 * values[:, :, 0] - 5)
+    values[:, :, 3] = 12 * values[:, :, 3] - 6
+    return values
+
+
+def written(tmp_path: Path, content: plot.Saved | bytes | str, name: str = "saved.json") -> str:
+    """A file of it."""
+    path = tmp_path / name
+    path.write_bytes(
+        content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
+    )
+    return str(path)
+
+
+# Where it comes from
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate, its key and its authority, and two web configurations."""
+    found = tmp_path_factory.mktemp("web")
+    authority().issue("dns:localhost", "ip:127.0.0.1").write(found, "server")
+    (found / "ca.crt").write_text(authority().pem)
+    users = f"basic_auth_users:\n  alice: {bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()}\n"
+    (found / "users.yml").write_text(users)
+    (found / "both.yml").write_text(f"tls_server_config:\n  cert_file: server.crt\n  key_file: server.key\n{users}")
+    return found
+
+
+@contextlib.contextmanager
+def training(web_config: Path | None = None) -> Iterator[Exporter]:
+    """A training that has a record and is served."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = sgd(model)
+    off = dict.fromkeys(("gpu", "cuda_memory", "container", "host", "process"), False)
+    with start_exporter(
+        model, 0, addr="127.0.0.1", every=1, collectors=off, **({"web_config_file": web_config} if web_config else {})
+    ) as exporter:
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield exporter
+
+
+def strips(found: plot.Saved) -> plot.Saved:
+    """All but what the moment of the question decides."""
+    return {key: value for key, value in found.items() if key != "status"}
+
+
+def test_a_running_exporter_and_its_files_say_the_same(tmp_path: Path) -> None:
+    """By any address that a browser or Prometheus has of it, and from its plain and its compressed file, the same comes."""
+    with training() as exporter:
+        base = f"http://127.0.0.1:{exporter.port}"
+        assert eventually(lambda: bool(plot.loaded(base)["layer"]))
+        expected = plot.loaded(base)
+        assert expected["layers"]["norm"]["whole"]["layers"] == ["first", "second"]
+        for address in ("/", "/metrics", "/metrics/", "?x=1", "/#quantity=zscore&view=recent", "#layer=first"):
+            assert strips(plot.loaded(base + address)) == strips(expected), address
+        for name in ("a.json", "a.json.gz", "any"):
+            exporter.save(tmp_path / name)
+            assert strips(plot.loaded(str(tmp_path / name))) == strips(expected)
+        (tmp_path / "later").write_bytes(gzip.compress((tmp_path / "a.json").read_bytes()))
+        assert strips(plot.loaded(str(tmp_path / "later"))) == strips(expected)
+
+
+def test_an_exporter_that_asks_who_it_is_and_speaks_tls(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """User and password stand in the address, encoded as addresses are; the certificate's authority is given by its file."""
+    with training(folder / "both.yml") as exporter:
+        address = f"https://alice:{quote(PASSWORD, safe='')}@localhost:{exporter.port}"
+        assert plot.loaded(address, str(folder / "ca.crt"))["status"]["run"] == exporter.run
+        out = tmp_path / "a.html"
+        assert cli.main(["plot", address, "--out", str(out), "--cacert", str(folder / "ca.crt")]) == 0
+        assert exporter.run in out.read_text()
+        assert capsys.readouterr().out == f"{out}\n"
+        with pytest.raises(PlotError, match="--cacert"):
+            plot.loaded(address)
+        with pytest.raises(PlotError, match=r"401|password") as told:
+            plot.loaded(f"https://alice:secret@localhost:{exporter.port}", str(folder / "ca.crt"))
+        assert "secret" not in str(told.value)
+        with pytest.raises(PlotError, match=r"missing\.crt") as told:
+            plot.loaded(address, str(folder / "missing.crt"))
+        assert "does not answer" not in str(told.value)
+
+
+def test_a_password_over_plain_http(folder: Path) -> None:
+    """The same without TLS; without a password it is said how one is given."""
+    with training(folder / "users.yml") as exporter:
+        address = f"alice:{quote(PASSWORD, safe='')}@127.0.0.1:{exporter.port}/metrics"
+        assert plot.loaded(f"http://{address}")["status"]["run"] == exporter.run
+        with pytest.raises(PlotError, match="user:password@"):
+            plot.loaded(f"http://127.0.0.1:{exporter.port}")
+
+
+@contextlib.contextmanager
+def answering(body: bytes, *, status: int = 200, asked: list[str | None] | None = None, **headers: str) -> Iterator[str]:
+    """The address of a server that is something else, and answers everything alike. `asked`: takes who asks for authorization."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if asked is not None:
+                asked.append(self.headers.get("Authorization"))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+NOT_ONE = {
+    "nothing": b"",
+    "page": b"<!doctype html>",
+    "list": b"[]",
+    "another": b'{"format": "something else", "version": 1}',
+    "half": json.dumps({"format": "torch_grad_exporter history", "version": 1}).encode()[:-3],
+    "no text": b"\xff\xfe\x00",
+    "bad gzip": gzip.compress(b"{}" * 1000)[:12] + b"xxxxxxxxxxxx",
+    "half of a gzip": gzip.compress(b'{"format": "torch_grad_exporter history"}' * 9)[:-9],
+    "deep": b"[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("name", NOT_ONE)
+def test_what_is_no_history_is_said_to_be_none(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a file holds instead, the command ends with 2 and says in a line how a history is written."""
+    source = written(tmp_path, NOT_ONE[name])
+    with pytest.raises(PlotError, match=r"no history of torch_grad_exporter; exporter\.save\(path\) writes one"):
+        plot.loaded(source)
+    out = tmp_path / "out.html"
+    assert cli.main(["plot", source, "--out", str(out)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("torch-grad-exporter plot: error: ")
+    assert (told.err.count("\n"), told.out, out.exists()) == (1, "", False)
+
+
+def test_another_server_is_no_exporter() -> None:
+    """A server of something else, one whose answer breaks off, and one that has nothing, are told by their address."""
+    with answering(b"<html>") as address, pytest.raises(PlotError, match="no history"):
+        plot.loaded(address)
+    with answering(b"{}", Content_Length="1000") as address, pytest.raises(PlotError, match=re.escape(address)):
+        plot.loaded(address)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_nobody_else_is_told_the_password(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that points to another one is asked, by its user and password, and the other one is not asked at all."""
+    first, other = list[str | None](), list[str | None]()
+    content = json.dumps(saved(made(2))).encode()
+    with (
+        answering(content, asked=other) as elsewhere,
+        answering(b"", status=status, asked=first, Location=f"{elsewhere}/api/v1/saved", Content_Length="0") as address,
+    ):
+        source = address.replace("http://", "http://user:secret@")
+        assert cli.main(["plot", source, "--out", str(tmp_path / "a.html")]) == 2
+        told = capsys.readouterr().err
+        assert plot.loaded(elsewhere)["layer"]
+    assert (first, other) == (["Basic dXNlcjpzZWNyZXQ="], [None])
+    assert f"answers {status}" in told
+    assert f"is not followed; it points to '{elsewhere}/api/v1/saved'" in told
+    assert "secret" not in told
+
+
+def changed(place: str, value: object) -> plot.Saved:
+    """A saved history of 4 records and 3 layers, with one of its values another one, or none for `...`; `place`: keys and dots."""
+    content: plot.Saved = json.loads(json.dumps(saved(made(4, 3))))
+    *above, last = place.split(".")
+    inner = content
+    for key in above:
+        inner = inner[key]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return content
+
+
+DAMAGED = {
+    "nothing else": {"format": "torch_grad_exporter history", "version": 1},
+    **{f"no {key}": changed(key, ...) for key in ("status", "run", "layers", "layer", "status.state", "status.problems")},
+    **{f"no {key}": changed(key, ...) for key in ("run.whole.loss", "layers.zscore.recent", "layers.norm.whole.codes")},
+    "a list for an object": changed("layers", []),
+    "a text for a list": changed("run.recent.loss", "1234"),
+    "times of another length": changed("layers.norm.whole.times", [1.0, 2.0, 3.0]),
+    "steps of another length": changed("run.whole.steps", [1.0, 2.0, 3.0]),
+    "steps that are none": changed("run.whole.steps", [1.0, 2.0, 3.0, None]),
+    "endless steps": changed("layers.norm.recent.steps", [1.0, 2.0, 3.0, "Infinity"]),
+    "values of another length": changed("run.whole.norm", [1.0] * 5),
+    "a value of letters": changed("run.whole.norm", [1.0, "x", 1.0, 1.0]),
+    "a large number": changed("run.whole.norm", [10**400, 1.0, 1.0, 1.0]),
+    "fewer codes": changed("layers.dead_ratio.whole.codes", base64.b64encode(bytes(22)).decode()),
+    "more codes": changed("layers.norm.recent.codes", base64.b64encode(bytes(26)).decode()),
+    "codes of another kind": changed("layers.norm.recent.codes", "?" * 32),
+    "no codes": changed("layers.norm.whole.codes", None),
+    "another scale": changed("layers.norm.whole.scale", "square"),
+    "a scale too high": changed("layers.norm.whole.high", 1e6),
+    "a scale of nothing": changed("layers.norm.whole.low", None),
+    "layers of numbers": changed("layers.norm.whole.layers", [1, 2, 3]),
+    "unknown layers": changed("layer", {}),
+    "a place beyond": changed("run.whole.nonfinite", {"loss": [4]}),
+    "half a place": changed("run.whole.nonfinite", {"loss": [0.5]}),
+    "places of letters": changed("run.whole.nonfinite", {"loss": "0"}),
+    "fewer flags": changed("layers.norm.whole.nonfinite", "AA=="),
+    "sharded of numbers": changed("layers.norm.whole.sharded", [1]),
+}
+
+
+@pytest.mark.parametrize("kind", ["png", "html"])
+def test_a_damaged_history_is_said_to_be_damaged(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is not as the documentation has it is told in one line, for both kinds of pictures, and nothing is written."""
+    out = tmp_path / f"out.{kind}"
+    for name, content in DAMAGED.items():
+        source = written(tmp_path, content)
+        assert cli.main(["plot", source, "--out", str(out)]) == 2, name
+        told = capsys.readouterr().err
+        assert told.startswith(f"torch-grad-exporter plot: error: {source} is damaged: "), name
+        assert (told.count("\n"), out.exists()) == (1, False), name
+    assert "no 'codes'" in error_of(tmp_path, DAMAGED["no layers.norm.whole.codes"])
+
+
+def error_of(tmp_path: Path, content: plot.Saved) -> str:
+    """What is said of it."""
+    with pytest.raises(PlotError) as told:
+        plot.loaded(written(tmp_path, content))
+    return str(told.value)
+
+
+def test_numbers_that_are_no_json_make_it_none(tmp_path: Path) -> None:
+    """What Python reads as a number and no browser does is no history."""
+    text = json.dumps(changed("run.whole.norm", [1.0, math.nan, 1.0, 1.0]))
+    with pytest.raises(PlotError, match="no history"):
+        plot.loaded(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(("version", "told"), [(2, "version 2"), ("1", "version '1'"), (None, "version None")])
+def test_another_version_is_said_to_be_one(version: object, told: str, tmp_path: Path) -> None:
+    """The file's version and the one that is read here."""
+    content = {**saved(made(2)), "version": version}
+    with pytest.raises(PlotError, match=f"{told} of the format; this program reads version 1"):
+        plot.loaded(written(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("missing.json", "cannot read missing.json"),
+        (".", "cannot read"),
+        ("http://127.0.0.1:1", "127.0.0.1:1 does not answer"),
+        ("http://", "http://"),
+        ("http://[::1", "::1"),
+        ("http://127.0.0.1:port", "port"),
+        ("http://127.0.0.1:99999", "99999"),
+        ("http://a b/", "a b"),
+        ("https://127.0.0.1:1/", "does not answer"),
+    ],
+)
+def test_an_address_that_is_none_is_told_in_a_line(
+    source: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback, whatever is given as the source: exit code 2 and one line that has what was given."""
+    assert cli.main(["plot", source, "--out", str(tmp_path / "out.html")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("torch-grad-exporter plot: error: ")
+    assert says in told
+    assert told.count("\n") == 1
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is not there is told by its name, for both kinds; a name of another kind is refused before anything is read."""
+    source = written(tmp_path, saved(made(2)))
+    for kind in ("png", "html"):
+        assert cli.main(["plot", source, "--out", str(tmp_path / "missing" / f"a.{kind}")]) == 2
+        assert f"missing/a.{kind}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plot", source, "--out", "a.pdf"])
+    assert ended.value.code == 2
+    assert "ends neither in .png nor in .html" in capsys.readouterr().err
+
+
+# Values
+
+
+def test_a_grid_is_what_was_recorded() -> None:
+    """Of each quantity and view the values come back, layers first; NaN where none is there, or none is finite, and then marked."""
+    values = made(9, 4)
+    values[3, 1], values[4, 2, 0], values[5, 0, 0] = np.nan, np.inf, 0.0
+    content = saved(values)
+    for place, quantity in enumerate(QUANTITIES):
+        for view in ("whole", "recent"):
+            found, expected = reading.grid(content, quantity, view), values[:, :, place].T.astype(np.float64)
+            finite = np.where(np.isinf(expected), np.nan, expected)
+            np.testing.assert_allclose(found.values, finite, rtol=2e-4 if quantity == "norm" else 0, atol=2e-4 if place else 0)
+            assert found.nonfinite[2, 4] == (quantity == "norm")
+            assert found.steps.tolist() == list(range(1, 10))
+    assert reading.grid(saved(np.zeros((0, 0, 4))), "norm", "whole").values.size == 0
+
+
+def flagged(content: plot.Saved, cells: list[tuple[int, int]], *, quantity: str = "norm", view: str = "whole") -> plot.Saved:
+    """The same with records that are not finite in the bins of these cells (column, layer), beside what there is."""
+    found: plot.Saved = json.loads(json.dumps(content))
+    answer = found["layers"][quantity][view]
+    flags = np.zeros((len(answer["times"]), len(answer["layers"])), dtype=bool)
+    flags[tuple(np.array(cells).T)] = True
+    answer["nonfinite"] = base64.b64encode(np.packbits(flags.ravel()).tobytes()).decode()
+    return found
+
+
+def test_flags_are_those_of_their_cells_and_take_no_value() -> None:
+    """By the documented bits: cells (0, 0), (1, 2) and (4, 1) of 5 x 3; of the run's lines by their places, with the value kept."""
+    content = saved(made(5, 3))
+    plain, found = (reading.grid(one, "norm", "whole") for one in (content, flagged(content, [(0, 0), (1, 2), (4, 1)])))
+    assert np.argwhere(found.nonfinite.T).tolist() == [[0, 0], [1, 2], [4, 1]]
+    np.testing.assert_array_equal(found.values, plain.values)
+    assert (
+        flagged(content, [(0, 0), (1, 2), (4, 1)])["layers"]["norm"]["whole"]["nonfinite"] == base64.b64encode(b"\x84\x04").decode()
+    )
+    run = content["run"]["whole"]
+    run["loss"], run["nonfinite"] = [1.0, "NaN", None, "Infinity", "-Infinity"], {"loss": [0], "norm": [2]}
+    lines = reading.lines(content, "whole")
+    np.testing.assert_array_equal(lines.values["loss"], [1, np.nan, np.nan, np.nan, np.nan])
+    assert lines.nonfinite["loss"].tolist() == [True, True, False, True, True]
+    assert lines.nonfinite["norm"].tolist() == [False, False, True, False, False]
+    assert not any(lines.nonfinite[name].any() for name in SCALARS[2:])
+
+
+# A PNG
+
+
+def drawn(tmp_path: Path, content: plot.Saved, *arguments: str) -> np.ndarray:
+    """The picture of the command, read by matplotlib's own reader: shape (height, width, 4)."""
+    out = tmp_path / "out.png"
+    assert cli.main(["plot", written(tmp_path, content), "--out", str(out), *arguments]) == 0
+    return matplotlib.image.imread(out)
+
+
+def lines(found: np.ndarray) -> list[int]:
+    """Where lines begin, of which each may be some pixels wide."""
+    return np.flatnonzero(np.diff(found.astype(int), prepend=0) == 1).tolist()
+
+
+def heatmap_cells(picture: np.ndarray, wide: int, high: int) -> np.ndarray:
+    """The colour in the middle of each cell of the heatmap, found by its frame of black lines: shape (high, wide, 3)."""
+    dark = (picture[:, :, :3] < 0.25).all(axis=2)
+    top, bottom, *_ = lines(dark.mean(axis=1) > 0.6)
+    left, right, *_ = lines(dark[top : bottom + 1].mean(axis=0) > 0.8)  # the others are those of the scale
+    y = np.linspace(top, bottom, 2 * high + 1)[1::2].round().astype(int)
+    x = np.linspace(left, right, 2 * wide + 1)[1::2].round().astype(int)
+    return picture[np.ix_(y, x)][:, :, :3]
+
+
+def half_decades(norms: np.ndarray) -> tuple[float, float]:
+    """The logarithms of the first and the last colour of some norms: the half decades around them."""
+    logs = np.log10(norms)
+    return math.floor(2 * logs.min()) / 2, math.ceil(2 * logs.max()) / 2
+
+
+def test_the_colours_of_the_cells_are_those_of_the_values(tmp_path: Path) -> None:
+    """Each cell of the heatmap has the colour that viridis has for the logarithm of its norm, a norm of 0 the lowest.
+
+    What is not finite is magenta, and what is not there grey, which is no colour of a value.
+    """
+    values = made(10, 6)
+    values[4, 2, 0], values[:, 3, 0], values[7, 1, 0] = np.inf, 0, np.nan
+    cells = heatmap_cells(drawn(tmp_path, saved(values)), 10, 6)
+    norms = values[:, :, 0].T
+    known = np.isfinite(norms) & (norms > 0)
+    low, high = half_decades(norms[known])
+    wanted = mpl.colormaps["viridis"]((np.log10(np.where(known, norms, 10**low)) - low) / (high - low))[:, :, :3]
+    wanted[2, 4], wanted[1, 7] = (1.0, 0.0, 1.0), (0.8, 0.8, 0.8)
+    np.testing.assert_allclose(cells, wanted, atol=0.03)
+
+
+def test_one_layer_that_has_died_does_not_flatten_the_others(tmp_path: Path) -> None:
+    """Among 300 layers with norms from 1 to 10, one of 1e-30 has the lowest colour, and the others all of them."""
+    values = np.ones((4, 300, 4))
+    values[:, :, 0] = 10 ** np.linspace(0, 1, 300)
+    values[:, 0, 0] = 1e-30
+    figure = figure_of(tmp_path, saved(values))
+    assert figure.axes[-1].get_ylim() == pytest.approx((1, 10), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "colours", "low", "high"),
+    [("zero_ratio", "cividis", 0, 0.2), ("dead_ratio", "cividis", 0, 1), ("zscore", "RdBu_r", -6, 6)],
+)
+def test_the_other_quantities_have_the_scales_of_the_page(
+    quantity: str, colours: str, low: float, high: float, tmp_path: Path
+) -> None:
+    """Ratios begin at 0, and the z-score has both sides of a white zero; `--recent` is drawn as well."""
+    values = made(8, 4)
+    values[:, :, 1] *= 0.15
+    cells = heatmap_cells(drawn(tmp_path, saved(values), "--quantity", quantity, "--recent"), 8, 4)
+    wanted = mpl.colormaps[colours]((values[:, :, QUANTITIES.index(quantity)].T - low) / (high - low))[:, :, :3]
+    np.testing.assert_allclose(cells, wanted, atol=0.03)
+
+
+def figure_of(tmp_path: Path, content: plot.Saved, *arguments: str) -> Figure:
+    """What the command would write."""
+    with mock.patch.object(Figure, "savefig", autospec=True) as savefig:
+        assert cli.main(["plot", written(tmp_path, content), "--out", str(tmp_path / "a.png"), *arguments]) == 0
+    found: Figure = savefig.call_args.args[0]
+    return found
+
+
+def both(tmp_path: Path, content: plot.Saved) -> tuple[np.ndarray, Figure]:
+    """The picture, and the figure with everything in its place."""
+    figure, out = figure_of(tmp_path, content), tmp_path / "out.png"
+    figure.savefig(out)
+    return matplotlib.image.imread(out), figure
+
+
+def at_steps(content: plot.Saved, steps: list[float]) -> plot.Saved:
+    """The same with its records at these steps."""
+    found: plot.Saved = json.loads(json.dumps(content))
+    for view in ("whole", "recent"):
+        found["run"][view]["steps"] = steps
+        for quantity in QUANTITIES:
+            found["layers"][quantity][view]["steps"] = steps
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        ([1, 2, 4, 8], [0.5, 1.5, 3, 6, 10]),
+        ([1, 1, 1, 4], [0.5, 1.5, 2.5, 3.5, 4.5]),
+        ([3, 3], [2.75, 3.25, 3.75]),
+        ([16, 32], [8, 24, 40]),
+        ([1, 101], [0, 51, 151]),
+        ([7], [6.5, 7.5]),
+        ([0], [0, 0.5]),
+        ([], []),
+    ],
+)
+def test_columns_meet_halfway(steps: list[float], wanted: list[float]) -> None:
+    """Columns end in the middle between steps, never below step 0, and none is without width: those of one step share its time."""
+    assert picture.edges(np.array(steps, dtype=np.float64)).tolist() == wanted
+
+
+def test_the_heatmap_and_the_lines_have_the_same_steps(tmp_path: Path) -> None:
+    """Records at uneven steps: a column's width is that of its steps, and all axes go from the first column to the last."""
+    content = at_steps(saved(made(4, 2)), [100, 200, 400, 1000])
+    found, figure = both(tmp_path, content)
+    shown = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    assert [axes.get_xlim() for axes in shown] == [(50, 1300)] * 4
+    assert len({(axes.get_window_extent().x0, axes.get_window_extent().x1) for axes in shown}) == 1
+    cells = heatmap_cells(found, 25, 2)  # of 50 steps each
+    columns = np.repeat(cells[:, [0, 3, 9, 20]], [2, 3, 8, 12], axis=1)
+    np.testing.assert_array_equal(cells, columns)
+    assert len(np.unique(columns[0], axis=0)) == 4
+
+
+def test_recent_is_what_both_know_of(tmp_path: Path) -> None:
+    """Where the run's lines go further back than the layers' records, only the time of both is shown, and nothing else scales."""
+    content = saved(made(10, 2))
+    run = content["run"]["recent"]
+    run["steps"] = list(range(-9, 11))
+    for name in ("times", *SCALARS):
+        run[name] = [1e9] * 10 + [1.0] * 10
+    figure = figure_of(tmp_path, content, "--recent")
+    assert figure.axes[0].get_xlim() == (0.5, 10.5)
+    assert max(axes.get_ylim()[1] for axes in figure.axes[1:4]) < 2
+
+
+MAGENTA = (1.0, 0.0, 1.0)
+
+
+def magenta(found: np.ndarray) -> np.ndarray:
+    """Where a picture is magenta."""
+    whole: np.ndarray = (np.abs(found[:, :, :3] - MAGENTA) < 0.1).all(axis=2)
+    return whole
+
+
+def pixels(axes: Axes, height: int) -> tuple[slice, slice]:
+    """Rows and columns of a picture that an axes has."""
+    box = axes.get_window_extent()
+    return slice(round(height - box.y1), round(height - box.y0)), slice(round(box.x0), round(box.x1))
+
+
+def test_what_was_not_finite_beside_finite_values_is_marked(tmp_path: Path) -> None:
+    """A bin of layer 1 keeps its colour in the middle and is magenta at its lower edge, above its column and beside its row."""
+    content = flagged(saved(made(10, 6)), [(3, 1)])
+    (found, figure), plain = both(tmp_path, content), drawn(tmp_path, saved(made(10, 6)))
+    np.testing.assert_array_equal(heatmap_cells(found, 10, 6), heatmap_cells(plain, 10, 6))
+    assert not magenta(plain).any()
+    rows, columns = pixels(figure.axes[0], len(found))
+    high, wide = (rows.stop - rows.start) / 6, (columns.stop - columns.start) / 10
+    inside = np.argwhere(magenta(found[rows, columns]))
+    np.testing.assert_allclose(inside.min(axis=0), [2 * high - 12, 3 * wide], atol=4)
+    np.testing.assert_allclose(inside.max(axis=0), [2 * high, 4 * wide], atol=3)
+    above = np.argwhere(magenta(found[rows.start - 8 : rows.start - 1]))[:, 1] - columns.start
+    np.testing.assert_allclose([above.min(), above.max()], [3 * wide, 4 * wide], atol=3)
+    beside = np.argwhere(magenta(found[:, columns.stop + 2 : columns.stop + 9]))[:, 0] - rows.start
+    np.testing.assert_allclose([beside.min(), beside.max()], [high, 2 * high], atol=3)
+
+
+@pytest.mark.parametrize(("records", "layers"), [(480, 4), (2, 700)])
+def test_one_in_very_many_is_marked(records: int, layers: int, tmp_path: Path) -> None:
+    """However narrow columns and rows are, one record that was not finite shows above its column and beside its row."""
+    content = flagged(saved(made(records, layers)), [(records // 3, layers // 5)])
+    found, figure = both(tmp_path, content)
+    rows, columns = pixels(figure.axes[0], len(found))
+    above = np.argwhere(magenta(found[rows.start - 6 : rows.start - 1]))[:, 1] - columns.start
+    beside = np.argwhere(magenta(found[:, columns.stop + 2 : columns.stop + 6]))[:, 0] - rows.start
+    for marks, whole, share in (
+        (above, columns.stop - columns.start, (records // 3 + 0.5) / records),
+        (beside, rows.stop - rows.start, (layers // 5 + 0.5) / layers),
+    ):
+        assert marks.size
+        assert marks.mean() == pytest.approx(share * whole, abs=4)
+
+
+def test_a_column_that_is_too_narrow_to_be_seen_is_marked(tmp_path: Path) -> None:
+    """A column of a twenty-thousandth of the width, a fifteenth of a pixel, has a mark of two pixels above it."""
+    content = at_steps(flagged(saved(made(4, 2)), [(1, 0)]), [1, 2, 3, 20_000])
+    found, figure = both(tmp_path, content)
+    rows, columns = pixels(figure.axes[0], len(found))
+    above = magenta(found[rows.start - 4 : rows.start - 1])
+    assert np.flatnonzero(above.any(axis=0)).tolist() == pytest.approx([columns.start] * above.any(axis=0).sum(), abs=3)
+    assert above.any()
+
+
+def test_lines_are_marked_where_they_were_not_finite(tmp_path: Path) -> None:
+    """Each chart has a magenta tick at its upper edge at the steps of its own, and the others have none."""
+    content = saved(made(11, 2))
+    run = content["run"]["whole"]
+    run["loss"][2], run["norm"][4], run["nonfinite"] = "NaN", "Infinity", {"norm": [4], "norm_after_clip": [8]}
+    found, figure = both(tmp_path, content)
+    for axes, places in zip(figure.axes[1:4], ([4, 8], [2], []), strict=True):
+        rows, columns = pixels(axes, len(found))
+        top = magenta(found[rows, columns])
+        low, wide = len(top) // 2, top.shape[1] / 11
+        starts = np.array(lines(top[3:8].any(axis=0)))
+        np.testing.assert_allclose(starts, [(place + 0.5) * wide for place in places], atol=4)
+        assert not top[low:].any()
+
+
+SHOWN = {
+    "nothing known": ["Step time,\nseconds"],
+    "nothing finite": ["Global\nL2 norm", "Loss", "Step time,\nseconds"],
+    "zeros": ["Global\nL2 norm", "Loss", "Step time,\nseconds"],
+    "no sample yet": [],
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_there_are_panels_of_what_is_known(name: str, tmp_path: Path) -> None:
+    """What has never had a value has no chart; the lowest one has the steps."""
+    axes = [one for one in figure_of(tmp_path, ODD[name]).axes if one.get_label() != "<colorbar>"]
+    assert [one.get_ylabel() for one in axes[1:]] == SHOWN[name]
+    assert [one.get_xlabel() for one in axes] == [""] * (len(axes) - 1) + ["optimizer step"]
+
+
+def test_a_single_value_is_a_dot(tmp_path: Path) -> None:
+    """A value whose neighbours are absent has no line, and is drawn as a dot in its place."""
+    content = saved(made(5, 2))
+    content["run"]["whole"]["loss"] = [1.0, None, 3.0, None, 1.0]
+    found = figure_of(tmp_path, content).axes[2].lines
+    assert [line.get_marker() for line in found] == ["None", "."]
+    assert found[1].get_xydata().tolist() == [[1, 1], [3, 3], [5, 1]]
+
+
+def test_layers_of_this_rank_s_part_are_named_so(tmp_path: Path) -> None:
+    """Where a norm is that of a part, its layer's name has a star, and it is said what that means; other quantities have none."""
+    content = saved(made(5, 3), ["a", "b", "c"])
+    for quantity in QUANTITIES:
+        content["layers"][quantity]["whole"]["sharded"] = ["b"]
+    names, said = {}, {}
+    for quantity in QUANTITIES:
+        figure = figure_of(tmp_path, content, "--quantity", quantity)
+        names[quantity] = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        said[quantity] = figure.get_supxlabel()
+    assert names == {one: ["a", "b*" if one in ("norm", "zscore") else "b", "c"] for one in QUANTITIES}
+    assert {one for one in QUANTITIES if "*: norm of this rank's part." in said[one]} == {"norm", "zscore"}
+
+
+def texts(figure: Figure) -> list[Text]:
+    """All that is written in a picture."""
+    labels = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels(which="both")}
+    hidden = labels - {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in labels_of(axis)}
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible() and text not in hidden]
+
+
+def labels_of(axis: Axis) -> list[Text]:
+    """Those that are in view: an axis has more."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    slack = 1e-6 * (high - low)
+    return [
+        text
+        for tick in ticks
+        if low - slack <= tick.get_loc() <= high + slack
+        for text in (tick.label1, tick.label2)
+        if text.get_visible()
+    ]
+
+
+LEGIBLE = {
+    **{
+        f"{count} layers": saved(made(30, count), [f"model.layers.{number}.weight" for number in range(count)])
+        for count in (1, 6, 300)
+    },
+    "large steps": saved(made(3), steps=10**12),
+    "names": saved(made(2, len(HOSTILE)), HOSTILE, run="x" * 200),
+    "norms of many decades": saved(10 ** np.random.default_rng(1).uniform(-30, 5, (9, 5, 4)), norm=1e-9),
+}
+
+
+@pytest.mark.parametrize("name", LEGIBLE)
+def test_no_text_covers_another(name: str, tmp_path: Path) -> None:
+    """All that is written lies within the picture, and no two pieces of it overlap."""
+    content: plot.Saved = flagged(LEGIBLE[name], [(1, 0)])
+    run = content["run"]["whole"]
+    run["norm"] = [value * 10 ** (number % 5) for number, value in enumerate(run["norm"])]
+    run["nonfinite"] = {"norm": [0], "loss": [1]}
+    figure = figure_of(tmp_path, content)
+    figure.draw_without_rendering()
+    found = texts(figure)
+    boxes = [text.get_window_extent() for text in found]
+    for text, box in zip(found, boxes, strict=True):
+        assert box.x0 >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+        assert box.y0 >= 0, text
+        assert box.y1 <= figure.bbox.y1, text
+    for (one, a), (other, b) in itertools.combinations(zip(found, boxes, strict=True), 2):
+        assert not a.padded(-0.5).overlaps(b.padded(-0.5)), (one, other)
+
+
+def test_axes_have_names_and_units(tmp_path: Path) -> None:
+    """Both axes of each picture and the scale of the colours say what they are."""
+    figure = figure_of(tmp_path, saved(made(4, 3), ["model.a", "model.b", "model.c"]))
+    assert [axes.get_ylabel() for axes in figure.axes] == ["3 layers", "Global\nL2 norm", "Loss", "Step time,\nseconds", "L2 norm"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b", "c"]
+    assert "without 'model.'" in figure.get_supxlabel()
+    assert figure.axes[0].get_title(loc="left") == "L2 norm of each layer's gradient, before clipping"
+
+
+ODD = {
+    "no sample yet": saved(np.zeros((0, 0, 4))),
+    "one cell": saved(np.ones((1, 1, 4))),
+    "nothing known": saved(np.full((3, 2, 4), np.nan), loss=math.nan, norm=math.nan, norm_after_clip=math.nan),
+    "nothing finite": saved(np.full((3, 2, 4), np.inf), loss=math.inf, norm=math.inf),
+    "zeros": saved(np.zeros((3, 2, 4)), norm=0.0, norm_after_clip=0.0),
+    "names": saved(made(2, len(HOSTILE)), HOSTILE, run="a$b$ ^\\frac{1 $x$"),
+    "other scripts": saved(made(2, 2), ["層.一", "слой\n2"], run="ラン"),
+    "one step": at_steps(saved(made(3, 2)), [5, 5, 5]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantity"), [*((name, "norm") for name in ODD), ("nothing known", "zscore"), ("nothing finite", "zero_ratio")]
+)
+def test_there_is_a_picture_of_everything(name: str, quantity: str, tmp_path: Path) -> None:
+    """Without a warning, whatever there is: nothing, one cell, only absent or infinite values, odd names."""
+    assert drawn(tmp_path, ODD[name], "--quantity", quantity).shape[1:] == (1650, 4)
+
+
+def test_steps_are_written_out(tmp_path: Path) -> None:
+    """A step beyond a million is shown with all of its digits, in the title and at the axis."""
+    figure = figure_of(tmp_path, saved(made(3), steps=1_234_567))
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in labels_of(figure.axes[3].xaxis)]
+    assert figure.get_suptitle() == "Run run, rank 0: training at step 1234570"
+    assert [label for label in labels if label] == ["1234568", "1234569", "1234570"]
+
+
+@pytest.mark.parametrize(
+    ("told", "title"),
+    [
+        ({"state": None, "step": None}, "Run run, rank 0: state unknown"),
+        ({"rank": 3, "world_size": 8, "run": "a" * 90}, f"Run {'a' * 38}...{'a' * 39}, rank 3 of 8: training at step 2"),
+    ],
+)
+def test_the_title_tells_whose_run_it_is(told: dict[str, object], title: str, tmp_path: Path) -> None:
+    """Run, rank of how many, state and step; what the exporter does not know is not made up."""
+    content = saved(made(2))
+    content["status"].update(told)
+    assert figure_of(tmp_path, content).get_suptitle() == title
+
+
+def test_without_matplotlib_it_is_said_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PNG is refused with the command that installs it and the way without; the HTML file needs nothing."""
+    source = written(tmp_path, saved(made(2)))
+    monkeypatch.delattr(torch_grad_exporter, "picture")
+    monkeypatch.delitem(sys.modules, "torch_grad_exporter.cli.picture")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["plot", source, "--out", str(tmp_path / "a.png")]) == 2
+    told = capsys.readouterr().err
+    assert "pip install 'torch-grad-exporter[plot]'" in told
+    assert ".html" in told
+    assert cli.main(["plot", source, "--out", str(tmp_path / "a.html")]) == 0
+
+
+# One HTML file
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser finds in a page: tags with attributes, and the texts of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] in ("script", "style") and data.strip():
+            self.texts.append((*self.tags[-1], data))
+
+
+def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
+    """Nothing in it is loaded from anywhere: no source but `data:`, no link but anchors and documentation, and a policy says so."""
+    found = Page(page_of(tmp_path, saved(made())))
+    for tag, attributes in found.tags:
+        for name in ("src", "href", "srcset", "data", "action", "xlink:href"):
+            address = attributes.get(name) or "#"
+            if tag == "a":  # is followed by a click alone
+                assert address.startswith(("#", "https://github.com/torch-grad-exporter/", "metrics"))
+            else:
+                assert address.startswith(("#", "data:")), (tag, address)
+    styles = "".join(text for tag, _, text in found.texts if tag == "style")
+    assert "@import" not in styles
+    assert re.findall(r"url\((?!['\"]?data:)[^)]*\)", styles) == []
+    [policy] = [attributes["content"] for _, attributes in found.tags if attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in (policy or "")
+    assert "http" not in (policy or "")
+
+
+def test_the_file_has_all_scripts_after_what_they_show(tmp_path: Path) -> None:
+    """The scripts of the live page stand in it in their order, and what is saved before the first of them."""
+    source = Path(plot.__file__).parent.parent / "outputs" / "live" / "page"
+    names = re.findall(r'<script src="static/([^"]+)"', (source / "index.html").read_text())
+    found = Page(page_of(tmp_path, saved(made())))
+    scripts = [(attributes, text) for tag, attributes, text in found.texts if tag == "script"]
+    assert scripts[0][0] == {"type": "application/json", "id": "saved"}
+    assert len(scripts) == len(names) + 1
+    for name, (attributes, text) in zip(names, scripts[1:], strict=True):
+        assert (attributes, text.replace("<\\/script", "</script")) == ({}, (source / name).read_text())
+    styles = [text for tag, _, text in found.texts if tag == "style"]
+    assert styles == [(source / name).read_text() for name in ("uplot.min.css", "app.css")]
+
+
+def page_of(tmp_path: Path, content: plot.Saved) -> str:
+    """The file that the command writes."""
+    out = tmp_path / "out.html"
+    assert cli.main(["plot", written(tmp_path, content), "--out", str(out)]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def test_no_name_gets_out_of_the_data(tmp_path: Path) -> None:
+    """Layers and runs may be called anything: the number of scripts stays, and what is saved is read back as it was."""
+    content = saved(made(3, len(HOSTILE)), HOSTILE, run=HOSTILE[0])
+    text = page_of(tmp_path, content)
+    plain, found = Page(page_of(tmp_path, saved(made(3)))), Page(text)
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags]
+    [data] = [data for _, attributes, data in found.texts if attributes.get("id") == "saved"]
+    assert "<" not in data
+    assert json.loads(data) == content
+    assert list(json.loads(data)["layer"]) == HOSTILE
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_scripts_are_scripts(tmp_path: Path) -> None:
+    """Each one in the file is parsed by a JavaScript engine as it stands there."""
+    found = Page(page_of(tmp_path, saved(made(3, len(HOSTILE)), HOSTILE)))
+    scripts = [text for tag, attributes, text in found.texts if tag == "script" and not attributes]
+    program = "for (const s of JSON.parse(require('fs').readFileSync(0))) new (require('vm').Script)(s)"
+    subprocess.run(["node", "-e", program], input=json.dumps(scripts).encode(), check=True, timeout=60)
+
+
+def test_codes_of_the_file_are_those_that_were_saved(tmp_path: Path) -> None:
+    """The values in the file are read as little-endian codes of 16 bits, one for each layer and record."""
+    content = saved(made(7, 3))
+    [data] = [text for _, attributes, text in Page(page_of(tmp_path, content)).texts if attributes.get("id") == "saved"]
+    answer = json.loads(data)["layers"]["norm"]["whole"]
+    codes = np.frombuffer(base64.b64decode(answer["codes"]), dtype="<u2")
+    assert codes.shape == (7 * 3,)
+    assert (codes.min(), codes.max()) == (2, 65534)

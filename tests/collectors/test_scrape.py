@@ -1,0 +1,232 @@
+"""The scrape: what a collector that fails, hangs or is slow costs the others, and whoever waits for the scrape."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.support.tools import eventually
+from torch_grad_exporter.collectors.scrape import RETRY_SECONDS, Scrape
+from torch_grad_exporter.errors import LIMIT, ErrorLog
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, Kind, Spec, scalar
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+
+PATIENCE = 0.2
+
+
+@dataclass
+class Fake:
+    """A collector of one gauge that does what it is told to before it answers."""
+
+    name: str
+    before: Callable[[], object] = lambda: None
+    calls: int = 0
+    threads: set[threading.Thread] = field(default_factory=set)
+
+    def collect(self) -> Iterator[Family]:
+        self.calls += 1
+        self.threads.add(threading.current_thread())
+        self.before()
+        yield scalar(Spec(self.name, Kind.GAUGE, "A fake."), self.calls)
+
+
+def fail() -> None:
+    """What a collector raises."""
+    raise OSError("the source is gone")
+
+
+@dataclass
+class Scene:
+    """A scrape of some collectors, with a clock that stands still unless it is moved."""
+
+    collectors: list[Fake]
+    now: float = 0.0
+    prepared: int = 0
+
+    def __post_init__(self) -> None:
+        self.errors = ErrorLog(())
+        self.scrape = Scrape(self.collectors, self.errors, self.prepare, lambda: self.now, PATIENCE)
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def shown(self) -> dict[str, float]:
+        """One scrape: the fakes' values by name."""
+        families = self.scrape()
+        return {
+            family.spec.name: float(family.values[0])
+            for family in families
+            if family.spec.name in {f.name for f in self.collectors}
+        }
+
+    def success(self) -> dict[str, float]:
+        """The collectors' success in a scrape of its own."""
+        return self.report(c.EXPORTER_COLLECTOR_SUCCESS)
+
+    def report(self, spec: Spec) -> dict[str, float]:
+        """A family about the collectors, by name, in a scrape of its own."""
+        (family,) = (family for family in self.scrape() if family.spec is spec)
+        present = [True] * len(family.values) if family.present is None else family.present.tolist()
+        return {row[0]: float(v) for row, v, there in zip(family.labels.rows, family.values, present, strict=True) if there}
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What a hanging collector waits for; opened at the end of the test."""
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+def test_all_collectors_are_shown_in_their_order() -> None:
+    """One preparation and one call of each collector make a scrape; the number of series is known from then on."""
+    scene = Scene([Fake("a"), Fake("b")])
+    assert scene.scrape.series is None
+    assert scene.shown() == {"a": 1, "b": 1}
+    assert [family.spec.name for family in scene.scrape()][:2] == ["a", "b"]
+    assert (scene.prepared, scene.scrape.series) == (2, 2 + 2 * 2)
+
+
+def test_one_that_raises_costs_only_itself() -> None:
+    """The others are complete, its success is 0, the failure is counted."""
+    scene = Scene([Fake("a"), Fake("bad", fail), Fake("b")])
+    assert scene.shown() == {"a": 1, "b": 1}
+    assert scene.success() == {"a": 1, "bad": 0, "b": 1}
+    assert scene.errors.counts() == {"collector_bad": 2}
+
+
+def test_one_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
+    """The scrape goes on without it after its time, the next ones do not wait at all, and when it has answered it is back."""
+    hanging = Fake("hanging", gate.wait)
+    scene = Scene([Fake("a"), hanging, Fake("b")])
+    assert scene.shown() == {"a": 1, "b": 1}
+    for number in range(2, 6):
+        assert scene.shown() == {"a": number, "b": number}
+    assert (hanging.calls, scene.errors.counts()) == (1, {"collector_hanging": 1})
+    assert scene.success() == {"a": 1, "hanging": 0, "b": 1}
+    gate.set()
+    assert eventually(lambda: "hanging" in scene.shown())
+    assert scene.success() == {"a": 1, "hanging": 1, "b": 1}
+    assert eventually(lambda: not any(thread.is_alive() for thread in hanging.threads))
+
+
+def test_all_of_them_hanging(gate: threading.Event) -> None:
+    """Each costs its time and a thread once; those that hang are not asked again, so there is never one thread more."""
+    scene = Scene([Fake(name, gate.wait) for name in "abc"])
+    for _ in range(5):
+        assert scene.shown() == {}
+    assert [fake.calls for fake in scene.collectors] == [1, 1, 1]
+    gate.set()
+    assert eventually(lambda: scene.shown().keys() == {"a", "b", "c"})
+
+
+def test_what_comes_too_late_is_not_shown(gate: threading.Event) -> None:
+    """The values of a collector that answers after its time are old by then: the next scrape asks anew."""
+    slow = Fake("slow", gate.wait)
+    scene = Scene([slow])
+    assert scene.shown() == {}
+    gate.set()
+    assert eventually(lambda: not any(thread.is_alive() for thread in slow.threads))
+    assert scene.shown() == {"slow": 2}
+
+
+def test_one_that_keeps_failing_is_tried_once_a_minute() -> None:
+    """After ten failures in a row it is left alone for a minute at a time; as soon as it succeeds it is back for good."""
+    fake = Fake("bad", fail)
+    scene = Scene([fake, Fake("a")])
+    for _ in range(3 * LIMIT):
+        scene.shown()
+    assert fake.calls == LIMIT
+    scene.now += RETRY_SECONDS
+    for _ in range(5):
+        scene.shown()
+    assert fake.calls == LIMIT + 1
+    fake.before = lambda: None
+    assert "bad" not in scene.shown()
+    scene.now += RETRY_SECONDS
+    assert scene.shown()["bad"] == LIMIT + 2
+    assert scene.shown()["bad"] == LIMIT + 3
+
+
+def test_duration_is_that_of_the_collector_and_absent_without_a_run(gate: threading.Event) -> None:
+    """A collector that took three seconds of the clock says so; of one that hangs no duration is made up."""
+    scene = Scene([])
+    slow = Fake("slow", lambda: setattr(scene, "now", scene.now + 3.0))
+    scene.collectors += [slow, Fake("hanging", gate.wait)]
+    assert scene.report(c.EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
+
+
+def test_a_broken_preparation_leaves_the_collectors_what_they_have() -> None:
+    """The snapshot fails, the scrape does not."""
+    errors = ErrorLog(())
+    assert Scrape([Fake("a")], errors, fail)()[0].spec.name == "a"
+    assert errors.counts() == {"worker": 1}
+
+
+def test_scrapes_at_once_come_one_after_the_other() -> None:
+    """A collector is never in two scrapes at the same time, so it needs no lock of its own against them."""
+    inside, most = [0], [0]
+    lock = threading.Lock()
+
+    def count() -> None:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.01)
+        with lock:
+            inside[0] -= 1
+
+    scene = Scene([Fake("a", count)])
+    threads = [threading.Thread(target=scene.scrape) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most[0], scene.collectors[0].calls) == (1, 5)
+
+
+def test_where_no_thread_is_to_be_had_the_caller_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at its limit of threads, or one that is ending, still gets its scrape."""
+
+    def refuse(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    scene = Scene([Fake("a")])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert scene.shown() == {"a": 1}
+    assert scene.collectors[0].threads == {threading.current_thread()}
+
+
+def test_in_a_forked_child_nothing_is_held(gate: threading.Event) -> None:
+    """Whatever the parent's threads were at, the child can scrape."""
+    scene = Scene([Fake("hanging", gate.wait)])
+    thread = threading.Thread(target=scene.scrape, daemon=True)
+    thread.start()
+    assert eventually(lambda: scene.collectors[0].calls == 1)
+    scene.scrape.after_fork_in_child()
+    scene.collectors[0].before = lambda: None
+    assert scene.shown() == {"hanging": 2}
+    gate.set()
+    thread.join()
+
+
+def test_in_a_forked_child_no_collector_is_waited_for_that_only_the_parent_has(gate: threading.Event) -> None:
+    """One that hangs in the parent's thread, which the child has not, is run there."""
+    scene = Scene([Fake("hanging", gate.wait)])
+    assert scene.shown() == {}
+    scene.scrape.after_fork_in_child()
+    scene.collectors[0].before = lambda: None
+    assert scene.shown() == {"hanging": 2}
+    gate.set()
+
+
+def test_without_any_collector_there_is_an_empty_scrape() -> None:
+    """Who switches off everything gets nothing, which is no failure."""
+    scene = Scene([])
+    assert [family.series for family in scene.scrape()] == [0, 0]
+    assert Renderer({}).render(scene.scrape(), Format.TEXT) == b""

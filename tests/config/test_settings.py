@@ -1,0 +1,251 @@
+"""Settings: every argument and every environment variable, right and wrong."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pathlib
+import re
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.config.settings import PREFIX, RESERVED_LABELS, UNSET, Settings, resolve
+from torch_grad_exporter.metrics.catalogue import CATALOGUE, PYTHON_INFO, TRAIN_INFO
+from torch_grad_exporter.model.replicas import Ranks
+
+RIGHT: list[tuple[str, object, object]] = [
+    ("port", 0, 0),
+    ("port", 65535, 65535),
+    ("port", None, None),
+    ("addr", "127.0.0.1", "127.0.0.1"),
+    ("addr", "", ""),
+    ("every", "auto", None),
+    ("every", "AUTO", None),
+    ("every", 1, 1),
+    ("every", 4096, 4096),
+    ("overhead_budget", 0.5, 0.5),
+    ("overhead_budget", 1e-6, 1e-6),
+    ("include", "a", ("a",)),
+    ("include", ["a", "b$"], ("a", "b$")),
+    ("exclude", re.compile("a"), ("a",)),
+    ("exclude", (), ()),
+    ("max_layers", 1, 1),
+    ("dead_window", 1, 1),
+    *[(name, value, value) for name in ("moments", "weights", "local_norm") for value in (True, False)],
+    ("collectors", {}, DEFAULT),
+    ("collectors", {"whole_run": True}, frozenset(NAMES)),
+    ("collectors", {"host": False, "gpu": True}, DEFAULT - {"host"}),
+    ("web_config_file", "web.yml", "web.yml"),
+    ("web_config_file", pathlib.Path("a") / "web.yml", "a/web.yml"),
+    ("run", "größe 7", "größe 7"),
+    ("rank", 0, 0),
+    ("rank", 7, 7),
+    *[("ranks", value, Ranks(value.lower())) for value in ("auto", "all", "FIRST")],
+    *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir") for value in ("/run/sd", pathlib.Path("sd"))],
+    *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
+    *[("linger", value, value) for value in (0, 0.5, 3600)],
+    ("labels", {"team": 'a "b"', "_x9": ""}, {"team": 'a "b"', "_x9": ""}),
+    ("labels", {}, {}),
+]
+
+WRONG: list[tuple[str, object, type[Exception]]] = [
+    *[("port", value, TypeError) for value in ("9100", 9100.0, True, [9100])],
+    *[("port", value, ValueError) for value in (-1, 65536, 10**9)],
+    *[("addr", value, TypeError) for value in (None, 127, b"127.0.0.1")],
+    *[("addr", value, ValueError) for value in ("no such address", "999.1.1.1", "a" * 300)],
+    *[("every", value, TypeError) for value in (None, 1.0, True, [1])],
+    *[("every", value, ValueError) for value in ("automatic", "", "8", 0, -1, 4097)],
+    *[("overhead_budget", value, TypeError) for value in (None, "0.01", True)],
+    *[("overhead_budget", value, ValueError) for value in (0, 0.0, 1, 2, -0.01, math.nan, math.inf)],
+    *[(name, value, TypeError) for name in ("include", "exclude") for value in (None, 3, [3], b"a", [re.compile(b"a")], {"a": 1})],
+    *[(name, value, ValueError) for name in ("include", "exclude") for value in ("(", ["a", "[z"], "*")],
+    *[(name, value, TypeError) for name in ("max_layers", "dead_window") for value in (None, "10", 10.0, True)],
+    *[("max_layers", value, ValueError) for value in (0, -5, 100_001)],
+    *[("dead_window", value, ValueError) for value in (0, -5, 1_000_001)],
+    *[(name, value, TypeError) for name in ("moments", "weights", "local_norm") for value in (None, 1, 0, "yes")],
+    *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
+    *[("collectors", value, ValueError) for value in ({"hosts": False}, {3: True})],
+    *[("web_config_file", value, TypeError) for value in (None, 3, b"web.yml")],
+    ("web_config_file", "", ValueError),
+    *[("run", value, TypeError) for value in (None, 7, b"r")],
+    *[("run", value, ValueError) for value in ("", "x" * 201)],
+    *[("rank", value, TypeError) for value in ("0", 1.0, True)],
+    *[("rank", value, ValueError) for value in (-1, 10_000_001)],
+    *[("ranks", value, TypeError) for value in (None, 0, True)],
+    *[("ranks", value, ValueError) for value in ("", "none", "0")],
+    *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir") for value in (None, 3, b"sd")],
+    *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir")],
+    *[("advertise", value, TypeError) for value in (None, 7)],
+    *[("advertise", value, ValueError) for value in ("", "host:http", "10.0.0.7:9100", "a b", "http://host", "x" * 254)],
+    *[("linger", value, TypeError) for value in (None, "5", True)],
+    *[("linger", value, ValueError) for value in (-1, 3601, math.nan, math.inf)],
+    *[("labels", value, TypeError) for value in (None, "team=a", [("team", "a")], {"team": 3}, {3: "team"})],
+    *[("labels", {name: "x"}, ValueError) for name in ("", "1a", "a-b", "größe", "__name__", "run", "rank", "layer", "le", "job")],
+]
+
+WRONG_TEXT: list[tuple[str, str]] = [
+    *[("port", text) for text in ("http", "9100.5", "-1", "70000")],
+    ("addr", "no such address"),
+    *[("every", text) for text in ("always", "0", "1.5", "5000")],
+    *[("overhead_budget", text) for text in ("1%", "0", "1", "nan", "-0.1")],
+    *[(name, text) for name in ("include", "exclude") for text in ("(", "a[")],
+    *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
+    *[(name, text) for name in ("moments", "weights", "local_norm") for text in ("maybe", "2")],
+    *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
+    ("run", "x" * 201),
+    *[("rank", text) for text in ("first", "-1", "0.0")],
+    *[("ranks", text) for text in ("some", "1")],
+    ("advertise", "a b"),
+    *[("linger", text) for text in ("long", "-1", "nan")],
+    *[("labels", text) for text in ("team", "team=a,b", "run=x", "1a=b")],
+]
+
+RIGHT_TEXT: list[tuple[str, str, object]] = [
+    ("port", "0", 0),
+    ("port", " 9200 ", 9200),
+    ("port", "none", None),
+    ("port", "OFF", None),
+    ("addr", "::1", "::1"),
+    ("every", "auto", None),
+    ("every", "16", 16),
+    ("overhead_budget", "0.05", 0.05),
+    ("include", "^encoder", ("^encoder",)),
+    ("exclude", "a,b", ("a,b",)),
+    ("max_layers", "12", 12),
+    ("dead_window", "50", 50),
+    ("moments", "1", True),
+    ("moments", "No", False),
+    ("weights", "true", True),
+    ("local_norm", "on", True),
+    ("weights", "off", False),
+    ("collectors", "host=off, gpu = on,cuda_memory=0", DEFAULT - {"host", "cuda_memory"}),
+    ("web_config_file", "web.yml", "web.yml"),
+    ("run", "run 7", "run 7"),
+    *[("ranks", text, Ranks(text.lower())) for text in ("all", "First")],
+    ("sd_dir", "sd", "sd"),
+    ("textfile_dir", "prom", "prom"),
+    ("advertise", "10.1.2.3", "10.1.2.3"),
+    ("linger", "2.5", 2.5),
+    ("rank", "3", 3),
+    ("labels", "team=vision, cost = 7 , x=a=b", {"team": "vision", "cost": "7", "x": "a=b"}),
+]
+
+
+def value_of(settings: Settings, name: str) -> Any:  # noqa: ANN401 - any setting's
+    """One setting, patterns by their text."""
+    found = getattr(settings, name)
+    return tuple(pattern.pattern for pattern in found) if name in ("include", "exclude") else found
+
+
+def test_the_defaults_are_those_that_are_documented() -> None:
+    """Without arguments and environment every setting has its documented default."""
+    found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
+    assert found == {
+        "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
+        "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "collectors": DEFAULT, "web_config_file": "",
+        "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
+        "advertise": "", "linger": 0.0, "textfile_dir": "",
+    }  # fmt: skip
+
+
+def test_every_setting_is_an_argument_of_start_exporter() -> None:
+    """Each setting is a parameter of `start_exporter` whose default is to look into the environment."""
+    parameters = inspect.signature(start_exporter).parameters
+    assert all(parameters[f.name].default is UNSET for f in fields(Settings))
+
+
+def test_the_tables_here_leave_no_setting_out() -> None:
+    """The tables of this file have a right and a wrong case for each setting and each variable."""
+    names = {f.name for f in fields(Settings)}
+    assert all({name for name, *_ in table} == names for table in (RIGHT, WRONG, RIGHT_TEXT))
+    # Any text may be a path; what is wrong with such a file, test_web_config.py tells.
+    assert {name for name, *_ in WRONG_TEXT} == names - {"web_config_file", "sd_dir", "textfile_dir"}
+
+
+def spelled(value: object) -> str:
+    """The same in each process, in which sets have orders of their own."""
+    return repr(sorted(value)) if isinstance(value, frozenset) else repr(value)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), RIGHT, ids=spelled)
+def test_right_arguments(name: str, value: object, expected: object) -> None:
+    """A valid argument is taken as it is."""
+    assert value_of(resolve({name: value}, {}), name) == expected
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), WRONG, ids=repr)
+def test_wrong_arguments_are_named(name: str, value: object, kind: type[Exception]) -> None:
+    """A wrong argument raises, and the message names the argument, its value, and what is expected instead."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        resolve({name: value}, {})
+    assert caught.type is kind
+    message = str(caught.value)
+    shown = value[-1] if isinstance(value, list) and kind is ValueError else value
+    assert message.startswith(f"{name}=")
+    assert repr(shown) in message or repr(value) in message or (isinstance(value, list) and repr(value[0]) in message)
+    assert re.search("expected|use letters|choose another", message)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), RIGHT_TEXT, ids=spelled)
+def test_right_variables(name: str, text: str, expected: object) -> None:
+    """A valid environment variable is taken for what its text stands for."""
+    assert value_of(resolve({}, {PREFIX + name.upper(): text}), name) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG_TEXT, ids=repr)
+def test_wrong_variables_are_named(name: str, text: str) -> None:
+    """A wrong environment variable raises, and the message names the variable, its text, and what is expected instead."""
+    variable = PREFIX + name.upper()
+    with pytest.raises(ValueError, match=f"environment variable {variable}=") as caught:
+        resolve({}, {variable: text})
+    message = str(caught.value)
+    assert text in message or all(part in message for part in text.split("="))
+    assert re.search("expected|use letters|choose another", message)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Settings)])
+def test_an_argument_wins_over_the_environment(name: str) -> None:
+    """For every setting: the default, then the environment's value, then the argument's, whichever is given last."""
+    default = value_of(resolve({}, {}), name)
+    text, from_text = next((t, e) for n, t, e in RIGHT_TEXT if n == name and e != default)
+    given, from_argument = next((v, e) for n, v, e in RIGHT if n == name and e != from_text)
+    environment = {PREFIX + name.upper(): text}
+    assert value_of(resolve({name: UNSET}, environment), name) == from_text != default
+    assert value_of(resolve({name: given}, environment), name) == from_argument != from_text
+
+
+def test_a_wrong_variable_does_not_matter_where_an_argument_is_given() -> None:
+    """A variable that an argument overrides is not even read."""
+    assert resolve({"port": 1}, {PREFIX + "PORT": "nonsense"}).port == 1
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Settings)])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_variable_is_none(name: str, text: str) -> None:
+    """A variable that is set to nothing is as good as not set."""
+    assert value_of(resolve({}, {PREFIX + name.upper(): text}), name) == value_of(Settings(), name)
+
+
+def test_labels_are_copied() -> None:
+    """A mapping that the user changes later does not change the settings."""
+    labels = {"team": "a"}
+    settings = resolve({"labels": labels}, {})
+    labels["team"] = "b"
+    assert settings.labels == {"team": "a"}
+
+
+def test_numbers_from_numpy_are_rejected_or_exact() -> None:
+    """A numpy integer is no Python integer: it is named as any other wrong type, not taken by half."""
+    with pytest.raises(TypeError, match="every="):
+        resolve({"every": np.float32(3)}, {})
+
+
+def test_no_label_of_the_users_can_stand_on_a_metric_twice() -> None:
+    """Label names that the metrics themselves use are reserved, but for the facts of the info metrics, which win there."""
+    used = {label for spec in CATALOGUE.values() if spec not in (TRAIN_INFO, PYTHON_INFO) for label in spec.labels}
+    assert used - RESERVED_LABELS == set()

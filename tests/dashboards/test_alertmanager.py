@@ -1,0 +1,276 @@
+"""The shipped configuration of Alertmanager: what amtool says of it, and what a real Alertmanager tells whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.real_alertmanager import SHIPPED, Alertmanager, Webhook, alertmanager, shortened, webhook
+from tests.support.tools import eventually, find
+
+TEXT = SHIPPED.read_text(encoding="utf-8")
+
+
+def amtool(*arguments: object) -> str:
+    """What amtool says; what it complains of fails the test."""
+    done = subprocess.run([find("amtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def with_examples() -> str:
+    """The configuration with everything switched on that is commented out in it."""
+    return re.sub(r"^    # (?=(  )*(- )?\w+:)", "    ", TEXT, flags=re.MULTILINE)
+
+
+def test_amtool_takes_the_configuration() -> None:
+    """Alertmanager's own tool finds nothing to complain of, and sees each rule, receiver and template."""
+    said = amtool("check-config", SHIPPED)
+    for found in ("10 inhibit rules", "3 receivers", "1 templates"):
+        assert f" - {found}\n" in said
+
+
+def test_the_examples_are_right(tmp_path: Path) -> None:
+    """What is commented out is taken by amtool too: three more ways to tell people."""
+    (tmp_path / "all.yaml").write_text(with_examples().replace("templates/*", f"{SHIPPED.parent}/templates/*"))
+    amtool("check-config", tmp_path / "all.yaml")
+    receivers = yaml.safe_load(with_examples())["receivers"]
+    kinds = sorted(kind for receiver in receivers for kind in receiver if kind != "name")
+    assert kinds == ["email_configs", "pagerduty_configs", "slack_configs", "webhook_configs", "webhook_configs"]
+
+
+def test_secrets_are_in_files() -> None:
+    """Of what amtool takes for a secret the configuration has only the names of files, the examples included."""
+    keys = set(re.findall(r"(\w*(?:url|key|password|token|secret)\w*):", with_examples()))
+    assert keys - {"title_link"} == {"url_file", "routing_key_file", "api_url_file", "auth_password_file"}
+
+
+@pytest.mark.parametrize(
+    ("severity", "receiver"), [("critical", "pager"), ("warning", "team"), ("info", "nobody"), ("unheard-of", "team")]
+)
+def test_each_severity_has_its_receiver(severity: str, receiver: str) -> None:
+    """One receiver gets an alert of that severity; what has an unknown one is not lost."""
+    labels = (f"severity={severity}", "alertname=GradientExploding", "run=a", "rank=0")
+    assert amtool("config", "routes", "test", f"--config.file={SHIPPED}", *labels).split() == [receiver]
+
+
+def test_waits_are_those_of_the_design() -> None:
+    """Groups by alert and run, 30 s before the first word, 5 min before more of it; again after 4 h if critical, else 24 h."""
+    route = yaml.safe_load(TEXT)["route"]
+    assert (route["group_by"], route["group_wait"], route["group_interval"]) == (["alertname", "run"], "30s", "5m")
+    repeats = {child["receiver"]: child.get("repeat_interval", route["repeat_interval"]) for child in route["routes"]}
+    assert repeats == {"pager": "4h", "team": "24h", "nobody": "24h"}
+    assert {key for child in route["routes"] for key in child} == {"matchers", "receiver", "repeat_interval"}
+
+
+def test_rules_and_routes_speak_of_the_same_alerts() -> None:
+    """Each alert that a rule of inhibition names is there, and each severity of an alert has a route of its own."""
+    configuration = yaml.safe_load(TEXT)
+    files = sorted((SHIPPED.parents[1] / "prometheus").glob("*.alerts.yml"))
+    rules = [rule for path in files for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
+    named = set(re.findall(r'alertname(?:=|!=|=~|!~)"([^"]+)"', str(configuration["inhibit_rules"])))
+    names = {name for alternatives in named for name in alternatives.split("|")}
+    assert names
+    assert names - {rule["alert"] for rule in rules} == set()
+    routed = {matcher for route in configuration["route"]["routes"] for matcher in route["matchers"]}
+    assert {f'severity="{rule["labels"]["severity"]}"' for rule in rules} == routed
+
+
+def test_what_a_person_reads(tmp_path: Path) -> None:
+    """The templates give a title with the alert, the run and how many, then a line for each of eight, and what to do."""
+    alerts = [
+        {
+            "status": "firing",
+            "labels": {"alertname": "LayerDead", "run": "a", "layer": str(layer)},
+            "annotations": {
+                "summary": f"Layer {layer}.",
+                "description": f"D{layer}",
+                "runbook_url": "https://example.org/#layerdead",
+            },
+        }
+        for layer in range(9)
+    ]
+    template = '--template.text={{ template "training.title" . }}|{{ template "training.text" . }}'
+    texts = []
+    for count in (1, 9):
+        data = {"status": "firing", "alerts": alerts[:count], "groupLabels": {"alertname": "LayerDead", "run": "a"}}
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        glob = f"--template.glob={SHIPPED.parent}/templates/*.tmpl"
+        texts.append(amtool("template", "render", glob, template, f"--template.data={tmp_path / 'data.json'}").strip())
+    action = "What to do: https://example.org/#layerdead"
+    assert texts[0] == f"[FIRING] LayerDead in run a|Layer 0.\nD0\n{action}"
+    lines = [f"Layer {layer}." for layer in range(8)]
+    head, *rest = texts[1].split("|", 1)[1].splitlines()
+    assert texts[1].startswith("[FIRING] LayerDead in run a (9 alerts)|")
+    assert [head, *rest] == [*lines, "and others: 9 alerts in all", "D0", action]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Alertmanager, Webhook]]:
+    """One Alertmanager for the tests below, each of which has runs of its own."""
+    directory = tmp_path_factory.mktemp("alertmanager")
+    with webhook() as receiver, alertmanager(directory, shortened(directory, receiver)) as running:
+        yield running, receiver
+
+
+Served = tuple[Alertmanager, Webhook]
+
+
+def alert(name: str, severity: str, run: str | None, **labels: str) -> dict[str, str]:
+    """The labels of an alert; without a run it has no such label."""
+    return {"alertname": name, "severity": severity, **({} if run is None else {"run": run}), **labels}
+
+
+def told(receiver: Webhook, *runs: str) -> list[tuple[str, str, str]]:
+    """Receiver, alert and run of what has been told of these runs."""
+    return sorted(each for each in receiver.firing() if each[2] in runs)
+
+
+@pytest.mark.server
+def test_eight_ranks_are_one_page_for_a_run(served: Served) -> None:
+    """Two runs whose eight ranks all have the same alert make two notifications of eight alerts each, to the pager only."""
+    running, receiver = served
+    ranks = [alert("TrainingStalled", "critical", run, rank=str(rank)) for run in ("eight-1", "eight-2") for rank in range(8)]
+    running.post(*ranks)
+    assert eventually(lambda: len(told(receiver, "eight-1", "eight-2")) >= 2)
+    running.post(*ranks)
+    running.post(alert("LossSpike", "warning", "eight-later"))
+    assert eventually(lambda: told(receiver, "eight-later") != [])
+    assert told(receiver, "eight-1", "eight-2") == [("pager", "TrainingStalled", f"eight-{n}") for n in (1, 2)]
+    pages = [each for each in receiver.received if each.run in ("eight-1", "eight-2")]
+    assert [sorted(found["labels"]["rank"] for found in page.alerts) for page in pages] == [list("01234567")] * 2
+
+
+@pytest.mark.server
+def test_severities_reach_their_receivers_and_the_end_is_told(served: Served) -> None:
+    """A critical alert goes to the pager, a warning to the team, an info nowhere; and the receiver hears when it is over."""
+    running, receiver = served
+    three = [alert("GpuEccErrors", "critical", "s"), alert("LayerDead", "warning", "s"), alert("CudaMemoryFragmented", "info", "s")]
+    running.post(*three)
+    expected = [("pager", "GpuEccErrors", "s"), ("team", "LayerDead", "s")]
+    assert eventually(lambda: len(told(receiver, "s")) >= 2)
+    states = {each["labels"]["alertname"]: each["receivers"] for each in running.alerts() if each["labels"].get("run") == "s"}
+    assert states["CudaMemoryFragmented"] == [{"name": "nobody"}]
+    running.post(*three, ends="2020-01-01T00:00:00Z")
+    assert eventually(lambda: sorted(each for each in receiver.resolved() if each[2] == "s") == expected)
+    assert told(receiver, "s") == expected
+
+
+SILENCED = {
+    "TrainingFailed": [
+        *("TrainingTargetDown", "TrainingPushStopped", "TrainingStalled"),
+        *("CudaOutOfMemory", "GradientExploding", "TrainingRankMissing"),
+    ],
+    "TrainingTargetDown": [
+        *("TrainingPushStopped", "TrainingStalled", "TrainingRankMissing"),
+        *("StragglerRank", "ExporterBlind", "GpuUnderused"),
+    ],
+    "TrainingPushStopped": ["TrainingStalled", "TrainingRankMissing", "RankDesync", "ExporterBlind", "GpuUnderused"],
+    "TrainingNonFiniteGradients": ["GradientExploding", "LossSpike", "TrainingNonFiniteLoss"],
+    "TrainingNonFiniteLoss": ["GradientExploding", "LossSpike"],
+    "LayerDead": ["GradientVanishing"],
+    "CudaOutOfMemory": ["TrainingStalled", "CudaAllocRetries", "CudaMemoryNearLimit"],
+    "CudaMemoryNearLimit": ["CudaAllocRetries"],
+    "TrainingStalled": ["GpuUnderused", "DataLoaderStarvation", "ThroughputRegression"],
+}
+"""What is silenced by each alert."""
+
+LOUD = {
+    "TrainingFailed": ["TrainingRestarting"],
+    "TrainingTargetDown": ["TrainingNonFiniteGradients", "CudaOutOfMemory", "GpuEccErrors", "HostMemoryPressure"],
+    "TrainingPushStopped": ["TrainingNonFiniteGradients", "TrainingRestarting", "GpuEccErrors", "HostMemoryPressure"],
+    "TrainingNonFiniteGradients": ["GradientVanishing", "TrainingStalled"],
+    "TrainingNonFiniteLoss": ["LossNotImproving"],
+    "LayerDead": ["GradientExploding"],
+    "CudaOutOfMemory": ["GradientExploding", "CudaMemoryFragmented"],
+    "CudaMemoryNearLimit": ["CudaMemoryFragmented"],
+    "TrainingStalled": ["RankDesync", "GradientExploding", "HostMemoryPressure"],
+}
+"""What is not, though it is of the same run."""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("source", SILENCED)
+def test_what_follows_from_another_alert_is_not_told(served: Served, source: str) -> None:
+    """Of the source's run, the source and what does not follow from it are told; of other runs everything is."""
+    running, receiver = served
+    run = f"{source}-run"
+    others = {name: f"{source}-other-{name}" for name in SILENCED[source]}
+    running.post(*(alert(name, "warning", run, rank="3") for name in [source, *SILENCED[source], *LOUD[source]]))
+    running.post(*(alert(name, "warning", other, rank="3") for name, other in others.items()))
+    expected = [("team", name, run) for name in [source, *LOUD[source]]]
+    expected += [("team", name, other) for name, other in others.items()]
+    assert eventually(lambda: len(told(receiver, run, *others.values())) >= len(expected))
+    flushed(running, receiver, f"{source}-later")
+    assert told(receiver, run, *others.values()) == sorted(expected)
+    silenced = {each["labels"]["alertname"] for each in running.alerts() if each["status"]["inhibitedBy"] and of(each, run)}
+    assert silenced == set(SILENCED[source])
+
+
+def of(found: Mapping[str, Any], run: str) -> bool:
+    """Whether an alert of Alertmanager's is of the run."""
+    return bool(found["labels"].get("run") == run)
+
+
+def flushed(running: Alertmanager, receiver: Webhook, run: str) -> None:
+    """Waits until an alert that comes now is told, so that all that came before has been told or never will be."""
+    running.post(alert("ExporterSkippingSamples", "warning", run))
+    assert eventually(lambda: told(receiver, run) != [])
+
+
+@pytest.mark.server
+def test_a_critical_alert_silences_the_warning_of_its_name(served: Served) -> None:
+    """Of one name and run the critical one is told and the warning is not; the warning of another run, or name, is."""
+    running, receiver = served
+    running.post(
+        alert("DataLoaderStarvation", "critical", "w1", rank="0"),
+        alert("DataLoaderStarvation", "warning", "w1", rank="0"),
+        alert("DataLoaderStarvation", "warning", "w1", rank="1"),
+        alert("DataLoaderStarvation", "warning", "w2", rank="0"),
+        alert("LossSpike", "warning", "w1", rank="0"),
+    )
+    expected = [("pager", "DataLoaderStarvation", "w1"), ("team", "DataLoaderStarvation", "w2"), ("team", "LossSpike", "w1")]
+    assert eventually(lambda: len(told(receiver, "w1", "w2")) >= len(expected))
+    flushed(running, receiver, "w3")
+    assert told(receiver, "w1", "w2") == expected
+
+
+@pytest.mark.server
+def test_an_alert_without_a_run_silences_nothing(tmp_path: Path) -> None:
+    """A target that is down and has no run, as one of fixed targets, leaves all others alone, those without a run too."""
+    names = [*SILENCED, *SILENCED["TrainingTargetDown"], "GpuUnderused"]
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(webhook())
+        running = stack.enter_context(alertmanager(tmp_path, shortened(tmp_path, receiver)))
+        running.post(*(alert(name, "critical", None) for name in names))
+        running.post(alert("SomethingElse", "warning", None), alert("TrainingStalled", "warning", None))
+        expected = {*names, "SomethingElse"}
+        assert eventually(lambda: {name for _, name, _ in receiver.firing()} == expected)
+        assert [each for each in running.alerts() if each["status"]["inhibitedBy"]] == []
+        assert ("team", "TrainingStalled", "") in receiver.firing()
+
+
+@pytest.mark.server
+def test_slack_gets_the_words_of_the_template(tmp_path: Path) -> None:
+    """With the example switched on, a real Alertmanager posts the title, the run and the summary to the address in the file."""
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(webhook())
+        text = shortened(tmp_path, receiver, with_examples())
+        text = re.sub(r"^    email_configs:\n(?:      .*\n)+", "", text, flags=re.MULTILINE)
+        (tmp_path / "secrets" / "slack-url").write_text(f"{receiver.url}/slack")
+        running = stack.enter_context(alertmanager(tmp_path, text))
+        running.post(alert("LayerDead", "warning", "a", layer="fc1"))
+        assert eventually(lambda: any(each.receiver == "slack" for each in receiver.received))
+    (message,) = (each.body for each in receiver.received if each.receiver == "slack")
+    (attachment,) = message["attachments"]
+    assert message["channel"] == "#training"
+    assert attachment["title"] == "[FIRING] LayerDead in run a"
+    assert "It is so." in attachment["text"]

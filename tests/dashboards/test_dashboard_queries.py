@@ -1,0 +1,142 @@
+"""Every query of every dashboard, asked of a real Prometheus that scrapes real training of all kinds."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.grafana import each_panel, interpolated, panels
+from tests.support.many_runs import GPU_RUN, running
+from tests.support.real_prometheus import Prometheus
+from tests.support.real_prometheus import running as a_prometheus
+from tests.support.tools import REPOSITORY, eventually
+
+DASHBOARDS = sorted((REPOSITORY / "dashboards" / "grafana").glob("*.json"))
+RULES = sorted((REPOSITORY / "dashboards" / "prometheus").glob("*.yml"))
+
+CONFIGURATION = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}/*.rules.yml, {rules}/*.alerts.yml]
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    file_sd_configs: [{{files: ["{folder}/*.json"], refresh_interval: 1s}}]
+"""
+SETTLED = 25.0
+"""Seconds that the runs are scraped for at least: rates need some scrapes, a dead unit and the noise scale some samples."""
+RATE_INTERVAL = "4s"
+"""What Grafana takes at a scrape interval of 1 s: max(interval + scrape, 4 x scrape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a panel."""
+
+    dashboard: str
+    panel: str
+    expression: str
+
+
+QUERIES = [
+    Query(dashboard, panel, expression)
+    for file in DASHBOARDS
+    for dashboard, panel, _, expression in panels(json.loads(file.read_text()))
+]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has scraped all kinds of runs, and evaluated the rules each second."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    folder, rules = directory / "sd", directory / "rules"
+    folder.mkdir()
+    rules.mkdir()
+    for file in RULES:
+        if file.name.endswith((".rules.yml", ".alerts.yml")):
+            (rules / file.name).write_text(re.sub(r"\binterval: \w+", "interval: 1s", file.read_text()))
+    with running(folder) as targets, a_prometheus(directory, CONFIGURATION.format(rules=rules, folder=folder)) as started:
+        assert eventually(lambda: up(started) == targets, 90)
+        time.sleep(SETTLED)  # what is asked for below is over time
+        assert up(started) == targets
+        yield started
+
+
+def up(prometheus: Prometheus) -> int:
+    """The ranks that can be scraped; none while Prometheus is not there yet."""
+    try:
+        return sum(value == "1" for _, value in prometheus.query("up"))
+    except OSError:
+        return 0
+
+
+def found(prometheus: Prometheus, query: Query, **variables: str) -> int:
+    """How many series a query yields over the last seconds, with all variables at All but for those given."""
+    chosen = {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"} | variables
+    return len(prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), SETTLED))
+
+
+def test_there_are_dashboards() -> None:
+    """Five, each with queries."""
+    assert len(DASHBOARDS) == 5
+    assert {query.dashboard for query in QUERIES} == {json.loads(file.read_text())["title"] for file in DASHBOARDS}
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}: {query.panel}: {query.expression[:40]}")
+def test_a_query_yields_data(prometheus: Prometheus, query: Query) -> None:
+    """With the variables at All, over the last half minute."""
+    assert found(prometheus, query) > 0
+
+
+def test_which_panels_need_hardware(prometheus: Prometheus) -> None:
+    """Just those that docs/dashboards.md names show nothing of runs without a GPU and without a container's limits."""
+    shown: dict[tuple[str, str], int] = {}
+    for query in QUERIES:
+        key = query.dashboard, query.panel
+        shown[key] = shown.get(key, 0) + found(prometheus, query, run="alone|replicas|shards")
+    text = (REPOSITORY / "docs" / "dashboards.md").read_text()
+    table = re.findall(r"^\| (.+?) \| (.+?) \|", text.partition("need hardware")[2], re.MULTILINE)
+    documented = {(dashboard, panel) for dashboard, panel in table if dashboard in {query.dashboard for query in QUERIES}}
+    assert {key for key, series in shown.items() if series == 0} == documented
+
+
+def variables(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The variables of a dashboard that ask Prometheus, by name."""
+    for variable in json.loads(file.read_text())["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["name"], variable
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
+    """Each `label_values(SERIES, LABEL)` finds some; those of `run` are the runs that there are."""
+    names = []
+    for name, variable in variables(file):
+        query = variable["query"]["query"] if isinstance(variable["query"], dict) else variable["query"]
+        asked = re.fullmatch(r"label_values\((.+),\s*(\w+)\)", query)
+        assert asked is not None, query
+        series = interpolated(asked[1], {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"}, RATE_INTERVAL)
+        values = prometheus.get(f"/api/v1/label/{asked[2]}/values", **{"match[]": series})
+        assert values, query
+        if name == "run":
+            assert set(values) == {"alone", "replicas", "shards", GPU_RUN}  # type: ignore[call-overload]
+        names.append(name)
+    assert {"job", "run"} <= set(names)
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
+    """Each `{{label}}` of a legend is a label of every series that the query yields, but where the training has no such label."""
+    for panel in each_panel(json.loads(file.read_text())):
+        for target in panel.get("targets", []):  # type: ignore[attr-defined]
+            names = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", target.get("legendFormat", "")))
+            chosen = {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"}
+            series = prometheus.series(interpolated(target["expr"], chosen, RATE_INTERVAL), SETTLED)
+            for name in names - {"optimizer"}:  # there is none while a run has one optimizer
+                assert any(labels.get(name) for labels, _ in series), (panel["title"], target["expr"], name)

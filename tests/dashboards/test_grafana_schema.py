@@ -1,0 +1,278 @@
+"""The Grafana dashboards against the types that Grafana publishes, as the TypeScript compiler reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tools import REPOSITORY
+
+Json = dict[str, Any]
+
+HERE = REPOSITORY / "tests" / "grafana_schema"
+INSTALLED = REPOSITORY / ".tools" / "grafana_schema"
+FILES = sorted((REPOSITORY / "dashboards" / "grafana").glob("*.json"))
+
+
+def installed() -> None:
+    """Fails where the packages have to be and are not; skips where there is no node to install them with."""
+    current = INSTALLED / "installed"
+    if current.exists() and current.read_bytes() == (HERE / "package-lock.json").read_bytes():
+        return
+    missing = "Grafana's types are missing or not those of package-lock.json: run `make tools`"
+    if os.environ.get("CI") == "true" or shutil.which("npm"):
+        pytest.fail(missing)
+    pytest.skip(f"{missing}, which needs npm")
+
+
+Piece = tuple[str, str, Json]
+"""A part of a dashboard that the compiler judges by itself: its name, its type, and its JSON."""
+
+
+def pieces(board: Json) -> Iterator[Piece]:
+    """The dashboard in pieces: of each the compiler says by itself what is wrong."""
+    panels = [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", []))]
+    lists = {key: board[key] | {"list": []} for key in ("templating", "annotations")}
+    yield "dashboard", "Dashboard", board | lists | {"panels": []}
+    for panel in panels:
+        alone = panel | {"panels": []} if panel["type"] == "row" else panel
+        yield f"panel {panel.get('title')}", f"Panels[{json.dumps(panel['type'])}]", alone
+    for variable in board["templating"]["list"]:
+        yield f"variable {variable['name']}", f"Variables[{json.dumps(variable['type'])}]", variable
+    for note in board["annotations"]["list"]:
+        kind = "builtIn" if note.get("builtIn") else "prometheus"
+        yield f"annotation {note['name']}", f"Annotations['{kind}']", note
+
+
+def as_typescript(parts: Sequence[Piece]) -> str:
+    """A program that assigns each piece to its type: of what is written out as a literal the compiler refuses unknown keys."""
+    lines = ["import type { Annotations, Dashboard, Panels, Variables } from './dashboard.ts';"]
+    for number, (name, kind, piece) in enumerate(parts):
+        lines += [f"// {json.dumps(name)}", f"export const piece{number}: {kind} = {json.dumps(piece, indent=1)};"]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One error of the compiler: of which dashboard and piece, in which line of the JSON, and what it says."""
+
+    board: str
+    piece: str
+    line: str
+    text: str
+
+
+def compile_all(directory: Path, boards: dict[str, list[Piece]]) -> list[Complaint]:
+    """What the compiler says of the dashboards."""
+    shutil.copy(HERE / "tsconfig.json", directory)
+    shutil.copy(HERE / "dashboard.ts", directory)
+    (directory / "node_modules").symlink_to((INSTALLED / "node_modules").resolve())
+    for name, parts in boards.items():
+        (directory / f"{name}.ts").write_text(as_typescript(parts), encoding="utf-8")
+    compiler = INSTALLED / "node_modules" / "typescript" / "bin" / "tsc"
+    command = ["node", compiler, "--project", directory, "--pretty", "false"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100, check=False)
+    found = re.findall(r"^(\S+)\.ts\((\d+),\d+\): error TS\d+: (.*(?:\n .*)*)", done.stdout, flags=re.MULTILINE)
+    assert bool(found) == bool(done.returncode), done.stdout + done.stderr
+    assert {name for name, _, _ in found} <= set(boards), done.stdout
+    return [_complaint(name, as_typescript(boards[name]).splitlines()[: int(line)], text) for name, line, text in found]
+
+
+def _complaint(name: str, lines: list[str], text: str) -> Complaint:
+    piece = next(json.loads(line.removeprefix("// ")) for line in reversed(lines) if line.startswith("// "))
+    return Complaint(name, piece, lines[-1].strip(), text)
+
+
+def sound() -> Json:
+    """A small dashboard in which nothing is wrong, with a graph, a table and one of each of the rest."""
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    query = {"refId": "A", "expr": "up", "legendFormat": "{{job}}", "range": True, "editorMode": "code", "datasource": source}
+    graph = {
+        "id": 1, "type": "timeseries", "title": "Graph", "description": "Up.", "datasource": source, "targets": [query],
+        "gridPos": {"x": 0, "y": 0, "w": 8, "h": 8},
+        "options": {
+            "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "fieldConfig": {
+            "defaults": {
+                "unit": "short", "color": {"mode": "palette-classic"},
+                "thresholds": {"mode": "absolute", "steps": [{"color": "green", "value": None}]},
+                "mappings": [{"type": "value", "options": {"1": {"text": "up", "color": "green", "index": 0}}}],
+                "custom": {"drawStyle": "line", "lineWidth": 1, "stacking": {"mode": "none"}},
+            },
+            "overrides": [{"matcher": {"id": "byName", "options": "x"}, "properties": [
+                {"id": "unit", "value": "s"}, {"id": "custom.lineStyle", "value": {"fill": "dash"}}]}],
+        },
+        "transformations": [{"id": "organize", "options": {"renameByName": {"a": "b"}}}],
+    }  # fmt: skip
+    table = copy.deepcopy(graph) | {"id": 2, "type": "table", "title": "Table", "options": {"frameIndex": 0, "showHeader": True}}
+    table["fieldConfig"] = {"defaults": {"unit": "short"}, "overrides": []}
+    return {
+        "uid": "sound", "title": "Sound", "schemaVersion": 41, "editable": False, "graphTooltip": 1, "tags": ["a"],
+        "time": {"from": "now-1h", "to": "now"}, "panels": [graph, table],
+        "templating": {"list": [
+            {"name": "datasource", "type": "datasource", "query": "prometheus", "hide": 0},
+            {"name": "job", "type": "query", "query": "label_values(up, job)", "datasource": source, "refresh": 2, "sort": 1},
+        ]},
+        "annotations": {"list": [
+            {"name": "Up", "datasource": source, "enable": True, "iconColor": "red", "expr": "up", "titleFormat": "{{job}}"},
+        ]},
+    }  # fmt: skip
+
+
+Fault = Callable[[Json], object]
+
+
+def _put(*path: str | int, value: object) -> Fault:
+    """The fault of having this value there."""
+
+    def put(board: Json) -> None:
+        found: Any = board
+        for step in path[:-1]:
+            found = found[step]
+        found[path[-1]] = value
+
+    return put
+
+
+GRAPH = ("panels", 0)
+DEFAULTS = (*GRAPH, "fieldConfig", "defaults")
+PROPERTY = (*GRAPH, "fieldConfig", "overrides", 0, "properties", 0)
+MAPPING = (*DEFAULTS, "mappings", 0)
+
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "key of the dashboard": ("'editible'", _put("editible", value=False)),
+    "schema of another model": ("'16'", _put("schemaVersion", value=16)),
+    "tooltip that there is not": ("DashboardCursorSync", _put("graphTooltip", value=7)),
+    "key of a link": ("'keepTimes'", _put("links", value=[{"keepTimes": True}])),
+    "kind of panel": ("'graph'", _put(*GRAPH, "type", value="graph")),
+    "key of a panel": ("'desciption'", _put(*GRAPH, "desciption", value="Up.")),
+    "key of a place": ("'width'", _put(*GRAPH, "gridPos", "width", value=3)),
+    "key of options": ("'legends'", _put(*GRAPH, "options", "legends", value={})),
+    "key of a legend": ("'show'", _put(*GRAPH, "options", "legend", "show", value=True)),
+    "place of a legend": ("'left'", _put(*GRAPH, "options", "legend", "placement", value="left")),
+    "mode of a tooltip": ("'all'", _put(*GRAPH, "options", "tooltip", "mode", value="all")),
+    "option of another kind of panel": ("'legend'", _put("panels", 1, "options", "legend", value={})),
+    "key of the defaults": ("'units'", _put(*DEFAULTS, "units", value="s")),
+    "mode of colours": ("'rainbow'", _put(*DEFAULTS, "color", "mode", value="rainbow")),
+    "key of a step": ("'colour'", _put(*DEFAULTS, "thresholds", "steps", 0, "colour", value="red")),
+    "key of a mapping": ("'value'", _put(*MAPPING, "options", "1", "value", value="up")),
+    "kind of mapping": ("'values'", _put(*MAPPING, "type", value="values")),
+    "key of custom": ("'lineWitdh'", _put(*DEFAULTS, "custom", "lineWitdh", value=1)),
+    "value in custom": ("'dotted'", _put(*DEFAULTS, "custom", "drawStyle", value="dotted")),
+    "custom of another kind of panel": ("'drawStyle'", _put("panels", 1, "fieldConfig", "defaults", "custom", value={
+        "align": "auto", "inspect": False, "cellOptions": {"type": "auto"}, "drawStyle": "line"})),
+    "type of a cell": ("'bar'", _put("panels", 1, "fieldConfig", "defaults", "custom", value={
+        "align": "auto", "inspect": False, "cellOptions": {"type": "bar"}})),
+    "matcher": ("'byLabel'", _put(*GRAPH, "fieldConfig", "overrides", 0, "matcher", "id", value="byLabel")),
+    "setting of an override": ("'units'", _put(*PROPERTY, "id", value="units")),
+    "value of an override": ("'number'", _put(*PROPERTY, "value", value=5)),
+    "custom setting of an override": ("'custom.lineStyles'", _put(*PROPERTY, "id", value="custom.lineStyles")),
+    "key of a query": ("'legend'", _put(*GRAPH, "targets", 0, "legend", value="{{job}}")),
+    "format of a query": ("'tables'", _put(*GRAPH, "targets", 0, "format", value="tables")),
+    "data source that is null": ("'null'", _put(*GRAPH, "targets", 0, "datasource", value=None)),
+    "data source by name": ("'string'", _put(*GRAPH, "datasource", value="Prometheus")),
+    "transformation": ("'organise'", _put(*GRAPH, "transformations", 0, "id", value="organise")),
+    "option of a transformation": ("'rename'", _put(*GRAPH, "transformations", 0, "options", "rename", value={})),
+    "kind of variable": ("'prometheus'", _put("templating", "list", 0, "type", value="prometheus")),
+    "key of a variable": ("'multiple'", _put("templating", "list", 1, "multiple", value=True)),
+    "refresh of a variable": ("'9'", _put("templating", "list", 1, "refresh", value=9)),
+    "annotation that Grafana 11 does not ask for": ("expr", lambda board: board["annotations"]["list"][0].pop("expr")),
+    "key of an annotation": ("'colour'", _put("annotations", "list", 0, "colour", value="red")),
+}  # fmt: skip
+
+
+FREE = {"indexByName", "renameByName", "excludeByName", "includeByName"}
+"""Objects whose keys are names of fields, so that any is right."""
+
+
+def objects(json_: object, name: str = "") -> Iterator[Json]:
+    """All objects within that have keys of Grafana's."""
+    if isinstance(json_, dict):
+        if name not in FREE:
+            yield json_
+        for key, value in json_.items():
+            yield from objects(value, key)
+    elif isinstance(json_, list):
+        for value in json_:
+            yield from objects(value)
+
+
+def with_unknown_keys(board: Json, seed: int) -> list[Piece]:
+    """The pieces of a dashboard, each with a key that Grafana does not know in one of its objects, taken at random."""
+    chosen = random.Random(seed)
+    found = list(pieces(copy.deepcopy(board)))
+    for _, _, piece in found:
+        chosen.choice(list(objects(piece)))["unknown"] = "key"
+    return found
+
+
+SEEDS = range(2)
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[Complaint]:
+    """What one run of the compiler says of all dashboards: those that are shipped, the sound one, and those with a fault."""
+    installed()
+    shipped = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in FILES}
+    boards = {f"shipped-{name}": list(pieces(board)) for name, board in shipped.items()} | {"sound": list(pieces(sound()))}
+    boards |= {f"unknown-{name}-{seed}": with_unknown_keys(board, seed) for name, board in shipped.items() for seed in SEEDS}
+    for name, (_, fault) in FAULTS.items():
+        broken = sound()
+        fault(broken)
+        boards[_named(name)] = list(pieces(broken))
+    return compile_all(tmp_path_factory.mktemp("schema"), boards)
+
+
+def _named(fault: str) -> str:
+    return "fault-" + fault.replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_dashboard_is_what_grafana_reads(path: Path, complaints: list[Complaint]) -> None:
+    """Each key is one of Grafana's, at its place, and each value one that Grafana has for it."""
+    left = [found for found in complaints if found.board == f"shipped-{path.stem}"]
+    assert not left, "\n".join(f"{found.piece}: {found.line}: {found.text}" for found in left)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_unknown_key_is_found_anywhere(path: Path, complaints: list[Complaint]) -> None:
+    """In whichever object of a shipped dashboard an unknown key is put, the compiler finds that piece wrong."""
+    board = json.loads(path.read_text(encoding="utf-8"))
+    for seed in SEEDS:
+        named = {found.piece for found in complaints if found.board == f"unknown-{path.stem}-{seed}"}
+        assert {name for name, _, _ in pieces(board)} <= named
+
+
+def test_a_sound_dashboard_is_left_alone(complaints: list[Complaint]) -> None:
+    """What the faults below are put into compiles, so that what is found is the fault."""
+    assert [found for found in complaints if found.board == "sound"] == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(fault: str, complaints: list[Complaint]) -> None:
+    """A key or value that Grafana does not know is found and named."""
+    said = [found.text.replace('"', "") for found in complaints if found.board == _named(fault)]
+    assert any(FAULTS[fault][0] in text for text in said), said
+
+
+def test_units_are_grafanas_own() -> None:
+    """The list of units that the dashboards are checked with is that of Grafana in this version."""
+    installed()
+    text = (INSTALLED / "units.mjs").read_text(encoding="utf-8")
+    found = re.findall(r'\bid: ("(?:[^"\\]|\\.)+")', text)
+    assert len(found) > 200
+    own = (HERE / "units.txt").read_text(encoding="utf-8").split()
+    assert own == sorted({json.loads(re.sub(r"\\x(..)", r"\\u00\1", unit)) for unit in found})

@@ -1,0 +1,520 @@
+"""Jobs of two ranks from end to end: the examples before a real Prometheus that only knows a folder, and ranks that stop or die.
+
+Two jobs, `examples/ddp.py` and `examples/fsdp2.py` under torchrun, train at once; in each one rank is slow. They linger until
+Prometheus has seen their end, and the tests ask it afterwards. In a third job the ranks go through scenes in which an exporter
+is missing, fails or comes late, or a rank is stopped or killed; training and collectives have to be those of a job without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import pickle
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import Perceptron
+from tests.support.real_prometheus import Prometheus
+from tests.support.scrape import errors
+from tests.support.tools import REPOSITORY, eventually, find
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.outputs.http.listener import open_listener
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
+
+PAGE = (REPOSITORY / "docs" / "distributed.md").read_text(encoding="utf-8")
+FOLDER = "/shared/torch-grad-exporter"
+FILES = 1
+"""The place of the configuration with files among those on the page."""
+
+
+def blocks() -> list[Any]:
+    """The configurations in docs/distributed.md."""
+    return [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
+
+
+def rule(name: str) -> str:
+    """A rule of docs/distributed.md, with the rules that it is made of, of the last values instead of what they rose by."""
+    rules = {one["record"]: one["expr"] for found in blocks() for group in found.get("groups", ()) for one in group["rules"]}
+    text = str(rules[name])
+    for other, expression in rules.items():
+        text = text.replace(other, f"({expression})")
+    return text.replace("rate(", "last_over_time(")
+
+
+@contextlib.contextmanager
+def watching(directory: Path, folder: Path) -> Iterator[Prometheus]:
+    """Runs a Prometheus with the configuration of the page, that reads the folder and scrapes twice a second."""
+    folder.mkdir()
+    text = yaml.safe_dump(blocks()[FILES] | {"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}})
+    assert FOLDER in text
+    configuration = directory / "prometheus.yml"
+    configuration.write_text(text.replace(FOLDER, str(folder)))
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port = listener.getsockname()[1]
+    options = [f"--config.file={configuration}", f"--storage.tsdb.path={directory}/data", f"--web.listen-address=127.0.0.1:{port}"]
+    with subprocess.Popen([find("prometheus"), *options, "--log.level=error"]) as process:
+        try:
+            yield Prometheus(port)
+        finally:
+            process.terminate()
+
+
+# The examples
+
+STEPS, SECONDS = 20, 0.3
+SLOW = {"ddp": 1, "fsdp2": 0}
+EXAMPLES = tuple(SLOW)
+LAYERS = ("0", "2", "4", "6")
+RANGE = "[10m]"
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What is left of both jobs. `runs`: their names by example. `files`: those in the folder after the end."""
+
+    prometheus: Prometheus
+    runs: dict[str, str]
+    files: list[Path]
+
+    def by(self, label: str, expression: str, example: str) -> dict[str, float]:
+        """The values of an expression by one label; in it, `run` stands for the job's name."""
+        text = expression.replace("$run", f'run="{self.runs[example]}"')
+        found = self.prometheus.query(text)
+        assert len({labels[label] for labels, _ in found}) == len(found)
+        return {labels[label]: float(value) for labels, value in found}
+
+    def ruled(self, name: str, example: str, by: str = "rank") -> dict[str, float]:
+        """The last values of a rule of the page by one label."""
+        found = self.prometheus.query(rule(name))
+        return {labels[by]: float(value) for labels, value in found if labels["run"] == self.runs[example]}
+
+
+def torchrun(example: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts an example on two ranks."""
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port = listener.getsockname()[1]
+    launcher = {
+        "ddp": [f"--master-port={port}"],
+        "fsdp2": ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=a named run"],
+    }[example]
+    script = [REPOSITORY / "examples" / f"{example}.py", f"--sd-dir={folder}", f"--steps={STEPS}", f"--seconds={SECONDS}"]
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY), "TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1", "TORCH_GRAD_EXPORTER_LINGER": "60",
+        "TORCH_GRAD_EXPORTER_EVERY": "1", "TORCH_GRAD_EXPORTER_LABELS": f"example={example}", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *launcher, *script]
+    return subprocess.Popen([*map(str, command), f"--slow-rank={SLOW[example]}"], env=environment)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Both examples, run to their end."""
+    directory = tmp_path_factory.mktemp("jobs")
+    folder = directory / "ranks"
+    with watching(directory, folder) as prometheus:
+        running = [torchrun(example, folder) for example in EXAMPLES]
+        try:
+            assert [process.wait(90) for process in running] == [0, 0]
+        finally:
+            for process in running:
+                process.terminate()
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        info = prometheus.query(f"last_over_time(torch_train_info{RANGE})")
+        runs = {labels["example"]: labels["run"] for labels, _ in info}
+        yield Jobs(prometheus, runs, files)
+
+
+@functools.cache
+def reference(example: str) -> tuple[dict[str, float], float]:
+    """What one process with the data of both ranks computes in float64.
+
+    The root of the mean square of each layer's norm, and the norm of all at the last step.
+    """
+    names = runpy.run_path(str(REPOSITORY / "examples" / f"{example}.py"))
+    torch.manual_seed(0)
+    model = names["build"]().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = argparse.Namespace(steps=STEPS, slow_rank=None)
+    corpus = names["read_corpus"]()
+    squares, norm = dict.fromkeys(LAYERS, 0.0), 0.0
+    for parts in zip(*(names["batches"](corpus, rank, chosen) for rank in range(2)), strict=True):
+        text = torch.cat(parts)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(text[:, :-1]), text[:, -1]).backward()
+        for layer in LAYERS:
+            gradients = [parameter.grad for parameter in model[int(layer)].parameters()]
+            squares[layer] += sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+    return {layer: (square / STEPS) ** 0.5 for layer, square in squares.items()}, norm
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_all_ranks_are_found_under_their_own_names(example: str, jobs: Jobs) -> None:
+    """Each rank was up, with the labels run, rank, local_rank and host that its own series have, and one name for the run."""
+    names = ("run", "rank", "local_rank", "host")
+    ups = jobs.prometheus.query(f'max_over_time(up{{example="{example}"}}{RANGE})')
+    infos = jobs.prometheus.query(f'last_over_time(torch_train_info{{example="{example}"}}{RANGE})')
+    assert [value for _, value in ups] == ["1", "1"]
+    told, own = (sorted(tuple(labels[name] for name in names) for labels, _ in found) for found in (ups, infos))
+    assert told == own == [(jobs.runs[example], rank, rank, socket.gethostname()) for rank in ("0", "1")]
+    assert jobs.runs["fsdp2"] == "a named run"
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", jobs.runs["ddp"])
+    assert jobs.by("rank", f"last_over_time(torch_train_world_size{{$run}}{RANGE})", example) == {"0": 2, "1": 2}
+
+
+def test_no_label_is_renamed(jobs: Jobs) -> None:
+    """Nowhere is there an `exported_run` beside a `run`."""
+    labels = jobs.prometheus.get("/api/v1/labels")
+    assert isinstance(labels, list)
+    assert {"run", "rank", "layer"} < set(labels)
+    assert [label for label in labels if label.startswith("exported_")] == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_which_ranks_show_layers(example: str, jobs: Jobs) -> None:
+    """Copies are shown by rank 0 alone, as norms; parts by every rank, as norms of parts."""
+
+    def showing(name: str) -> dict[str, float]:
+        return jobs.by("rank", f'count by (rank) (last_over_time({name}{{$run,layer!=""}}{RANGE}))', example)
+
+    every = {"0": len(LAYERS), "1": len(LAYERS)}
+    first = {"0": len(LAYERS)}
+    assert showing("torch_grad_captures_total") == (first if example == "ddp" else every)
+    assert showing("torch_grad_norm") == (first if example == "ddp" else {})
+    assert showing("torch_grad_shard_norm") == ({} if example == "ddp" else every)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_norms_are_those_of_one_process(example: str, jobs: Jobs) -> None:
+    """The rule for the root mean square, of counters that stand still, and the last global norm are the reference's to 1e-5."""
+    layers, norm = reference(example)
+    captures = jobs.by("layer", f"max by (layer) (last_over_time(torch_grad_captures_total{{$run}}{RANGE}))", example)
+    assert captures == dict.fromkeys(LAYERS, STEPS)
+    found = jobs.ruled("run_layer:torch_grad_norm:rms5m", example, by="layer")
+    assert found == {layer: pytest.approx(value, rel=1e-5) for layer, value in layers.items()}
+    last = jobs.by("rank", f"last_over_time(torch_grad_global_norm{{$run}}{RANGE})", example)
+    assert last == {rank: pytest.approx(norm, rel=1e-5) for rank in ("0", "1")}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_slow_rank_waits_for_its_data(example: str, jobs: Jobs) -> None:
+    """Both take as long for a step; only the phase `data` tells whose fault it is."""
+    slow, other = str(SLOW[example]), str(1 - SLOW[example])
+    steps = jobs.by("rank", f"last_over_time(torch_train_step_duration_seconds_sum{{$run}}{RANGE})", example)
+    assert steps[other] == pytest.approx(steps[slow], rel=0.2)
+    data = jobs.ruled("rank:torch_train_data_seconds:mean5m", example)
+    assert data[slow] >= SECONDS
+    assert data[other] < 0.2 * SECONDS
+
+
+def test_a_slow_rank_has_the_most_time_of_its_own(jobs: Jobs) -> None:
+    """Under DDP the ranks' own times, of steps without the waiting, differ by what the slow one is slower; half of it is excess."""
+    own = jobs.ruled("rank:torch_train_own_seconds:mean5m", "ddp")
+    assert own["1"] - own["0"] == pytest.approx(SECONDS, rel=0.3)
+    assert jobs.ruled("rank:torch_train_own_seconds:excess5m", "ddp")["1"] == pytest.approx((own["1"] - own["0"]) / 2)
+
+
+def test_the_end_is_seen_and_then_the_ranks_are_gone(jobs: Jobs) -> None:
+    """The last scrape has the state `finished`; the folder is empty, and Prometheus forgets the targets."""
+    for example in EXAMPLES:
+        ended = jobs.by("rank", f'last_over_time(torch_train_state{{$run,state="finished"}}{RANGE})', example)
+        assert ended == {"0": 1, "1": 1}
+    assert jobs.files == []
+    assert eventually(lambda: jobs.prometheus.query("up") == [], 30)
+
+
+# Scenes: an exporter on some ranks only, and ranks that stop or die
+
+BATCHES = 30
+MIDDLE, LATE = 10, 20
+"""Steps at which something happens."""
+
+PATIENCE = 30.0
+"""Seconds for which a rank waits for a sign, and the tests for a rank."""
+
+Options = dict[str, Any]
+PLAIN: Options = {}
+SCENES: dict[str, tuple[Options | None, Options | None]] = {
+    "neither": (None, None),
+    "both": (PLAIN, PLAIN),
+    "the first only": (PLAIN, None),
+    "the second only": (None, PLAIN),
+    "failing on the first": ({"port": "9100"}, PLAIN),
+    "failing on the second": (PLAIN, {"port": "9100"}),
+    "late on the second": (PLAIN, {"at": MIDDLE}),
+    "late on the first": ({"at": MIDDLE}, PLAIN),
+    "late while the first is stopped": ({"stops": MIDDLE}, {"at": MIDDLE}),
+    "stopped and killed": (PLAIN, {"waits": (MIDDLE, LATE)}),
+}
+"""For each rank, whether it has an exporter and what is special about it."""
+
+UNDISTURBED = [name for name in SCENES if "stopped" not in name]
+
+
+@dataclass
+class Finding:
+    """What a rank found in a scene. Times in seconds; `starting`: that start_exporter took; `error`: what ended the training."""
+
+    losses: list[float] = field(default_factory=list)
+    took: float = 0.0
+    starting: float = 0.0
+    raised: str = ""
+    error: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    collectives: int = 0
+
+
+class Rank:
+    """One of the two ranks: goes through the scenes."""
+
+    def __init__(self, rank: int, folder: Path, peer: int) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.peer = peer
+
+    def scene(self, name: str) -> Finding:
+        """Trains one model, with an exporter or without."""
+        options = SCENES[name][self.rank]
+        found = Finding()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Perceptron())
+        dist.barrier()
+        before = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            if options is not None and "at" not in options:
+                self.start(model, name, found, stack)
+            self.train(model, name, found, stack)
+        found.took = time.monotonic() - began
+        found.collectives = dist.group.WORLD._get_sequence_number_for_group() - before  # type: ignore[union-attr]
+        return found
+
+    def start(self, model: torch.nn.Module, name: str, found: Finding, stack: contextlib.ExitStack) -> None:
+        """Starts the exporter as the scene says; the run has the name that the ranks agree on."""
+        port = (SCENES[name][self.rank] or {}).get("port", 0)
+        began = time.monotonic()
+        try:
+            exporter = stack.enter_context(start_exporter(model, port, addr="127.0.0.1", sd_dir=self.folder / "ranks", every=1))
+        except TypeError as error:
+            found.raised = str(error)
+        else:
+            stack.callback(lambda: found.errors.update(errors(exporter)))
+            (self.folder / f"url-{self.rank}").write_text(str(exporter.url))
+        found.starting = time.monotonic() - began
+
+    def train(self, model: torch.nn.Module, name: str, found: Finding, stack: contextlib.ExitStack) -> None:
+        """The training, and what happens in it."""
+        options = SCENES[name][self.rank] or {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(self.rank)
+        for step in range(BATCHES):
+            if step == options.get("stops"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if step == options.get("at"):
+                self.start_late(model, name, found, stack)
+            if step in options.get("waits", ()):
+                assert eventually((self.folder / f"go-{step}").exists, PATIENCE)
+                os.kill(os.getpid(), signal.SIGSTOP if step == MIDDLE else signal.SIGKILL)
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6, generator=generator)).square().mean()
+            try:
+                loss.backward()
+            except RuntimeError as error:  # the other one is dead; lives on, as one that saves a checkpoint does
+                found.error = str(error)
+                assert eventually((self.folder / "end").exists, PATIENCE)
+                return
+            optimizer.step()
+            found.losses.append(loss.item())
+
+    def start_late(self, model: torch.nn.Module, name: str, found: Finding, stack: contextlib.ExitStack) -> None:
+        """Starts it amid the training, and where the peer is to be stopped, while it is, which is where the job's store is."""
+        stopped = "stopped" in name
+        if stopped:
+            peer = psutil.Process(self.peer)
+            assert eventually(lambda: peer.status() == psutil.STATUS_STOPPED, PATIENCE)
+        self.start(model, name, found, stack)
+        if stopped:
+            os.kill(self.peer, signal.SIGCONT)
+
+
+def rank_main(rank: int, folder: Path, port: int) -> None:
+    """One rank of two, whose job's store is at rank 0."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    one = Rank(rank, folder, pids[1 - rank])
+    with (folder / f"report-{rank}").open("wb", buffering=0) as report:
+        for name in SCENES:
+            report.write(pickle.dumps(one.scene(name)))
+    os._exit(0)  # the group has lost its other rank, and would wait for it
+
+
+@dataclass
+class Watched:
+    """The last scene from outside: what Prometheus had as `up` by rank, and how long scrapes of the other rank took, in seconds."""
+
+    ups: dict[str, dict[str, float]] = field(default_factory=dict)
+    scrapes: dict[str, list[float]] = field(default_factory=dict)
+    files: dict[str, set[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Scenes:
+    """What both ranks found by scene, how the last one looked, and how both ended."""
+
+    found: list[dict[str, Finding]]
+    watched: Watched
+    exits: list[int | None]
+
+
+def read(path: Path) -> list[Finding]:
+    """What a rank wrote, as far as it came."""
+    found = []
+    with path.open("rb") as report, contextlib.suppress(EOFError):
+        while True:
+            found.append(pickle.load(report))  # noqa: S301 - written by the process that was started here
+    return found
+
+
+def scraping(folder: Path) -> list[float]:
+    """How long three scrapes of rank 0 take, each one new."""
+    took = []
+    for _ in range(3):
+        time.sleep(1.0)  # for which an answer is shared
+        began = time.monotonic()
+        with urllib.request.urlopen((folder / "url-0").read_text(), timeout=10) as answer:
+            assert b"torch_train_steps_total" in answer.read()
+        took.append(time.monotonic() - began)
+    return took
+
+
+def watch(prometheus: Prometheus, folder: Path) -> Watched:
+    """Has rank 1 stop, go on and die, and looks at both."""
+    watched, second = Watched(), psutil.Process(int((folder / "pid-1").read_text()))
+
+    def files() -> set[str]:
+        return {path.stem.rpartition("-")[2] for path in (folder / "ranks").glob("*.json")}
+
+    def comes(moment: str, expected: dict[str, float]) -> None:
+        def up() -> bool:
+            # Other scenes' ranks, which have ended, have no value.
+            watched.ups[moment] = {labels["rank"]: float(value) for labels, value in prometheus.query("up")}
+            return watched.ups[moment] == expected
+
+        assert eventually(up, PATIENCE), (moment, watched.ups)
+        watched.files[moment] = files()
+
+    comes("before", {"0": 1, "1": 1})
+    (folder / f"go-{MIDDLE}").touch()
+    assert eventually(lambda: second.status() == psutil.STATUS_STOPPED, PATIENCE)
+    watched.scrapes["stopped"] = scraping(folder)
+    comes("stopped", {"0": 1, "1": 0})
+    second.send_signal(signal.SIGCONT)
+    comes("going on", {"0": 1, "1": 1})
+    (folder / f"go-{LATE}").touch()
+    assert eventually(lambda: second.status() == psutil.STATUS_ZOMBIE, PATIENCE)
+    watched.scrapes["killed"] = scraping(folder)
+    comes("killed", {"0": 1, "1": 0})
+    (folder / "end").touch()
+    return watched
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    """All scenes, played."""
+    directory = tmp_path_factory.mktemp("scenes")
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port = listener.getsockname()[1]
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=rank_main, args=(rank, directory, port)) for rank in range(2)]
+    with watching(directory, directory / "ranks") as prometheus:
+        for process in processes:
+            process.start()
+        last = len(SCENES) - 1
+        try:
+            assert eventually(lambda: all((directory / f"report-{rank}").exists() for rank in range(2)), 2 * PATIENCE)
+            assert eventually(lambda: all(len(read(directory / f"report-{rank}")) == last for rank in range(2)), 2 * PATIENCE)
+            watched = watch(prometheus, directory)
+            processes[0].join(PATIENCE)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    watched.files["end"] = {path.stem.rpartition("-")[2] for path in (directory / "ranks").glob("*.json")}
+    found = [dict(zip(SCENES, read(directory / f"report-{rank}"), strict=False)) for rank in range(2)]
+    return Scenes(found, watched, [process.exitcode for process in processes])
+
+
+@pytest.mark.parametrize("name", UNDISTURBED[1:])
+def test_nobody_waits_for_an_exporter_that_is_not_there(name: str, scenes: Scenes) -> None:
+    """Missing, failing or late on a rank: both train as without, as fast, and no collective is ours."""
+    for mine in scenes.found:
+        plain, found = mine["neither"], mine[name]
+        assert len(found.losses) == BATCHES
+        assert found.losses == plain.losses
+        assert found.collectives == plain.collectives >= BATCHES
+        assert found.took < plain.took + 4
+        assert found.errors == {}
+
+
+def test_a_wrong_argument_raises_on_its_rank_alone(scenes: Scenes) -> None:
+    """In the scenes in which an exporter fails it does, and elsewhere none does."""
+    failing = {
+        (rank, name) for name in SCENES for rank in range(2) if name in scenes.found[rank] and scenes.found[rank][name].raised
+    }
+    assert failing == {(0, "failing on the first"), (1, "failing on the second")}
+
+
+def test_a_store_that_is_stopped_delays_a_start_by_its_limit_alone(scenes: Scenes) -> None:
+    """A rank that starts its exporter while the store's host is stopped goes on after 5 seconds, and the training is the same."""
+    name = "late while the first is stopped"
+    assert 4 < scenes.found[1][name].starting < 6
+    for mine in scenes.found:
+        assert mine[name].losses == mine["neither"].losses
+        assert mine[name].collectives == mine["neither"].collectives
+
+
+def test_a_stopped_rank_is_down_and_comes_back(scenes: Scenes) -> None:
+    """`up` is 0 while it is stopped; the other one is scraped at once, and then both go on as if nothing had been."""
+    ups, scrapes = scenes.watched.ups, scenes.watched.scrapes
+    assert [ups[moment] for moment in ("before", "stopped", "going on")] == [{"0": 1, "1": 1}, {"0": 1, "1": 0}, {"0": 1, "1": 1}]
+    assert max(scrapes["stopped"]) < 1
+    losses = scenes.found[0]["stopped and killed"].losses
+    assert losses == scenes.found[0]["neither"].losses[:LATE]
+
+
+def test_a_killed_rank_stays_down_until_somebody_removes_its_file(scenes: Scenes) -> None:
+    """The other one's training fails as without an exporter; it is still scraped, ends by itself and takes its own file along."""
+    assert scenes.watched.ups["killed"] == {"0": 1, "1": 0}
+    assert max(scenes.watched.scrapes["killed"]) < 1
+    found = scenes.found[0]["stopped and killed"]
+    assert "losed" in found.error or "reset" in found.error
+    assert found.errors == {}
+    assert scenes.exits == [0, -signal.SIGKILL]
+    assert scenes.watched.files["killed"] == {"0", "1"}
+    assert scenes.watched.files["end"] == {"1"}

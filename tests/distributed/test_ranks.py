@@ -1,0 +1,287 @@
+"""Four ranks: what each of them shows, and that all together show what one process would.
+
+Four processes train a model in each layout of ranks and write down their scrapes; the tests add up what they exported, by
+the rules that are shipped, and compare it with the gradients that one process computes in float64.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.scrape import Key, errors, key, values
+from torch_grad_exporter import start_exporter
+
+WORLD = 4
+STEPS = 3
+LAYERS = ("norm", "first", "second")
+
+
+class Normed(torch.nn.Module):
+    """Between two layers of a perceptron, one that is never cut by tensor parallelism."""
+
+    def __init__(self, inputs: int = 6, hidden: int = 8, outputs: int = 3) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(inputs)
+        self.first = torch.nn.Linear(inputs, hidden)
+        self.second = torch.nn.Linear(hidden, outputs)
+        with torch.no_grad():
+            self.first.bias[0] = -1e4  # a unit whose output is 0 whatever comes
+            self.second.weight[:, -1] = 0.0  # and one whose gradient is
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.norm(x)).relu())
+
+
+def made(**sizes: int) -> Normed:
+    """The same model each time."""
+    torch.manual_seed(0)
+    return Normed(**sizes)
+
+
+def data(step: int, part: int) -> torch.Tensor:
+    """The batch of a step for one of the data-parallel parts."""
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + part))
+
+
+def mesh(*sizes: int, names: tuple[str, ...]) -> Any:  # noqa: ANN401 - a DeviceMesh
+    """The ranks in a grid."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+# Layouts: each gives the model and which part of the data this rank trains on.
+
+
+def ddp(rank: int) -> tuple[torch.nn.Module, int]:
+    """Four copies."""
+    return DistributedDataParallel(made()), rank
+
+
+def fsdp(rank: int) -> tuple[torch.nn.Module, int]:
+    """Eight rows over four ranks; three are 1, 1, 1 and 0."""
+    model = made()
+    fully_shard(model)
+    return model, rank
+
+
+def fsdp_uneven(rank: int) -> tuple[torch.nn.Module, int]:
+    """Five rows over four ranks are 2, 2, 1 and 0."""
+    model = made(hidden=5)
+    for layer in (model.first, model.second, model):
+        fully_shard(layer)
+    return model, rank
+
+
+def hsdp(rank: int) -> tuple[torch.nn.Module, int]:
+    """Sharded over two ranks, and that replicated over two."""
+    model = made()
+    fully_shard(model, mesh=mesh(2, 2, names=("replicate", "shard")))
+    return model, rank
+
+
+def tensor_parallel(rank: int) -> tuple[torch.nn.Module, int]:
+    """Columns and rows over all four; the normalisation is whole on each."""
+    model = made(outputs=4)
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh(WORLD, names=("tp",)), plan)
+    return model, 0
+
+
+def tensor_and_data(rank: int) -> tuple[torch.nn.Module, int]:
+    """FSDP over one dimension of a mesh, tensor parallelism over the other, of which the normalisation knows nothing."""
+    model, both = made(outputs=4), mesh(2, 2, names=("dp", "tp"))
+    parallelize_module(model, both["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    fully_shard(model, mesh=both["dp"])
+    return model, rank // 2
+
+
+LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
+    one.__name__: one for one in (ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data)
+}
+SIZES: dict[str, dict[str, int]] = {
+    "fsdp_uneven": {"hidden": 5}, "tensor_parallel": {"outputs": 4}, "tensor_and_data": {"outputs": 4},
+}  # fmt: skip
+PARTS = {"tensor_parallel": 1, "tensor_and_data": 2}
+"""How many parts of the data there are, else one for each rank."""
+
+
+def train(model: torch.nn.Module, part: int, scrape: Callable[[], None]) -> None:
+    """Some steps; the loss of the second is infinite, and it is skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(data(step, part)).square().mean()
+        (loss * (math.inf if step == 1 else 1.0)).backward()
+        if step != 1:
+            optimizer.step()
+        scrape()
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One of the ranks: all layouts, one after the other."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    found: dict[str, list[dict[Key, float]]] = {}
+    options = {
+        "every": 1,
+        "collectors": dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False) | {"whole_run": True},
+    }
+    for name, layout in LAYOUTS.items():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=60)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, part = layout(rank)
+        with start_exporter(model, None, run="ranks", **options) as exporter:
+            whole_run = next(one for one in exporter._scrape._collectors if one.name == "whole_run")._whole_run
+            whole_run.close()  # it reports when it is told to
+            scrapes: list[dict[Key, float]] = [values(exporter)]
+            train(model, part, lambda exporter=exporter, scrapes=scrapes: scrapes.append(values(exporter)))
+            assert errors(exporter) == {}
+            for _ in range(2):
+                whole_run.report()
+                dist.barrier()
+                whole_run.look()
+                dist.barrier()
+                train(model, part, lambda: None)
+            found[f"{name}, combined"] = [values(exporter)]
+        found[name] = scrapes
+        dist.barrier()
+        dist.destroy_process_group()
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+
+
+Found = list[dict[str, list[dict[Key, float]]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By rank and layout, the scrapes: before the first step and after each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, args=(str(folder),), nprocs=WORLD)
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(WORLD)]  # noqa: S301 - our own
+
+
+def reference(layout: str, step: int) -> dict[str, list[torch.Tensor]]:
+    """The gradients by layer, averaged over the parts of the data, by one process in float64."""
+    model, parts = made(**SIZES.get(layout, {})).double(), PARTS.get(layout, WORLD)
+    for part in range(parts):
+        (model(data(step, part).double()).square().mean() / parts).backward()
+    return {layer: [p.grad for p in model.get_submodule(layer).parameters() if p.grad is not None] for layer in LAYERS}
+
+
+def summed(found: Found, layout: str, moment: int, name: str, **labels: str) -> float:
+    """`sum without (rank)` of one series."""
+    return sum(ranks[layout][moment].get(key(name, **labels), 0.0) for ranks in found)
+
+
+def showing(found: Found, layout: str, name: str, **labels: str) -> list[int]:
+    """The ranks that show a series after the last step."""
+    return [rank for rank, ranks in enumerate(found) if key(name, **labels) in ranks[layout][-1]]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str, layer: str) -> None:
+    """However a layer is cut or copied, the sum over ranks is the square of the norm of the whole, to 1e-5."""
+    for step in (0, 2):
+        expected = sum(float(gradient.square().sum()) for gradient in reference(layout, step)[layer])
+        assert expected > 0
+        assert summed(found, layout, step + 1, "torch_grad_norm_squared", layer=layer) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rule_for_the_root_mean_square(found: Found, layout: str, layer: str) -> None:
+    """The sum of the squared totals over the captures of any rank is the mean square of the two finite samples."""
+    squares = [sum(float(gradient.square().sum()) for gradient in reference(layout, step)[layer]) for step in (0, 2)]
+    total = summed(found, layout, -1, "torch_grad_norm_squared_accumulated_total", layer=layer)
+    captures = max(ranks[layout][-1].get(key("torch_grad_captures_total", layer=layer), 0.0) for ranks in found)
+    assert captures == STEPS  # the one that was not finite is a sample, too
+    assert total == pytest.approx(sum(squares), rel=2e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elements_that_are_not_finite_count_once(found: Found, layout: str, layer: str) -> None:
+    """Over all ranks, as many as the whole gradient has elements: all of them, but for a unit that is dead."""
+    shown = sum(summed(found, layout, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind) for kind in ("nan", "inf"))
+    elements = sum(gradient.numel() for gradient in reference(layout, 0)[layer])
+    assert 0 < shown <= elements
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("tensor_parallel", "tensor_and_data")])
+def test_silent_units_add_up(found: Found, layout: str) -> None:
+    """The units' shares, weighted with the units, are those of the whole: one of all is silent, on whatever rank."""
+    units = [ranks[layout][1].get(key("torch_grad_units", layer="first"), 0.0) for ranks in found]
+    shares = [ranks[layout][1].get(key("torch_grad_zero_units_ratio", layer="first"), 0.0) for ranks in found]
+    weight = reference(layout, 0)["first"][0]
+    silent = int((weight == 0).all(1).sum())
+    assert silent > 0
+    assert sum(u * s for u, s in zip(units, shares, strict=True)) / sum(units) == pytest.approx(silent / len(weight))
+
+
+def test_units_that_are_spread_over_ranks_are_nobodys(found: Found) -> None:
+    """Of a weight that is cut through its units no rank can say which are silent; of one cut between them each can."""
+    for layout in ("tensor_parallel", "tensor_and_data"):
+        assert showing(found, layout, "torch_grad_zero_units_ratio", layer="second") == []
+        assert showing(found, layout, "torch_grad_zero_units_ratio", layer="first") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_0_combines_the_reports_of_all(found: Found, layout: str) -> None:
+    """Between the two reports were the same steps again: the root mean square of their norms, and all that was not finite."""
+    combined = found[0][f"{layout}, combined"][0]
+    assert combined[key("torch_run_ranks_reporting")] == WORLD
+    assert combined[key("torch_run_fewest_steps")] == combined[key("torch_run_most_steps")] == 2 * (STEPS - 1)
+    whole = 0.0
+    for layer in LAYERS:
+        squares = [sum(float(gradient.square().sum()) for gradient in reference(layout, step)[layer]) for step in (0, 2)]
+        # The sample that was not finite counts as a sample, too, and adds nothing.
+        assert combined[key("torch_run_grad_norm_rms", layer=layer)] == pytest.approx(math.sqrt(sum(squares) / STEPS), rel=1e-5)
+        whole += sum(squares) / STEPS
+        for kind in ("nan", "inf"):
+            once = summed(found, layout, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind)
+            assert combined[key("torch_run_grad_nonfinite_elements_total", layer=layer, kind=kind)] == 2 * once
+    assert combined[key("torch_run_grad_global_norm_rms")] == pytest.approx(math.sqrt(whole), rel=1e-5)
+    assert all(not any(name.startswith("torch_run") for name, _ in ranks[f"{layout}, combined"][0]) for ranks in found[1:])
+
+
+def test_a_norm_stands_only_where_it_is_whole(found: Found) -> None:
+    """What is cut has the norm of the part on each rank; what is copied has the norm, on the first rank alone."""
+    for layout in LAYOUTS:
+        for layer in LAYERS:
+            whole = layout == "ddp" or (layout, layer) == ("tensor_parallel", "norm")
+            norm = showing(found, layout, "torch_grad_norm", layer=layer)
+            part = showing(found, layout, "torch_grad_shard_norm", layer=layer)
+            if layout == "ddp" or whole:
+                assert (norm, part) == ([0], [])
+            else:
+                # Of a few elements the last rank may have none.
+                assert (norm, set(part) | {3}) == ([], {0, 1, 2, 3}), (layout, layer)
+
+
+def test_only_the_first_of_the_copies_has_series_by_layer(found: Found) -> None:
+    """Under DDP other ranks show what is theirs, and of the whole model what costs nothing; never a layer, from the start on."""
+    for rank, ranks in enumerate(found):
+        for scrape in ranks["ddp"]:
+            assert bool({name for name, labels in scrape if dict(labels).get("layer")}) == (rank == 0)
+        last = ranks["ddp"][-1]
+        assert last[key("torch_train_steps_total", optimizer="SGD")] == STEPS - 1
+        assert last[key("torch_grad_global_norm")] == pytest.approx(found[0]["ddp"][-1][key("torch_grad_global_norm")], rel=1e-6)

@@ -1,0 +1,457 @@
+"""The job's store, in all its forms, with hosts that are stopped and killed, and in real jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.tools import eventually
+from torch_grad_exporter.distributed.identity import Identity
+from torch_grad_exporter.distributed.store import Connection, JobStore, NoStoreError, StoreError, connected, run_name
+
+PATIENCE = dt.timedelta(seconds=20)
+"""Of the training's own store, unless a test says otherwise."""
+
+TWO_RANKS = Identity(rank=1, world_size=2)
+
+HOST = """
+import datetime, time
+import torch.distributed as dist
+patience = datetime.timedelta(seconds=20)
+stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, use_libuv=libuv) for libuv in (False, True)]
+print(*(store.port for store in stores), flush=True)
+time.sleep(100)
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A process that hosts two stores: their ports, without and with libuv."""
+
+    process: subprocess.Popen[str]
+    ports: tuple[int, int]
+
+
+@contextlib.contextmanager
+def hosting() -> Iterator[Host]:
+    """A host, until it is killed at the end."""
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            first, second = map(int, process.stdout.readline().split())
+            yield Host(process, (first, second))
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """One for several tests, which leave it running."""
+    with hosting() as running:
+        yield running
+
+
+def tcp(*, libuv: bool = True) -> dist.TCPStore:
+    """A store that this process hosts."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE, use_libuv=libuv)
+
+
+def ours(store: dist.Store) -> JobStore:
+    """Our client of a process group with this store."""
+    group = dist.PrefixStore("0/", dist.PrefixStore("default_pg", store))
+    return JobStore(lambda: connected({}, group=lambda: group))
+
+
+def agents(port: int) -> JobStore:
+    """Our client of a store that torchrun's agent would host there."""
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return JobStore(lambda: connected(environment))
+
+
+STORES: dict[str, Callable[[Path], dist.Store]] = {
+    "tcp": lambda _: tcp(),
+    "tcp without libuv": lambda _: tcp(libuv=False),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 2),
+    "hash": lambda _: dist.HashStore(),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_what_it_does(kind: str, tmp_path: Path) -> None:
+    """All clients agree on the first value; bytes that one publishes another collects, until they are removed."""
+    store = STORES[kind](tmp_path)
+    first, second = ours(store), ours(store)
+    assert [first.agree("run", "a"), second.agree("run", "b"), first.agree("run", "c")] == ["a", "a", "a"]
+    value = b"\x00\xff{}\n"
+    first.publish("x", value)
+    first.publish("y", b"")
+    assert second.collect(["x", "y", "z"]) == {"x": value, "y": b""}
+    first.publish("x", b"new")
+    first.remove("y")
+    first.remove("never there")
+    assert second.collect(["x", "y", "z"]) == {"x": b"new"}
+    first.close()
+    assert second.collect(["x"]) == {"x": b"new"}
+    second.close()
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
+    """While the training waits for a key on its own connection, ours answers; and the training's goes on after ours closes."""
+    store = tcp(libuv=libuv)
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(store.get("late")))
+    waiting.start()
+    client = ours(store)
+    assert client.agree("run", "a", seconds=1.0) == "a"
+    client.close()
+    assert waiting.is_alive()
+    other = store.clone()
+    other.set("late", "1")
+    waiting.join(10)
+    assert found == [b"1"]
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize("met", [True, False], ids=["connected", "not yet connected"])
+def test_a_stopped_host(*, libuv: bool, met: bool, host: Host) -> None:
+    """A question waits as long as it may and no longer, the next fails at once, other threads run on; then the host goes on."""
+    client, key = agents(host.ports[libuv]), f"{libuv} {met}"
+    if met:
+        assert client.agree(f"before {key}", "a", seconds=10) == "a"
+    with stopped(host):
+        gaps = Gaps()
+        start = time.monotonic()
+        with gaps, pytest.raises(StoreError, match=r"did not answer within 0\.5 s"):
+            client.agree(key, "b", seconds=0.5)
+        waited = time.monotonic() - start
+        with pytest.raises(StoreError, match="earlier question"):
+            client.publish(key, b"", seconds=5)
+        failed_after = time.monotonic() - start - waited
+    assert eventually(lambda: answers(client))
+    assert client.agree(key, "c", seconds=10) == "b"
+    client.close()
+    assert 0.5 <= waited < 1.0
+    assert failed_after < 0.1
+    assert gaps.longest < 0.3
+
+
+@contextlib.contextmanager
+def stopped(host: Host) -> Iterator[None]:
+    """The host does nothing meanwhile, none of its threads."""
+    host.process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{host.process.pid}/task")
+    # Which takes its time: until then it still answers.
+    assert not tasks.exists() or eventually(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
+    try:
+        yield
+    finally:
+        host.process.send_signal(signal.SIGCONT)
+
+
+def _state(task: Path) -> str:
+    """A thread's state by its letter, as the kernel shows it."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def answers(client: JobStore) -> bool:
+    """Whether the store answers at all."""
+    try:
+        client.collect([], seconds=10)
+    except StoreError:
+        return False
+    return True
+
+
+class Gaps:
+    """How long the interpreter kept another thread from running, in seconds."""
+
+    longest = 0.0
+
+    def __enter__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(0.005):
+            now = time.monotonic()
+            self.longest, last = max(self.longest, now - last), now
+
+
+def test_closing_with_a_stopped_host(host: Host) -> None:
+    """Closing waits no longer than it may, though the question under way does not end; when it ends, so does the thread."""
+    client = agents(host.ports[1])
+    client.agree("closing", "a", seconds=10)
+    with stopped(host):
+        with pytest.raises(StoreError):
+            client.agree("closing", "b", seconds=0.1)
+        start = time.monotonic()
+        client.close(0.3)
+        assert 0.3 <= time.monotonic() - start < 0.8
+    assert eventually(lambda: not named("torch_grad_exporter_store"))
+
+
+def named(name: str) -> list[threading.Thread]:
+    """The threads of that name."""
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_a_killed_host(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every question fails at once; what ranks ask that end after the host makes torch write nothing into the training's log."""
+    with hosting() as host:
+        ending, running = ([agents(port) for port in host.ports] for _ in range(2))
+        for client in (*ending, *running):
+            client.agree("run", "a", seconds=10)
+        host.process.kill()
+        host.process.wait()
+        start = time.monotonic()
+        for client in ending:
+            with pytest.raises(StoreError, match="Connection refused"):
+                client.remove("x", seconds=10)
+        assert capfd.readouterr().err == ""
+        for client in running:
+            with pytest.raises(StoreError, match="failed"):
+                client.agree("run", "b", seconds=10)
+        for client in (*ending, *running):
+            with pytest.raises(StoreError, match="broken"):
+                client.publish("x", b"")
+        assert time.monotonic() - start < 2.0
+        for client in (*ending, *running):
+            client.close()
+
+
+def test_a_group_that_comes_late() -> None:
+    """Without a process group there is no store; once there is one, there is."""
+    groups: list[dist.Store] = []
+    client = JobStore(lambda: connected({}, group=lambda: groups[0] if groups else None))
+    with pytest.raises(NoStoreError, match="no process group yet"):
+        client.agree("run", "a")
+    groups.append(dist.HashStore())
+    assert client.agree("run", "a") == "a"
+    client.close()
+
+
+def test_a_store_that_cannot_be_cloned() -> None:
+    """A store that has no second connection to give is none."""
+    client = JobStore(lambda: connected({}, group=dist.Store))
+    with pytest.raises(StoreError, match="failed"):
+        client.agree("run", "a")
+    client.close()
+
+
+def test_many_threads() -> None:
+    """Questions from several threads at once get their own answers."""
+    client = ours(tcp())
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        for turn in range(20):
+            client.publish(f"{number}", b"%d" % turn)
+            found = client.collect([f"{number}", "none"])
+            if found != {f"{number}": b"%d" % turn}:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    client.close()
+    assert not wrong
+
+
+def test_closing() -> None:
+    """Closing ends the thread, may be done twice, and later questions fail; a client that asked nothing has no thread."""
+    JobStore(lambda: pytest.fail("nobody asked")).close()
+    client = ours(dist.HashStore())
+    client.publish("x", b"")
+    assert len(named("torch_grad_exporter_store")) == 1
+    client.close()
+    client.close()
+    assert not named("torch_grad_exporter_store")
+    with pytest.raises(StoreError, match="closed"):
+        client.publish("x", b"")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_child(tmp_path: Path) -> None:
+    """A child cannot use the connection and does not count as a rank that ended; the parent's goes on."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    client = ours(store)
+    client.publish("x", b"1")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            client.after_fork_in_child()
+            try:
+                client.publish("x", b"2")
+            except StoreError:
+                client.close()
+                del client
+                status = 0
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.collect(["x"]) == {"x": b"1"}
+    client.close()
+    assert (tmp_path / "store").exists()  # which the last rank to end removes
+
+
+# The run's name
+
+
+def test_chosen_and_launchers_names() -> None:
+    """What the user chose wins over the launcher's name; for either, and for a single process, no store is asked."""
+    nobody = JobStore(lambda: pytest.fail("asked"))
+    assert run_name(Identity(world_size=2, run="slurm"), "mine", nobody) == "mine"
+    assert run_name(Identity(world_size=2, run="slurm"), "", nobody) == "slurm"
+    assert run_name(Identity(), "", nobody, now=lambda: 0.0).startswith("19700101-000000-")
+
+
+def test_agreed_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks of a run that nobody named get one and the same name, silently."""
+    store = tcp()
+    clients = [ours(store) for _ in range(3)]
+    names = {run_name(TWO_RANKS, "", client, now=lambda: 0.0) for client in clients}
+    assert len(names) == 1
+    assert names.pop().startswith("19700101-000000-")
+    assert not caplog.records
+    for client in clients:
+        client.close()
+
+
+def test_a_name_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Where ranks cannot agree, one line says so and what to do."""
+    client = JobStore(lambda: connected({}, group=lambda: None))
+    name = run_name(TWO_RANKS, "", client, now=lambda: 0.0)
+    ((_, level, line),) = caplog.record_tuples
+    assert level == logging.WARNING
+    assert line.splitlines() == [line]
+    assert name in line
+    assert "pass run= or TORCH_GRAD_EXPORTER_RUN, or start the exporter after init_process_group" in line
+    client.close()
+
+
+def test_a_name_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """With a store that hangs from the first contact on, the start waits as long as it is told, all together."""
+    over = threading.Event()
+
+    def connect() -> Connection:
+        over.wait(20)
+        raise StoreError
+
+    client = JobStore(connect)
+    start = time.monotonic()
+    assert run_name(TWO_RANKS, "", client, seconds=0.3)
+    assert 0.3 <= time.monotonic() - start < 0.6
+    assert "did not answer within 0.3 s" in caplog.text
+    over.set()
+    client.close()
+
+
+# Real jobs
+
+RANK = """
+import datetime, json, os, pathlib, sys, time
+import torch, torch.distributed as dist
+from torch_grad_exporter.distributed.identity import identity
+from torch_grad_exporter.distributed.store import JobStore, run_name
+
+def say(**what):
+    pathlib.Path(sys.argv[1], f"{what['attempt']}-{what['rank']}").write_text(json.dumps(what))
+"""
+
+GLOO = (
+    RANK
+    + """
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[3]}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=20))
+who = identity({})
+store = JobStore()
+def ask():
+    say(attempt=0, rank=who.rank, size=who.world_size, local=who.local_rank, name=run_name(who, "", store))
+if rank == 1:
+    ask()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+if rank == 0:
+    ask()
+store.close()
+dist.destroy_process_group()
+"""
+)
+
+ELASTIC = (
+    RANK
+    + """
+who, attempt = identity(os.environ), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+store = JobStore()
+early = run_name(who, "", store)
+# The agent's store still has the addresses of the ranks that have ended; torch itself would sometimes connect to them.
+agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+group = dist.PrefixStore(f"attempt {attempt}", agents)
+dist.init_process_group("gloo", store=group, rank=who.rank, world_size=who.world_size, timeout=datetime.timedelta(seconds=20))
+late = JobStore()
+assert late.agree("run", "another") == early
+say(attempt=attempt, rank=who.rank, size=who.world_size, local=who.local_rank, name=early)
+dist.barrier()
+store.close(); late.close()
+if attempt == 0:
+    sys.exit(1)
+"""
+)
+
+
+def said(folder: Path) -> dict[str, dict[str, object]]:
+    """What the ranks said, by attempt and rank."""
+    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def test_two_ranks_with_gloo(tmp_path: Path) -> None:
+    """Two ranks that only have a process group know who they are and agree on a name; one asks long before the other, alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, "-c", GLOO, tmp_path, str(rank), str(port)]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    found = said(tmp_path)
+    assert {name: (one["size"], one["local"]) for name, one in found.items()} == {"0-0": (2, 0), "0-1": (2, 1)}
+    assert len({one["name"] for one in found.values()}) == 1
+
+
+def test_torchrun_restarts(tmp_path: Path) -> None:
+    """Under torchrun the ranks agree before there is a process group, and a restart of all of them keeps the name."""
+    script, folder = tmp_path / "rank.py", tmp_path / "said"
+    folder.mkdir()
+    script.write_text(ELASTIC)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    done = subprocess.run([*run, *rendezvous, script, folder], check=False, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = said(folder)
+    assert {name: (one["size"], one["local"]) for name, one in found.items()} == {
+        f"{attempt}-{rank}": (2, rank) for attempt in range(2) for rank in range(2)
+    }
+    assert len({one["name"] for one in found.values()}) == 1

@@ -1,0 +1,193 @@
+"""Every regime of training over two ranks: as `test_matrix.py` does, on both ranks at once, and without a collective of ours.
+
+Two processes run all the regimes that were asked for, in all ways, and write down what they find; the tests read it. Each run
+has a process group of its own, so that a rank that fails takes the other one's run with it and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import itertools
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.matrix.distributed import REGIMES
+from tests.matrix.harness import Naive, Run, Way, of_reading
+from tests.matrix.test_matrix import NAIVE, same
+from tests.support.scrape import Key, key, values
+
+WAYS = (*Way, *Naive)
+PATIENCE = dt.timedelta(seconds=30)
+"""How long a rank waits for the other one in a collective."""
+DEADLINE = 240
+"""Seconds after which ranks that are not done are ended; several times what they need."""
+
+EQUAL_ON_ALL_RANKS = (
+    "torch_grad_norm", "torch_grad_max_magnitude", "torch_grad_global_norm",
+    "torch_grad_clip_coefficient", "torch_grad_nonfinite_steps_total",
+)  # fmt: skip
+
+
+@dataclass
+class Finding:
+    """What one rank found in one run. `collectives`: how many this rank took part in; `shown`: the last scrape."""
+
+    wrong: list[str] = field(default_factory=list)
+    failed: str = ""
+    collectives: int = 0
+    shown: dict[Key, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Findings(dict[tuple[str, object], list[Finding]]):
+    """By regime and way, each rank's; too long to be printed with a test that fails."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} findings>"
+
+
+def rank_main(rank: int, folder: str, names: list[str]) -> None:
+    """One rank of two: runs all regimes in all ways, and writes down what it is about to run and what it found."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
+    torch.set_num_threads(1)
+    # A collection in a thread of gloo would end the process if it freed that thread's own process group, as wrappers do that
+    # are held by cycles. One in this thread, after each run, also tells the other rank at once that this one has failed; it
+    # looks only at what is new.
+    gc.disable()
+    gc.freeze()
+    kept = []
+    with Path(folder, str(rank)).open("wb", buffering=0) as report:
+        for name in names:
+            plain = Run(Way.PLAIN)
+            for way in WAYS:
+                report.write(pickle.dumps((name, way, None)))
+                store = f"file://{folder}/{names.index(name)}-{WAYS.index(way)}"
+                dist.init_process_group("gloo", init_method=store, timeout=PATIENCE, rank=rank, world_size=2)
+                start = time.monotonic()
+                finding = Finding()
+                try:
+                    plain = observed(name, way, plain, finding)
+                except Exception:  # noqa: BLE001 - a run that fails is a finding like others
+                    finding.failed = traceback.format_exc()
+                gc.collect()
+                gc.freeze()
+                if "powersgd" in name:  # the last of its callbacks may still be running in a thread of gloo, and holds the group
+                    kept.append(dist.group.WORLD)
+                dist.destroy_process_group()
+                finding.seconds = time.monotonic() - start
+                report.write(pickle.dumps((name, way, finding)))
+
+
+def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
+    """Runs a regime and enters what differs from the record and from the plain run; returns the plain run."""
+    regime = REGIMES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if isinstance(way, Naive):
+            with mock.patch("torch_grad_exporter.exporter.GradientCapture", NAIVE[way]):
+                run = regime.run(Way.EVERYTHING, naive=True)
+        else:
+            run = regime.run(way, tolerant=True)
+    finding.collectives = sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    finding.wrong = run.wrong
+    finding.shown = {} if run.exporter is None else values(run.exporter)
+    if way is Way.PLAIN:
+        return run
+    for what in ("losses", "state"):
+        pairs = zip(getattr(run, what), getattr(plain, what), strict=True)
+        finding.wrong += [f"{what}: {i} differs" for i, (a, b) in enumerate(pairs) if not same(local(a), local(b))]
+    return plain
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def read(path: Path) -> Iterator[tuple[str, object, Finding | None]]:
+    """What a rank wrote, as far as it came."""
+    if not path.exists():
+        return
+    with path.open("rb") as report:
+        while True:
+            try:
+                yield pickle.load(report)  # noqa: S301 - written by the process that was started above
+            except (EOFError, pickle.UnpicklingError):
+                return
+
+
+@pytest.fixture(scope="module")
+def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """What both ranks found of all regimes that a selected test asks for."""
+    callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None))
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = mp.spawn(rank_main, args=(str(folder), names), nprocs=2, join=False)
+    ended = ""
+    try:
+        until = time.monotonic() + DEADLINE
+        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
+            if time.monotonic() >= until:
+                ended = f"did not end within {DEADLINE} s, all regimes together"
+                break
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        ended = f"the process ended: {error}"
+    for process in ranks.processes:
+        process.kill()
+        process.join()
+    found = [{(name, way): finding for name, way, finding in read(folder / str(rank))} for rank in range(2)]
+    lost = Finding(failed=f"not run: an earlier regime {ended}")
+    began = Finding(failed=f"in this regime: {ended}")
+    return Findings({one: [mine.get(one, lost) or began for mine in found] for one in itertools.product(names, WAYS)})
+
+
+@pytest.mark.timeout(DEADLINE + 60)
+@pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS], ids=lambda way: way.name.lower())
+@pytest.mark.parametrize("name", REGIMES)
+def test_regime(name: str, way: Way, findings: Findings) -> None:
+    """On each rank the scrape agrees with the record, and losses, parameters and collectives are those of a run without."""
+    complaints = []
+    for rank, (mine, plain) in enumerate(zip(findings[name, way], findings[name, Way.PLAIN], strict=True)):
+        said = [f"without an exporter: {plain.failed}"] if plain.failed else [mine.failed] if mine.failed else mine.wrong
+        if not said and not mine.collectives == plain.collectives > 0:
+            said = [f"{mine.collectives} collectives, {plain.collectives} without an exporter"]
+        if not said and mine.shown[key("torch_grad_exporter_capture_mode", mode="output")] != 1:
+            said = ["the backward was not seen through the root's output"]
+        complaints += [f"rank {rank}: {one}" for one in said]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.timeout(DEADLINE + 60)
+@pytest.mark.parametrize("name", [name for name in REGIMES if name.startswith(("ddp", "zero")) and "uneven" not in name])
+def test_ranks_agree(name: str, findings: Findings) -> None:
+    """Ranks whose gradients are reduced show the same norms and counts, to the last bit."""
+    first, second = (
+        {one: value for one, value in mine.shown.items() if one[0] in EQUAL_ON_ALL_RANKS} for mine in findings[name, Way.EVERYTHING]
+    )
+    assert first
+    assert first == second
+
+
+@pytest.mark.timeout(DEADLINE + 60)
+@pytest.mark.parametrize("naive", Naive, ids=lambda naive: naive.name.lower())
+@pytest.mark.parametrize("name", REGIMES)
+def test_naive_capture_is_noticed(name: str, naive: Naive, findings: Findings) -> None:
+    """With the capture moved to a naive place the checks fail on some rank, or hold on all where the regime says so."""
+    assert not any(mine.failed for mine in findings[name, Way.PLAIN])
+    said = [line for mine in findings[name, naive] for line in ([mine.failed] if mine.failed else mine.wrong)]
+    wrong = of_reading(said)
+    assert bool(wrong) == (naive in REGIMES[name].catches), wrong

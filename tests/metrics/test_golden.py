@@ -1,0 +1,124 @@
+"""The catalogue, the page about it and what a scrape really has stay in step."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tools import find
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "scrape.txt"
+REWRITE = os.environ.get("REWRITE_GOLDEN") == "1"
+
+EXACT = re.compile(
+    r"torch_grad_(captures|norm_distribution_count|nonfinite|missing|zero|dead|norm_spikes|clipped|sample_step|exporter_(layers|captures|errors|"
+    r"capture_mode|sampling|collector_success|overhead_budget))|torch_train_(steps|backward|skipped|samples|tokens|state|world_size|epoch|learning_rate|"
+    r"loss_nonfinite|step_duration_seconds_count)"
+)
+"""Samples whose values do not depend on the machine; of the others only the name and the labels are compared."""
+
+NEVER_HERE = {
+    "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
+    "torch_grad_shard_norm": "needs a sharded model",
+    "torch_train_loss_scale": "needs a gradient scaler",
+    **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see test_local_norm.py"),
+    **dict.fromkeys(("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "as above: see test_waits.py"),
+    **dict.fromkeys((name for name in CATALOGUE if name.startswith("torch_run_")), "needs several ranks"),
+}
+RESOURCES = {"cuda_memory", "gpu", "process", "host", "container"}
+MACHINE = ("process_", "python_", *(f"torch_{part}_" for part in ("cuda", "gpu", "process", "host", "container")))
+"""Collectors whose metrics depend on the machine, and how these begin; each has tests of its own."""
+
+
+def scrape() -> str:
+    """A seeded run of 24 steps with every option on, as Prometheus would get it."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].bias[:2] = -100.0  # two dead neurons
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"run": "golden", "labels": {"team": "tests"}, "collectors": dict.fromkeys(RESOURCES, False)}
+    with start_exporter(model, port=None, every=1, moments=True, weights=True, **options) as exporter:
+        for step in range(24):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 6)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            exporter.observe(loss=loss, tokens=4, epoch=step // 12)
+        for _ in exporter.watch_loader([]):
+            pass
+        list(exporter.collect())
+        return Renderer({"run": "golden", "rank": "0", "team": "tests"}).render(exporter.collect(), Format.TEXT).decode()
+
+
+def comparable(text: str) -> str:
+    """The scrape without what differs from run to run and machine to machine."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+            continue
+        name, value = line.rsplit(" ", 1)
+        masked = re.sub(r'(torch_version|exporter_version|python_version|host)="[^"]*"', r'\1="~"', name)
+        exact = EXACT.match(name) and "_bucket" not in name
+        lines.append(f"{masked} {value if exact else '~'}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """The scrape of the known run."""
+    return scrape()
+
+
+def test_scrape_is_the_golden_one(text: str) -> None:
+    """Names, labels, order, help texts and all countable values of a known run are those that were agreed on."""
+    if REWRITE:
+        GOLDEN.write_text(comparable(text), encoding="utf-8")
+    assert comparable(text) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_declared_metric_is_in_the_scrape(text: str) -> None:
+    """Whatever the catalogue declares is shown by a run with every option on, but for what is listed with a reason."""
+    shown = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    machine = {name for name in CATALOGUE if name.startswith(MACHINE)}
+    assert shown == set(CATALOGUE) - set(NEVER_HERE) - machine
+
+
+def made_up() -> str:
+    """Every declared metric with one row, in the text format."""
+    families = []
+    for spec in CATALOGUE.values():
+        rows = LabelRows((tuple(f"a {label}" for label in spec.labels),))
+        if spec.kind is Kind.HISTOGRAM:
+            families.append(Family(spec, np.ones((1, len(spec.buckets) + 1)), rows, sums=np.ones(1)))
+        else:
+            families.append(Family(spec, np.ones(1), rows))
+    return Renderer({"run": "golden", "rank": "0"}).render(families, Format.TEXT).decode()
+
+
+@pytest.mark.parametrize("made", [scrape, made_up])
+def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
+    """`promtool check metrics`, Prometheus' own linter, accepts the scrape, and all declared metrics, without a remark."""
+    result = subprocess.run([find("promtool"), "check", "metrics"], input=made(), capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_metrics_page_follows_the_catalogue() -> None:
+    """docs/metrics.md is what the generator makes of the catalogue."""
+    script = runpy.run_path(str(ROOT / "scripts" / "metrics_doc.py"))
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == script["page"]()

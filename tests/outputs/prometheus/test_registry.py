@@ -1,0 +1,155 @@
+"""The prometheus_client collector: the same samples in a registry of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from torch_grad_exporter.metrics.families import NO_LABELS, Family, Kind, LabelRows, Spec
+from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
+from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
+
+CONSTANT = {"run": "r1", "rank": "0"}
+NORM = Spec("norm", Kind.GAUGE, 'A "norm".', ("layer",))
+BUSY = Spec("busy_seconds_total", Kind.COUNTER, "Busy.", unit="seconds")
+TIMES = Spec("time_seconds", Kind.HISTOGRAM, "Times.", ("layer",), "seconds", (0.001, 1e6))
+ABSENT = Spec("absent", Kind.GAUGE, "Never there.")
+SPECS = (NORM, BUSY, TIMES, ABSENT)
+LAYERS = LabelRows((("a",), ('b"\\\n',), ("c",)))
+FAMILIES = (
+    Family(NORM, np.array([1.0, np.nan, np.inf]), LAYERS, np.array([True, True, False])),
+    Family(BUSY, np.array([2.5]), NO_LABELS),
+    Family(TIMES, np.array([[1.0, 2.0, 3.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.0]]), LAYERS, sums=np.array([7.0, 8.0, 0.0])),
+    Family(NORM, np.array([4.0]), LabelRows((("d",),))),
+    Family(ABSENT, np.zeros(1), NO_LABELS, np.zeros(1, dtype=np.bool_)),
+)
+
+
+class Errors(list[tuple[str, BaseException]]):
+    """What went to `on_error`."""
+
+    def add(self, source: str, error: BaseException) -> None:
+        self.append((source, error))
+
+
+def collector(scrape: Callable[[], Iterable[Family]] = lambda: FAMILIES, errors: Errors | None = None) -> RegistryCollector:
+    """A collector over known families."""
+    return RegistryCollector(scrape, CONSTANT, SPECS, on_error=(Errors() if errors is None else errors).add)
+
+
+def described(text: str, parse: Callable[[str], Iterable[Metric]]) -> list[tuple[object, ...]]:
+    """Everything that a parser finds, in a form in which NaN equals NaN and the order of labels does not count."""
+    return [
+        (
+            metric.name,
+            metric.documentation,
+            metric.type,
+            metric.unit,
+            [(sample.name, sorted(sample.labels.items()), repr(sample.value)) for sample in metric.samples],
+        )
+        for metric in parse(text)
+    ]
+
+
+def test_a_registry_shows_what_the_endpoint_shows() -> None:
+    """Both formats of prometheus_client give the families, samples, helps, types and units that our own text gives."""
+    registry = CollectorRegistry()
+    collector().register(registry)
+    text = Renderer(CONSTANT).render(FAMILIES, Format.TEXT).decode()
+    openmetrics = Renderer(CONSTANT).render(FAMILIES, Format.OPENMETRICS).decode()
+    assert described(generate_latest(registry).decode(), parse_text) == described(text, parse_text)
+    assert described(generate_openmetrics(registry).decode(), parse_openmetrics) == described(openmetrics, parse_openmetrics)
+    assert text.count("# TYPE norm ") == 1
+    assert "absent" not in text
+
+
+def test_registering_runs_no_scrape() -> None:
+    """The names come from the declarations: `register` must not wait for a scrape."""
+    scrapes: list[int] = []
+    registry = CollectorRegistry()
+    collector(lambda: scrapes.append(1) or ()).register(registry)  # type: ignore[func-returns-value]
+    assert scrapes == []
+    assert generate_latest(registry) == b""
+    assert scrapes == [1]
+
+
+def test_two_collectors_in_one_registry_are_refused() -> None:
+    """A second one with the same names raises ValueError while the first is there, and closing the refused one is harmless."""
+    registry = CollectorRegistry()
+    first, second = collector(), collector()
+    first.register(registry)
+    with pytest.raises(ValueError, match="norm"):
+        second.register(registry)
+    second.close()
+    first.close()
+    second.register(registry)
+    assert b"norm{" in generate_latest(registry)
+
+
+def test_close_takes_everything_out_and_may_come_twice() -> None:
+    """After close the registry is as before, the user's own metrics untouched."""
+    registry = CollectorRegistry()
+    Counter("mine", "The user's.", registry=registry).inc()
+    before = generate_latest(registry)
+    ours = collector()
+    ours.register(registry)
+    assert generate_latest(registry) != before
+    ours.close()
+    ours.close()
+    assert generate_latest(registry) == before
+
+
+def test_a_failing_scrape_leaves_the_users_metrics() -> None:
+    """A scrape that raises half-way yields nothing, is counted once, and the user's own metrics are still served."""
+    failure = ValueError("no")
+
+    def scrape() -> Iterable[Family]:
+        yield FAMILIES[0]
+        raise failure
+
+    registry, errors = CollectorRegistry(), Errors()
+    Counter("mine", "The user's.", registry=registry).inc()
+    before = generate_latest(registry)
+    collector(scrape, errors).register(registry)
+    assert generate_latest(registry) == before
+    assert errors == [("request", failure)]
+
+
+def test_an_exit_passes() -> None:
+    """SystemExit from a scrape reaches the caller and is not counted as an error."""
+
+    def scrape() -> Iterable[Family]:
+        raise SystemExit
+
+    errors = Errors()
+    with pytest.raises(SystemExit):
+        collector(scrape, errors).collect()
+    assert errors == []
+
+
+def test_common_metrics_are_left_to_a_registry_that_has_them() -> None:
+    """In a registry with a metric of such a name of its own ours are left out, all else is shown; else they are shown too."""
+    mine, busy = CollectorRegistry(), CollectorRegistry()
+    Counter("busy_seconds", "Somebody else's.", registry=busy).inc(7)
+    for registry, expected in ((mine, 2.5), (busy, 7.0)):
+        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY, TIMES}, on_error=Errors().add).register(registry)
+        assert registry.get_sample_value("busy_seconds_total") == expected
+        assert registry.get_sample_value("norm", {"layer": "a"}) == 1.0
+    assert mine.get_sample_value("time_seconds_count", {"layer": "a"}) == 6.0
+    assert busy.get_sample_value("time_seconds_count", {"layer": "a"}) is None
+
+
+def test_names_of_ours_twice_still_raise() -> None:
+    """Metrics that are not common ones cannot stand in a registry twice."""
+    registry = CollectorRegistry()
+    Gauge("norm", "Somebody else's.", registry=registry)
+    Counter("busy_seconds", "Somebody else's.", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY}, on_error=Errors().add).register(registry)

@@ -1,0 +1,188 @@
+"""What a user sees of the machine: a run of the demo, scraped by a real Prometheus, and the switches."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import bcrypt
+import psutil
+import pytest
+import torch
+
+from tests.cli.test_demo import demos
+from tests.metrics.test_golden import MACHINE
+from tests.resources.test_devices import FILLED, FakeCuda
+from tests.support.models import Perceptron
+from tests.support.real_prometheus import Prometheus, prometheus
+from tests.support.scrape import errors, key, values
+from tests.support.tools import eventually
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
+
+ALLOCATED = key("torch_cuda_memory_allocated_bytes", device="cuda:0")
+ON = tuple(name for name in NAMES if name in DEFAULT)
+
+RESOURCES = frozenset(name for name in CATALOGUE if name.startswith(MACHINE))
+
+
+def control_group_files(controller: str, *names: str) -> list[str]:
+    """The contents of files of this controller's control group of the process and of all above it, versions 1 and 2."""
+    paths = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    first = next((path for controllers, path in paths.items() if controller in controllers.split(",")), None)
+    mount = Path("/sys/fs/cgroup") if first is None else Path("/sys/fs/cgroup") / controller
+    own = mount / paths.get("", "/").lstrip("/") if first is None else mount / first.lstrip("/")
+    folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+    return [(folder / name).read_text() for folder in folders for name in names if (folder / name).exists()]
+
+
+def unlimited(text: str) -> bool:
+    """Whether a limit's file says that there is none."""
+    return text.startswith(("max", "-1")) or int(text.split(maxsplit=1)[0]) >= 2**62
+
+
+def absent_here() -> set[str]:
+    """What this machine cannot have, each for a reason that can be seen here."""
+    missing = set()
+    if not torch.cuda.is_available():
+        missing |= {name for name in RESOURCES if name.startswith(("torch_cuda_", "torch_gpu_"))}
+    if all(map(unlimited, control_group_files("memory", "memory.max", "memory.limit_in_bytes"))):
+        missing |= {"torch_container_memory_limit_bytes"}
+    if not control_group_files("memory", "memory.current", "memory.usage_in_bytes"):
+        missing |= {"torch_container_memory_working_set_bytes"}
+    if all(map(unlimited, control_group_files("cpu", "cpu.max", "cpu.cfs_quota_us"))):
+        missing |= {name for name in RESOURCES if name.startswith("torch_container_cpu_")}
+    if psutil.disk_io_counters() is None:
+        missing |= {name for name in RESOURCES if name.startswith("torch_host_disk_")}
+    if set(psutil.net_io_counters(pernic=True)) <= {"lo"}:
+        missing |= {name for name in RESOURCES if name.startswith("torch_host_network_")}
+    return missing
+
+
+def stored(real: Prometheus) -> set[str]:
+    """The resource metrics that Prometheus has of the training; it scrapes nothing else."""
+    return {labels["__name__"] for labels, _ in real.query('{job="training"}')} & RESOURCES
+
+
+@pytest.mark.server
+def test_the_demo_shows_every_resource_that_this_machine_has(tmp_path: Path) -> None:
+    """Each declared resource metric arrives in a real Prometheus, but for those whose absence has a reason here."""
+    with demos(tmp_path) as start:
+        demo = start("--port", "0")
+        port = int(demo.url.rpartition(":")[2].partition("/")[0])
+        with prometheus(tmp_path, port) as real:
+            assert eventually(lambda: real.is_scraping() and stored(real) >= RESOURCES - absent_here(), 60), RESOURCES - stored(
+                real
+            )
+            assert stored(real) == RESOURCES - absent_here()
+            assert real.value("process_resident_memory_bytes") > 50e6
+            assert 0.0 <= real.value("torch_host_cpu_ratio") <= 1.0
+            assert real.value("process_start_time_seconds") == pytest.approx(
+                psutil.Process(demo.process.pid).create_time(), abs=2.0
+            )
+            assert real.value("torch_host_memory_total_bytes") == psutil.virtual_memory().total
+            assert {value for _, value in real.query("torch_grad_exporter_collector_success")} == {"1"}
+        demo.interrupt()
+
+
+def test_all_collectors_are_on_by_default() -> None:
+    """Each has a success of 1 at the first scrape, in the documented order, and none counts an error."""
+    with start_exporter(Perceptron(), None) as exporter:
+        shown = values(exporter)
+        succeeded = [
+            dict(labels)["collector"] for (name, labels), value in shown.items() if name.endswith("collector_success") and value
+        ]
+        assert tuple(succeeded) == ON
+        assert errors(exporter) == {}
+
+
+@pytest.mark.parametrize("name", ON)
+def test_a_collector_that_is_switched_off_is_not_there(name: str) -> None:
+    """It yields nothing, not even a success, and all others are as before."""
+    with start_exporter(Perceptron(), None) as everything:
+        complete = {family.spec.name for family in everything.collect()}
+    with start_exporter(Perceptron(), None, collectors={name: False}) as exporter:
+        rest = {family.spec.name for family in exporter.collect()}
+        shown = values(exporter)
+    assert rest < complete or (name == "gpu" and rest == complete and not torch.cuda.is_available())
+    success = {labels for metric, labels in shown if metric == "torch_grad_exporter_collector_success"}
+    assert success == {key("", collector=other)[1] for other in ON if other != name}
+
+
+def test_devices_are_asked_in_the_loop_alone() -> None:
+    """The allocators' numbers reach a scrape from the end of a step, and from an evaluation; no other thread asks for them."""
+    asked: list[threading.Thread] = []
+    cuda = FakeCuda()
+    read = cuda.memory_stats_as_nested_dict
+    cuda.memory_stats_as_nested_dict = lambda device: asked.append(threading.current_thread()) or read(device)  # type: ignore[method-assign,func-returns-value]
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    now = [0.0]
+    with start_exporter(model, None) as exporter:
+        exporter._memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
+        assert values(exporter).get(ALLOCATED) is None
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        assert values(exporter)[ALLOCATED] == 300
+        assert len(asked) == 1
+        now[0] += 1.0
+        cuda.devices = [{**FILLED, "allocated_bytes": {"all": {"current": 301, "peak": 500}}}]
+        with torch.no_grad():
+            model.eval()(torch.randn(4, 6))
+        assert values(exporter)[ALLOCATED] == 301
+        assert asked == 2 * [threading.current_thread()]
+        assert errors(exporter) == {}
+
+
+def test_a_collector_that_is_switched_off_asks_no_device() -> None:
+    """Without both collectors that show devices the loop does not look at them either."""
+    with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
+        assert exporter._loop._beside is None
+
+
+def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
+    """What an allocator raises is counted under its source and reaches neither the hooks' guard nor the training."""
+    cuda = FakeCuda()
+    cuda.memory_stats_as_nested_dict = lambda device: {}[device]  # type: ignore[method-assign,index]
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start_exporter(model, None) as exporter:
+        exporter._memory.__init__(cuda=cuda)  # type: ignore[misc]
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        assert errors(exporter) == {"devices": 1}
+
+
+def test_the_machine_is_left_alone_at_import() -> None:
+    """Neither YAML nor bcrypt is imported with the package: they belong to an option that may not be installed."""
+    script = "import sys, torch_grad_exporter; print({'yaml', 'bcrypt'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def test_each_change_of_a_web_configuration_that_is_refused_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every bad state is a line with the file and its fault, without a traceback, and counted; so is the way back."""
+    file = tmp_path / "web.yml"
+    users = "basic_auth_users: {alice: " + bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode() + "}"
+    file.write_text(users)
+    with start_exporter(Perceptron(), 0, addr="127.0.0.1", web_config_file=file) as exporter:
+        for number, text in enumerate(("basic_auth_users: [", "", users), start=1):
+            file.write_text(text)
+            exporter._outlets._server._web_config._look_again_at = None  # type: ignore[union-attr]
+
+            def told(expected: int = number) -> bool:
+                with contextlib.suppress(urllib.error.HTTPError):
+                    urllib.request.urlopen(exporter.url or "", timeout=10)
+                return sum(str(file) in record.getMessage() for record in caplog.records) >= expected
+
+            assert eventually(told)
+        assert errors(exporter) == {"web_config": 2}
+    lines = [record for record in caplog.records if str(file) in record.getMessage()]
+    assert len(lines) == 3
+    assert all(record.exc_info is None for record in lines)
+    assert "in force again" in lines[-1].getMessage()

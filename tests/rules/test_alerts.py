@@ -1,0 +1,297 @@
+"""The alerts that are shipped: each is tested, documented, and asks for what there is."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
+from tests.support.tools import REPOSITORY
+from torch_grad_exporter.capture.capture import Mode
+from torch_grad_exporter.capture.progress import PHASES
+from torch_grad_exporter.collectors.gpu import QUESTIONS
+from torch_grad_exporter.collectors.training import STATES
+from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.transfer.events import Outcome
+
+RUNBOOK = (REPOSITORY / "docs" / "runbook.md").read_text(encoding="utf-8")
+KINDS = ("fires", "at the limit", "finished", "stale")
+PARTS = ("What it means.", "Likely causes.", "What to do.", "To silence it.")
+
+TABLE = """
+TrainingNonFiniteGradients TrainingNonFiniteLoss TrainingStalled TrainingNeverStarted TrainingFailed TrainingTargetDown
+TrainingRankMissing GradientExploding GradientVanishing LayerDead LayerWithoutGradient LossSpike LossNotImproving
+ThroughputRegression DataLoaderStarvation StragglerRank RankDesync CudaMemoryNearLimit CudaAllocRetries CudaOutOfMemory
+CudaMemoryFragmented GpuThrottled GpuEccErrors GpuUnderused HostMemoryPressure ExporterOverBudget ExporterBlind
+ExporterCollectorFailing ExporterSkippingSamples ExporterFoldedLayers TrainingRestarting TrainingPushStopped
+"""
+"""The alerts that the design demands, the one that its review has added, and the one for runs that are pushed."""
+
+EVALUATES = "fires, though it evaluates for one minute in ten"
+"""The name of the unit test of each alert that asks whether a run evaluates."""
+
+NO_METRICS = {"torch_grad_exporter"}
+"""What begins like a metric and is the package."""
+
+VALUES = {
+    "state": set(STATES),
+    "phase": set(PHASES),
+    "outcome": {outcome.value for outcome in Outcome},
+    "mode": {mode.value for mode in Mode},
+    "reason": {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "reason"},
+    "kind": {"nan", "inf"} | {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "kind"},
+}
+"""What the labels of metrics can be."""
+
+
+def alerts() -> dict[str, list[dict[str, object]]]:
+    """The rules of each alert: one for each severity."""
+    found: dict[str, list[dict[str, object]]] = defaultdict(list)
+    for path in ALERTS:
+        for rule in rules(path):
+            found[rule["alert"]].append(dict(rule))
+    return dict(found)
+
+
+BY_NAME = alerts()
+
+
+def test_there_are_all_alerts() -> None:
+    """The alerts are those that the design demands, and no others."""
+    assert sorted(BY_NAME) == sorted(TABLE.split())
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_each_alert_says_how_grave_it_is_and_what_happened(name: str) -> None:
+    """A severity that Alertmanager routes by, a summary, a description and a place in the runbook; no label with a value in it."""
+    for rule in BY_NAME[name]:
+        labels, annotations = rule["labels"], rule["annotations"]
+        assert isinstance(labels, dict)
+        assert isinstance(annotations, dict)
+        assert labels.keys() == {"severity"}
+        assert labels["severity"] in {"critical", "warning", "info"}
+        assert annotations.keys() == {"summary", "description", "runbook_url"}
+        assert annotations["runbook_url"].endswith(f"/blob/main/docs/runbook.md#{name.lower()}")
+        for text in annotations.values():
+            assert "\n" not in text
+        assert "{{ $labels.run }}" in annotations["summary"]
+
+
+@pytest.mark.parametrize("path", ALERTS, ids=lambda path: path.name)
+def test_alerts_ask_for_metrics_that_exist(path: Path) -> None:
+    """Each metric in an expression is in the catalogue or recorded."""
+    known = {*exported(), *(rule["record"] for recorded in RULES for rule in rules(recorded)), "up"}
+    for rule in rules(path):
+        asked = metrics(rule["expr"])
+        assert asked
+        assert asked <= known, rule["alert"]
+
+
+@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
+def test_rules_ask_for_labels_and_values_that_exist(path: Path) -> None:
+    """Each matcher names a label of its metric, and each value in it is one that the exporter gives to that label."""
+    labels = exported()
+    for rule in rules(path):
+        for metric, matchers in re.findall(r"(torch_\w+)\{([^}]*)\}", rule["expr"]):
+            for label, values in re.findall(r'(\w+)\s*[=!]~?"([^"]*)"', matchers):
+                assert label in labels.get(metric, {label}), rule
+                assert set(values.split("|")) <= VALUES[label], rule
+
+
+@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
+def test_rules_group_by_labels_that_exist(path: Path) -> None:
+    """Each label that is grouped or matched by is one of the metrics in that expression, or of all series."""
+    labels = exported()
+    for rule in rules(path):
+        of_these = {label for metric in metrics(rule["expr"]) for label in labels.get(metric, ())}
+        for names in re.findall(r"\b(?:by|on|group_left|group_right|without) \(([^)]*)\)", rule["expr"]):
+            asked = set(names.replace(" ", "").split(",")) - {""}
+            assert asked <= of_these | OF_PROMETHEUS | {"run", "rank", "layer"}, rule
+
+
+def parenthesis(text: str) -> str:
+    """What is within the parenthesis with which the text begins."""
+    assert text.startswith("(")
+    depth = 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return text[1:position].strip()
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
+def test_divisions_are_guarded(path: Path) -> None:
+    """What is divided by is in parentheses and kept above a number within them: a division by 0 is NaN, or infinite."""
+    for rule in rules(path):
+        for divisor in re.findall(r" / (?:on \(\w+\) group_left \(\) )?(.*)", rule["expr"]):
+            assert re.search(r" > \d+$", parenthesis(divisor)), rule
+
+
+def unit_tests() -> dict[str, list[dict[str, object]]]:
+    """The unit tests whose name begins with that of an alert."""
+    found: dict[str, list[dict[str, object]]] = defaultdict(list)
+    for path in TESTS:
+        for test in yaml.safe_load(path.read_text(encoding="utf-8"))["tests"]:
+            name, colon, _ = test["name"].partition(": ")
+            if colon:
+                found[name].append(test)
+    return dict(found)
+
+
+UNIT_TESTS = unit_tests()
+
+
+def test_healthy_runs_have_all_that_alerts_ask_for() -> None:
+    """Where a metric is missing from a healthy run of the tests, that an alert is silent there would mean nothing."""
+    (path,) = [path for path in TESTS if path.name == "together.test.yml"]
+    recorded = {rule["record"] for rules_path in RULES for rule in rules(rules_path)}
+    asked = {metric for file in [*RULES, *ALERTS] for rule in rules(file) for metric in metrics(rule["expr"])} - recorded
+    shown = {
+        series["series"].partition("{")[0]
+        for test in yaml.safe_load(path.read_text(encoding="utf-8"))["tests"]
+        for series in test["input_series"]
+    }
+    assert asked - shown == {"torch_grad_noise_scale"}  # Opt-in, and no alert's business.
+
+
+def firing(test: dict[str, object]) -> list[dict[str, str]]:
+    """The alerts that a unit test expects, as their labels."""
+    found = []
+    for check in test["promql_expr_test"]:  # type: ignore[attr-defined]
+        assert check["expr"].startswith("ALERTS{")
+        found += [dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"])) for sample in check["exp_samples"]]
+    return found
+
+
+def test_unit_tests_are_of_alerts_that_exist() -> None:
+    """No unit test is of an alert that has been renamed."""
+    assert UNIT_TESTS.keys() == BY_NAME.keys()
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_each_alert_has_four_kinds_of_unit_test(name: str) -> None:
+    """One in which it fires, with each of its severities; none at the limit, for a finished run and for series that ended."""
+    of_kind = {kind: [test for test in UNIT_TESTS[name] if str(test["name"]).startswith(f"{name}: {kind}")] for kind in KINDS}
+    assert all(of_kind.values())
+    seen = [labels for test in of_kind["fires"] for labels in firing(test)]
+    assert {labels["severity"] for labels in seen} == {rule["labels"]["severity"] for rule in BY_NAME[name]}  # type: ignore[index]
+    for kind in KINDS[1:]:
+        for test in of_kind[kind]:
+            assert not firing(test), test["name"]
+            assert f'alertname="{name}"' in str(test), test["name"]
+
+
+def gated() -> list[str]:
+    """The alerts that are kept to runs, ranks or targets which train or evaluate."""
+    return sorted(name for name, of in BY_NAME.items() if any("training|evaluating" in str(rule["expr"]) for rule in of))
+
+
+def test_no_alert_ends_with_an_evaluation() -> None:
+    """No alert asks that a run trains right now: a short evaluation would begin each `for` anew."""
+    now = re.compile(r'(?<!max_over_time\()torch_train_state\{state="training"')
+    assert [name for name, of in BY_NAME.items() if any(now.search(str(rule["expr"])) for rule in of)] == []
+    assert len(gated()) == 12
+
+
+@pytest.mark.parametrize("name", [name for name in gated() if name not in {"TrainingNeverStarted", "TrainingTargetDown"}])
+def test_evaluations_now_and_then_do_not_stop_an_alert(name: str) -> None:
+    """It fires as often as it evaluates for a minute out of ten, with each of its severities."""
+    (test,) = [test for test in UNIT_TESTS[name] if test["name"] == f"{name}: {EVALUATES}"]
+    assert {labels["severity"] for labels in firing(test)} == {rule["labels"]["severity"] for rule in BY_NAME[name]}  # type: ignore[index]
+    assert 'state="evaluating"' in str(test)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_each_alert_has_the_labels_that_its_texts_name(name: str) -> None:
+    """Every label in the texts is on the alert when it fires; each alert has its run, and none the job or the instance."""
+    named = set(re.findall(r"\$labels\.(\w+)", str(BY_NAME[name])))
+    seen = [labels for test in UNIT_TESTS[name] for labels in firing(test)]
+    for labels in seen:
+        assert labels["alertname"] == name
+        assert labels.keys() >= named | {"run", "severity"}
+        assert not labels.keys() & OF_PROMETHEUS
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_tests_of_ended_runs_are_those_in_which_it_fires(name: str) -> None:
+    """What is finished or ends is the same metrics as in the first test in which it fires: an empty test would prove nothing."""
+
+    def asked(kind: str) -> set[str]:
+        first = next(test for test in UNIT_TESTS[name] if str(test["name"]).startswith(f"{name}: {kind}"))
+        return {series["series"].partition("{")[0] for series in first["input_series"]}  # type: ignore[attr-defined]
+
+    assert asked("finished") == asked("fires") | {"torch_train_state"}
+    assert asked("stale") == asked("fires")
+
+
+def numbers(expression: str) -> set[str]:
+    """The numbers and ranges of an expression, but for 0 and 1: those are no thresholds."""
+    bare = re.sub(r'"[^"]*"', "", expression)
+    return set(re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?[smhd]?(?![\w.])", bare)) - {"0", "1"}
+
+
+def listed() -> dict[str, set[str]]:
+    """The numbers of each alert as listed at the head of its file."""
+    found = {}
+    for path in ALERTS:
+        head = path.read_text(encoding="utf-8").partition("groups:")[0]
+        for name, values in re.findall(r"^# (\w+): ([^;.]*(?:\.\d[^;.]*)*)[;.]", head, flags=re.MULTILINE):
+            found[name] = set(values.split(", ")) - {"none"}
+    return found
+
+
+def table() -> dict[str, list[str]]:
+    """The rows of the table in the runbook: severity, numbers, `for` and `keep_firing_for` by alert."""
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (.*) \|$", RUNBOOK, flags=re.MULTILINE)
+    assert all(name.lower() == anchor for name, anchor, _ in rows)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, _, rest in rows}
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_numbers_are_the_same_everywhere(name: str) -> None:
+    """Expressions, the list at the head of the file and the runbook's table agree about thresholds, severities and durations."""
+    used = set().union(*(numbers(str(rule["expr"])) for rule in BY_NAME[name]))
+    severities, values, lasting, keeping = table()[name]
+    assert listed()[name] == used
+    assert set(values.split(", ")) - {"none"} == used
+    assert severities == ", ".join(rule["labels"]["severity"] for rule in BY_NAME[name])  # type: ignore[index]
+    assert {lasting} == {str(rule.get("for", "at once")) for rule in BY_NAME[name]}
+    assert {keeping} == {str(rule.get("keep_firing_for", "")) for rule in BY_NAME[name]}
+
+
+def test_the_runbook_is_about_these_alerts() -> None:
+    """Each alert has one section, which its link leads to, and one row of the table; there are no others."""
+    assert sorted(re.findall(r"^## ([A-Z]\w+)$", RUNBOOK, flags=re.MULTILINE)) == sorted(BY_NAME)
+    assert sorted(table()) == sorted(BY_NAME)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_the_runbook_says_what_to_do(name: str) -> None:
+    """A section says what the alert means, its three likeliest causes, what to do, and how to silence it by the labels it has."""
+    section = re.split(r"^## ", RUNBOOK.partition(f"\n## {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    positions = [section.find(f"**{part}**") for part in PARTS]
+    assert positions == sorted(positions)
+    assert positions[0] >= 0
+    causes = section[positions[1] : positions[2]]
+    assert re.findall(r"^(\d)\. ", causes, flags=re.MULTILINE) == ["1", "2", "3"]
+    (command,) = re.findall(r"`amtool silence add ([^`]*)`", section)
+    matchers = dict(re.findall(r"(?<![\w-])(\w+)=(\S+)", command))
+    assert matchers.pop("alertname") == name
+    assert {"run"} <= matchers.keys()
+    seen = [labels for test in UNIT_TESTS[name] for labels in firing(test)]
+    assert all(matchers.keys() <= labels.keys() for labels in seen)
+
+
+@pytest.mark.parametrize("page", ["runbook.md", "dashboards.md"])
+def test_pages_name_metrics_that_exist(page: str) -> None:
+    """Each name in the texts is that of a metric, of a record, or the beginning of some, as in `torch_cuda_*`."""
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    known = {*exported(), *(rule["record"] for path in RULES for rule in rules(path))}
+    known |= {spec.name for spec in CATALOGUE.values()}
+    for name in set(re.findall(r"(?<![\w:.])(?:[a-z_]+:)?torch_\w+(?::\w+)?\*?", text)) - NO_METRICS:
+        assert name in known or (name.endswith("_*") and any(metric.startswith(name[:-1]) for metric in known)), name

@@ -1,0 +1,408 @@
+"""From a fault in real training to the pager: the shipped rules in a real Prometheus, a real Alertmanager, and who is told.
+
+Two dozen runs train well at first, and nothing may fire; then each goes wrong in its own way. Durations are a sixtieth of those
+that are shipped, so that minutes are seconds; thresholds are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.faulty import PACE, Fault, Run, Training
+from tests.support.real_alertmanager import Alertmanager, Webhook, alertmanager, shortened, webhook
+from tests.support.real_prometheus import Prometheus, running
+from tests.support.real_victoria import flushing, victoria
+from tests.support.tools import REPOSITORY, eventually
+from torch_grad_exporter.config.settings import UNSET
+
+pytestmark = pytest.mark.timeout(500)
+
+RULES = sorted((REPOSITORY / "dashboards" / "prometheus").glob("*.yml"))
+SCRAPE = EVALUATION = 1.0
+"""Seconds between two scrapes, and between two evaluations of the rules."""
+PATIENCE = 150.0
+
+CONFIGURATION = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}/*.rules.yml, {rules}/*.alerts.yml]
+alerting: {{alertmanagers: [{{static_configs: [{{targets: ["{alertmanager}"]}}]}}]}}
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    file_sd_configs: [{{files: ["{folder}/*.json"], refresh_interval: 1s}}]
+  - job_name: store
+    honor_labels: true
+    metrics_path: /federate
+    params: {{"match[]": ['{{__name__!=""}}']}}
+    static_configs: [{{targets: ["{store}"]}}]
+    metric_relabel_configs:
+      - {{source_labels: [service_name], target_label: job}}
+      - {{source_labels: [service_instance_id], target_label: instance}}
+      - {{regex: (service|host|process)_.*, action: labeldrop}}
+"""
+"""Debian's Prometheus takes no OTLP. VictoriaMetrics does, and gives it on, with `job` and `instance` as Prometheus makes them."""
+
+
+# Faults: each is called in place of a step.
+
+
+def plain(training: Training) -> None:
+    """Nothing is wrong."""
+    training.step()
+
+
+def evaluating(training: Training) -> None:
+    """The loop evaluates and makes no step: nothing is wrong."""
+    training.model.eval()
+    with torch.no_grad():
+        training.wrapped(torch.randn(8, 16))
+    time.sleep(PACE)
+
+
+def finishing(training: Training) -> None:
+    """The run ends as it should: nothing is wrong."""
+    raise SystemExit
+
+
+def failing(training: Training) -> None:
+    """An exception ends the run."""
+    raise RuntimeError
+
+
+def sleeping(training: Training) -> None:
+    """The loop hangs."""
+    time.sleep(600)
+
+
+def nan_gradient(training: Training) -> None:
+    """One layer's gradient is NaN, and the optimizer uses it."""
+    training.layer("first").weight.register_hook(lambda gradient: gradient * torch.nan)
+    while True:
+        training.step()
+
+
+def nan_loss(training: Training) -> None:
+    """The loss that is observed is NaN."""
+    training.step(loss=float("nan"))
+
+
+def loss_spikes(training: Training) -> None:
+    """The loss that is observed jumps now and then."""
+    training.step(loss=1e3 if training.steps % 8 == 0 else None)
+
+
+def exploding(training: Training) -> None:
+    """Gradients are 10,000 times as large now and then, and are cut back before they are used."""
+    scale = 1e4 if training.steps % 8 == 0 else 1.0
+
+    def cut() -> None:
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+
+    training.step(scale=scale, spoil=cut)
+
+
+def vanishing(training: Training) -> None:
+    """A trillionth of its gradient reaches the first layer."""
+    for parameter in training.layer("first").parameters():
+        parameter.register_hook(lambda gradient: gradient * 1e-12)
+    while True:
+        training.step()
+
+
+def dead(training: Training) -> None:
+    """No unit of the first layer is ever above zero again."""
+    with torch.no_grad():
+        training.layer("first").bias.fill_(-1e4)
+    while True:
+        training.step()
+
+
+def without_gradient(training: Training) -> None:
+    """A bias is cut off from the loss."""
+    third = training.layer("third")
+    third.forward = lambda x: F.linear(x, third.weight, third.bias.detach())  # type: ignore[method-assign]
+    while True:
+        training.step()
+
+
+def starving(training: Training) -> None:
+    """Batches come late."""
+    training.late = 0.3
+    training.step()
+
+
+def slow(training: Training) -> None:
+    """Steps take four times as long."""
+    time.sleep(3 * PACE)
+    training.step()
+
+
+def one_is_slow(training: Training) -> None:
+    """One rank's batches come late, and the other waits."""
+    training.late = 0.5 * training.rank
+    training.step()
+
+
+def one_stops(training: Training) -> None:
+    """One rank hangs while the other goes on."""
+    (sleeping if training.rank else plain)(training)
+
+
+def failing_collector(training: Training) -> None:
+    """What says something of the process fails."""
+
+    def broken() -> None:
+        raise OSError("nobody there")
+
+    collector = next(one for one in training.exporter._scrape._collectors if one.name == "process")
+    collector.collect = broken  # type: ignore[method-assign, assignment]
+    while True:
+        training.step()
+
+
+def losing_samples(training: Training, every: int = 3) -> None:
+    """Of so many samples one cannot be read."""
+    reader, read = training.exporter._capture._reader, training.exporter._capture._reader.read
+    reader.read = lambda *given: training.steps % every != 0 and read(*given)  # type: ignore[method-assign]
+    while True:
+        training.step()
+
+
+def blind(training: Training) -> None:
+    """No sample can be read."""
+    losing_samples(training, every=1)
+
+
+def worsening(training: Training) -> None:
+    """The hardware is short of memory, hot, idle and faulty."""
+    assert training.hardware is not None
+    training.hardware.worsen()
+    training.step()
+
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+PAGER, TEAM, NOBODY = "pager", "team", ""
+"""Who is told. Nobody is of what is only for the dashboards, or follows from something else."""
+BUDGET = {"every": "auto", "overhead_budget": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault, and which alerts it leads to, with who is told of each. `also`: what may follow from it besides."""
+
+    fault: Fault
+    told: dict[str, str]
+    also: frozenset[str] = frozenset()
+    killed: bool = False
+    """The process is killed in place of the fault."""
+    delay: float = 0.0
+    """Seconds after the other faults."""
+
+
+GPU = {
+    "CudaMemoryNearLimit": NOBODY, "CudaAllocRetries": NOBODY, "CudaOutOfMemory": PAGER, "CudaMemoryFragmented": NOBODY,
+    "GpuThrottled": TEAM, "GpuEccErrors": PAGER, "GpuUnderused": NOBODY, "HostMemoryPressure": TEAM,
+}  # fmt: skip
+SLOWER = frozenset({"ThroughputRegression"})
+PUSHED = {"sd_dir": UNSET, "otlp_interval": 1.0}
+"""Options of a run that no one can find to scrape."""
+
+CASES = {
+    "healthy": Case(Fault(plain), {}),
+    "pair": Case(Fault(plain, ranks=2, together=True), {}),
+    "evaluates": Case(Fault(evaluating), {}),
+    "finishes": Case(Fault(finishing), {}),
+    "finishes-slowly": Case(Fault(finishing, {"linger": 5.0}), {}),
+    "nan-gradient": Case(Fault(nan_gradient), {"TrainingNonFiniteGradients": PAGER}, frozenset({"TrainingNonFiniteLoss"})),
+    "nan-loss": Case(Fault(nan_loss), {"TrainingNonFiniteLoss": PAGER}),
+    "loss-spikes": Case(Fault(loss_spikes), {"LossSpike": TEAM}),
+    "exploding": Case(Fault(exploding), {"GradientExploding": TEAM}),
+    "vanishing": Case(Fault(vanishing), {"GradientVanishing": TEAM}),
+    "dead": Case(Fault(dead), {"LayerDead": TEAM}, frozenset({"GradientVanishing"})),
+    "cut-off": Case(Fault(without_gradient), {"LayerWithoutGradient": TEAM}),
+    "stalled": Case(Fault(sleeping), {"TrainingStalled": PAGER}, SLOWER),
+    "never-started": Case(Fault(sleeping, late=True), {"TrainingNeverStarted": TEAM}),
+    "fails": Case(Fault(failing, {"linger": 5.0}), {"TrainingFailed": PAGER}, frozenset({"TrainingTargetDown"})),
+    "killed": Case(Fault(plain), {"TrainingTargetDown": PAGER}, killed=True),
+    "pushed": Case(Fault(plain, PUSHED), {"TrainingPushStopped": PAGER}, SLOWER | {"TrainingStalled"}, killed=True),
+    "one-missing": Case(Fault(plain, environment=TWO, late=True), {"TrainingRankMissing": TEAM}),
+    "starving": Case(Fault(starving), {"DataLoaderStarvation": PAGER}, SLOWER),
+    "slower": Case(Fault(slow), {"ThroughputRegression": TEAM}, delay=65.0),
+    "straggler": Case(Fault(one_is_slow, ranks=2, together=True), {"StragglerRank": TEAM}, SLOWER | {"DataLoaderStarvation"}),
+    "one-stops": Case(Fault(one_stops, ranks=2), {"RankDesync": TEAM}, SLOWER),
+    "hardware": Case(Fault(worsening, hardware=True), GPU),
+    "collector": Case(Fault(failing_collector), {"ExporterCollectorFailing": TEAM}),
+    "budget": Case(Fault(plain, BUDGET, late=True), {"ExporterOverBudget": TEAM}, frozenset({"ExporterBlind"})),
+    "blind": Case(Fault(blind), {"ExporterBlind": TEAM}, frozenset({"ExporterSkippingSamples"})),
+    "loses-samples": Case(Fault(losing_samples), {"ExporterSkippingSamples": TEAM}),
+    "folded": Case(Fault(plain, {"max_layers": 1}, late=True), {"ExporterFoldedLayers": NOBODY}),
+}
+
+NOT_HERE = {
+    "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
+    "TrainingRestarting": "takes four lives of a run; its unit tests have to do",
+}
+
+
+SHORTEST_FOR = 8
+"""Seconds. Prometheus takes up to 5 until it no longer scrapes a target whose file is gone; 2 minutes are long beside that."""
+
+
+PUSH_SECONDS = 6
+"""Three pushes would be 3; as much again for a machine on which two dozen runs train."""
+
+
+def hastened(text: str) -> str:
+    """A file of rules with a second for each minute."""
+    seconds = {"m": 1, "h": 60}
+    text = re.sub(r"\binterval: \w+", "interval: 1s", text)
+    text = re.sub(r"\b(\d+)([mh])\b", lambda found: f"{int(found[1]) * seconds[found[2]]}s", text)
+    text = re.sub(r"\bfor: (\d+)s", lambda found: f"for: {max(SHORTEST_FOR, int(found[1]))}s", text)
+    # What is down stays so until it is looked at.
+    text = re.sub(r"(max_over_time\(up|last_over_time\([^\[]*)\[60s\]", r"\1[1h]", text)
+    text = text.replace("torch_train_state[3s]", f"torch_train_state[{PUSH_SECONDS}s]")
+    lines = [
+        line
+        if line.lstrip().startswith("#")
+        else re.sub(r"\b(300|600|900|1200|1800|4500)\b", lambda found: str(int(found[1]) // 60), line)
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Servers:
+    """What runs beside the training."""
+
+    prometheus: Prometheus
+    alertmanager: Alertmanager
+    webhook: Webhook
+    began: dict[str, float]
+    """By run, the Unix time at which its fault began."""
+
+    def active(self) -> set[tuple[str, str]]:
+        """Run and name of all alerts that Prometheus fires just now."""
+        found = self.prometheus.query('ALERTS{alertstate="firing"}')
+        return {(labels.get("run", ""), labels["alertname"]) for labels, _ in found}
+
+    def known(self) -> dict[tuple[str, str], float]:
+        """Run and name of all alerts that Alertmanager has, with the Unix time at which the first of that kind began to fire."""
+        found: dict[tuple[str, str], float] = {}
+        for alert in self.alertmanager.alerts():
+            key = alert["labels"].get("run", ""), alert["labels"]["alertname"]
+            start = datetime.fromisoformat(alert["startsAt"]).timestamp()
+            found[key] = min(start, found.get(key, start))
+        return found
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Prometheus and Alertmanager beside all runs, which have gone wrong by now."""
+    directory = tmp_path_factory.mktemp("alerts")
+    folder, rules = directory / "sd", directory / "rules"
+    for each in (folder, rules):
+        each.mkdir()
+    for file in RULES:
+        if file.name.endswith((".rules.yml", ".alerts.yml")):
+            (rules / file.name).write_text(hastened(file.read_text()))
+    with contextlib.ExitStack() as stack:
+        hook = stack.enter_context(webhook())
+        manager = stack.enter_context(alertmanager(directory, shortened(directory, hook)))
+        store = stack.enter_context(victoria(directory / "store", "-opentelemetry.usePrometheusNaming"))
+        stack.enter_context(flushing(store, SCRAPE / 4))
+        where = urlsplit(store.endpoint).netloc
+        text = CONFIGURATION.format(rules=rules, alertmanager=manager.address, folder=folder, store=where)
+        started = Servers(stack.enter_context(running(directory, text)), manager, hook, {})
+        _go_wrong(started, folder, store.endpoint, stack)
+        yield started
+
+
+def _go_wrong(servers: Servers, folder: Path, endpoint: str, stack: contextlib.ExitStack) -> None:
+    """Starts all runs, sees that all is well, and lets the faults begin."""
+    pushing = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": endpoint}
+
+    def start(name: str) -> Run:
+        fault = CASES[name].fault
+        run = Run(name, replace(fault, environment=pushing) if fault.options == PUSHED else fault, folder)
+        stack.callback(run.kill)
+        return run
+
+    runs = {name: start(name) for name, case in CASES.items() if not case.fault.late}
+    for run in runs.values():
+        run.warm()
+    processes = sum(run.fault.ranks for run in runs.values())
+    there = 'count(count by (run, rank) (torch_train_state{state="training"} == 1))'
+    assert eventually(lambda: servers.prometheus.query(there) and servers.prometheus.value(there) == processes, 60)
+    time.sleep(3 * SCRAPE)  # alerts without `for` had their chance
+    assert servers.active() == set()
+    runs |= {name: start(name) for name, case in CASES.items() if case.fault.late}
+    first = time.time()
+    for name, run in sorted(runs.items(), key=lambda one: CASES[one[0]].delay):
+        time.sleep(max(0.0, first + CASES[name].delay - time.time()))
+        if CASES[name].killed:
+            run.kill()
+        servers.began[name] = time.time() if CASES[name].killed else run.begin()
+
+
+ALERTS = [(name, alert) for name, case in CASES.items() for alert in case.told]
+
+
+@pytest.mark.parametrize(("run", "alert"), ALERTS, ids=str)
+def test_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
+    """To whom it should be, once for the run however many ranks and layers it is about; what is for nobody's ears is known."""
+    receiver = CASES[run].told[alert]
+    if receiver == NOBODY:
+        assert eventually(lambda: (run, alert) in servers.known(), PATIENCE)
+        assert not any(told[1:] == (alert, run) for told in servers.webhook.firing())
+    else:
+        assert eventually(lambda: (receiver, alert, run) in servers.webhook.firing(), PATIENCE)
+
+
+SOON = {
+    ("nan-gradient", "TrainingNonFiniteGradients"): 0,
+    ("nan-loss", "TrainingNonFiniteLoss"): 0,
+    ("hardware", "CudaAllocRetries"): 0,
+    ("hardware", "CudaOutOfMemory"): 0,
+    ("hardware", "GpuEccErrors"): 0,
+    ("collector", "ExporterCollectorFailing"): SHORTEST_FOR,
+    ("killed", "TrainingTargetDown"): SHORTEST_FOR,
+    ("pushed", "TrainingPushStopped"): PUSH_SECONDS + SHORTEST_FOR,
+    ("cut-off", "LayerWithoutGradient"): 15,
+}
+"""Faults that are there at once, without a statistic or a window that has to fill, and the seconds of `for`."""
+
+
+@pytest.mark.parametrize(("run", "alert"), SOON, ids=str)
+def test_how_soon_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
+    """Within two scrapes, an evaluation of the rules and `for`; two seconds more for a machine on which two dozen runs train."""
+    assert eventually(lambda: (run, alert) in servers.known(), PATIENCE)
+    late = servers.known()[run, alert] - servers.began[run] - SOON[run, alert]
+    assert late < 2 * SCRAPE + EVALUATION + 2.0
+
+
+def test_nothing_else_is_told(servers: Servers) -> None:
+    """Runs that are well, evaluate or have finished are silent to the end, and no fault sets off what is not its own."""
+    expected = {(run, alert) for run, alert in ALERTS} | {(run, alert) for run, case in CASES.items() for alert in case.also}
+    told = {(run, alert) for _, alert, run in servers.webhook.firing()}
+    wrong = {key: start - min(servers.began.values()) for key, start in servers.known().items() if key not in expected}
+    assert not wrong
+    assert told <= expected
+
+
+def test_every_alert_was_seen() -> None:
+    """All that are shipped, but for those of which it is said why not."""
+    shipped = {name for file in RULES for name in re.findall(r"^\s*- alert: (\w+)", file.read_text(), re.MULTILINE)}
+    assert {alert for _, alert in ALERTS} == shipped - set(NOT_HERE)

@@ -1,0 +1,895 @@
+"""What is wrong right now: each rule fires beyond its limits and is silent at them, and promtool says the same of the alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rules.test_rules import ALERTS, promtool, rules
+from tests.rules.test_rules import RULES as RECORDS
+from torch_grad_exporter.collectors.training import STATES
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
+from torch_grad_exporter.rules import Problem, Values, Watch, exporter, gradients, look, memory, training
+from torch_grad_exporter.rules.look import LAYERS, THRESHOLDS
+from torch_grad_exporter.rules.watch import RULES, SEVERITIES
+from torch_grad_exporter.transfer.events import Outcome
+
+NOW = 1_800_000_000.0
+
+LONG = 4200.0
+"""Seconds that a run goes on, unless it is young."""
+
+Course = Callable[[float], float]
+"""A number by how many seconds ago it was."""
+
+Rows = Mapping[tuple[str, ...], float | Course]
+
+
+def jump(now: float, before: float = 0.0, ago: float = 240.0) -> Course:
+    """A number that changed so many seconds ago."""
+    return lambda seconds: now if seconds <= ago else before
+
+
+def grows(by: float) -> Course:
+    """A counter that grows by so much in a second."""
+    return lambda seconds: by * (LONG - seconds)
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run over time. A metric, by its name in the catalogue, is a number or has rows; states are by seconds ago."""
+
+    metrics: Mapping[str, float | Course | Rows]
+    state: Callable[[float], str | None]
+    age: float
+
+    def at(self, ago: float) -> Values:
+        """The families of that moment."""
+        return Values([family(spec, rows) for spec, rows in self.numbers(ago)])
+
+    def numbers(self, ago: float) -> Iterator[tuple[Spec, dict[tuple[str, ...], float]]]:
+        """Its metrics and their rows."""
+        yield c.TRAIN_INFO, {("2.4", "1.0", "3.11", "node", "0", "cpu"): 1.0}
+        if self.state(ago) is not None:
+            yield c.TRAIN_STATE, {(state,): float(state == self.state(ago)) for state in STATES}
+        for name, rows in {"TRAIN_START_TIMESTAMP": NOW - self.age, **self.metrics}.items():
+            by_labels: Rows = rows if isinstance(rows, Mapping) else {(): rows}
+            yield getattr(c, name), {row: number(ago) if callable(number) else number for row, number in by_labels.items()}
+
+    @cached_property
+    def found(self) -> list[tuple[str, str, str | None]]:
+        """Alert, severity and layer of what is wrong in the end, where it was looked at each minute or five."""
+        watch = Watch()
+        for ago in (*range(int(LONG), 900, -300), *range(900, 0, -60)):
+            if ago <= self.age:
+                watch.remember(self.at(ago), NOW - ago)
+        return [(problem.alert, problem.severity, problem.layer) for problem in watch.problems(self.at(0), NOW)]
+
+
+def run(
+    state: str | Callable[[float], str | None] | None = "training", *, age: float = LONG, **metrics: float | Course | Rows
+) -> Story:
+    """A run, which trains unless it is said that it does something else."""
+    return Story(metrics, state if callable(state) else lambda _: state, age)
+
+
+def starting(**metrics: float | Course | Rows) -> Story:
+    """A run that has been initialising for some minutes."""
+    return run("initialising", TRAIN_START_TIMESTAMP=NOW - 1000, **metrics)
+
+
+def family(spec: Spec, rows: float | Mapping[tuple[str, ...], float], present: Sequence[bool] | None = None) -> Family:
+    """A family with these rows; a number is that of the only row."""
+    rows = rows if isinstance(rows, Mapping) else {(): rows}
+    there = None if present is None else np.array(present)
+    return Family(spec, np.array(list(rows.values()), dtype=np.float64), LabelRows(tuple(rows)), there)
+
+
+def made(state: str | None = "training", **metrics: float | Rows) -> Values:
+    """A single moment of a run."""
+    return run(state, **metrics).at(0)
+
+
+Metrics = dict[str, Any]
+
+
+def layer(**metrics: float | Course) -> Metrics:
+    """Metrics of the layer `x`."""
+    return {name: {("x",): value} for name, value in metrics.items()}
+
+
+def layers(number: int, others: float | Course, rest: int) -> Rows:
+    """Of so many layers those after the first `rest` have one number, and these have 0."""
+    return {(str(place),): 0.0 if place < rest else others for place in range(number)}
+
+
+def device(**metrics: float | Course) -> Metrics:
+    """Metrics of the device 0."""
+    return {name: {("0",): value} for name, value in metrics.items()}
+
+
+def gpu(**metrics: float | Course) -> Metrics:
+    """Metrics of a GPU; what stands after two underscores is the reason or the kind."""
+    found: Metrics = {}
+    for name, number in metrics.items():
+        metric, *kind = name.split("__")
+        found.setdefault(metric, {})["0", "u", *kind] = number
+    return found
+
+
+def optimizer(**metrics: float | Course) -> Metrics:
+    """Metrics of the optimizer `a`."""
+    return {name: {("a",): value} for name, value in metrics.items()}
+
+
+def phases(data: float) -> Metrics:
+    """So much of the time is spent waiting for data."""
+    return {"TRAIN_PHASE_SECONDS": {("forward",): grows(1 - data), ("data",): grows(data)}}
+
+
+def host(free: float) -> Metrics:
+    """A host with 1000 bytes."""
+    return {"HOST_MEMORY_TOTAL": 1000.0, "HOST_MEMORY_AVAILABLE": free}
+
+
+def container(used: float) -> Metrics:
+    """A container of 1000 bytes on a host that is full."""
+    return {"CONTAINER_MEMORY_LIMIT": 1000.0, "CONTAINER_MEMORY_WORKING_SET": used, **host(1.0)}
+
+
+def vanishing(recent: float | Course, missing: float = 0.0) -> Metrics:
+    """The layer `x` under a global norm of 1000, beside an optimizer whose norm is infinite."""
+    norms = {("adam",): 1000.0, ("sgd",): np.inf}
+    return {"GRAD_GLOBAL_NORM": norms, **layer(GRAD_NORM_RECENT_MAX=recent, GRAD_MISSING_PARAMETERS=missing)}
+
+
+def budget(ratio: float, lately: float, budget: float = 0.01) -> Metrics:
+    """An exporter that takes so much of the time."""
+    overhead = {"EXPORTER_OVERHEAD_RATIO": ratio, "EXPORTER_OVERHEAD_SECONDS": grows(lately)}
+    return overhead | ({"EXPORTER_OVERHEAD_BUDGET": budget} if budget else {})
+
+
+def active(seconds: float, slowest: float | Course) -> Metrics:
+    """A training that was last active so long ago."""
+    return {"TRAIN_LAST_ACTIVITY_TIMESTAMP": NOW - seconds, "TRAIN_SLOWEST_STEP": slowest}
+
+
+def first_step(seconds: float, after: float, start: float) -> Metrics:
+    """A training that was last active so long ago, when it had done its only step, some seconds after its start."""
+    times = {"TRAIN_LAST_ACTIVITY_TIMESTAMP": NOW - seconds, "TRAIN_LAST_STEP_TIMESTAMP": NOW - start + after}
+    return {**times, "TRAIN_START_TIMESTAMP": NOW - start}
+
+
+def outcomes(**counts: float | Course) -> Metrics:
+    """Steps on gradients that were not finite, by what became of them."""
+    return {"GRAD_NONFINITE_STEPS": {("a", outcome): count for outcome, count in counts.items()}}
+
+
+def skipping(skipped: float, steps: float, nonfinite: float) -> Metrics:
+    """So many steps were skipped, taken, and skipped for gradients that were not finite, within some minutes."""
+    return {"TRAIN_SKIPPED_STEPS": jump(skipped), **optimizer(TRAIN_STEPS=jump(steps)), **outcomes(skipped=jump(nonfinite))}
+
+
+def clipped(coefficient: float | Course, steps: Course | None = None) -> Metrics:
+    """A training that clips to so much, and takes a sample each minute."""
+    return optimizer(GRAD_CLIP_COEFFICIENT=coefficient, GRAD_SAMPLE_STEP=steps or grows(1.0))
+
+
+def interval(steps: float, *, taken: float | Course, samples: float | Course, **others: float) -> Metrics:
+    """A sampling interval, and how many steps and samples there were."""
+    return {"EXPORTER_SAMPLING_INTERVAL": steps, **optimizer(TRAIN_STEPS=taken), "EXPORTER_CAPTURES": samples, **others}
+
+
+def lost(share: float) -> Metrics:
+    """So much of a sample a second is lost."""
+    return {"EXPORTER_CAPTURES_SKIPPED": grows(share), "EXPORTER_CAPTURES": grows(1 - share)}
+
+
+def once_trained(seconds: float) -> Callable[[float], str]:
+    """Evaluates, since so many seconds."""
+    return lambda ago: "training" if ago >= seconds else "evaluating"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs in which something is wrong, and runs in which it is almost so."""
+
+    problem: tuple[str, str, str | None]
+    wrong: Sequence[Story]
+    right: Sequence[Story]
+    beside: tuple[tuple[str, str, str | None], ...] = ()
+
+
+def case(
+    alert: str,
+    severity: str,
+    wrong: Sequence[Story],
+    right: Sequence[Story],
+    *,
+    layer: str | None = None,
+    beside: tuple[str, str] | None = None,
+) -> Case:
+    """With `beside`, another problem that goes with it."""
+    return Case((alert, severity, layer), wrong, right, () if beside is None else ((*beside, None),))
+
+
+CASES = {
+    "failed": case("TrainingFailed", "critical", [run("failed")], [run("finished")]),
+    "step on nonfinite": case(
+        "TrainingNonFiniteGradients",
+        "critical",
+        [
+            run(**outcomes(stepped=jump(1))),
+            run(**outcomes(unknown=jump(1))),
+            starting(**outcomes(stepped=jump(1))),
+            run(age=599, **outcomes(stepped=1)),
+        ],
+        [
+            run(**outcomes(skipped=jump(9), stepped=5)),
+            run(**outcomes(stepped=jump(1, ago=360))),
+            run("finished", **outcomes(stepped=jump(1))),
+            run(age=600, **outcomes(stepped=1)),
+        ],
+    ),
+    "steps skipped": case(
+        "TrainingNonFiniteGradients",
+        "critical",
+        [
+            run(**skipping(20, 19, 1)),
+            run(**skipping(500, 0, 500)),
+            run(TRAIN_SKIPPED_STEPS=jump(20), **outcomes(skipped=jump(1, ago=3000))),
+        ],
+        [
+            run(**skipping(19, 0, 19)),
+            run(**skipping(20, 20, 20)),
+            run(**skipping(20, 19, 0)),
+            run(TRAIN_SKIPPED_STEPS=jump(20, ago=900), **outcomes(skipped=jump(1))),
+        ],
+    ),
+    "nonfinite loss": case(
+        "TrainingNonFiniteLoss",
+        "critical",
+        [run(TRAIN_LOSS_NONFINITE=jump(1)), run(age=599, TRAIN_LOSS_NONFINITE=1.0)],
+        [run(TRAIN_LOSS_NONFINITE=1.0), run(age=600, TRAIN_LOSS_NONFINITE=1.0), run("finished", TRAIN_LOSS_NONFINITE=jump(1))],
+    ),
+    "stalled": case(
+        "TrainingStalled",
+        "critical",
+        [
+            run(**active(300.5, 1.0)),
+            run(**active(500.5, 100)),
+            run(**active(1800.5, 900)),
+            run(**active(6001, 4000)),
+            run(**active(6001, jump(1, before=4000))),
+            run("evaluating", **active(1801, 1.0)),
+            run(**first_step(seconds=501, after=100, start=1000)),
+            run(TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW - 301),
+        ],
+        [
+            run(**active(300, 1.0)),
+            run(**active(500, 100)),
+            run(**active(1800, 900)),
+            run(**active(6000, 4000)),
+            run(**active(5999, jump(1, before=4000))),
+            run("evaluating", **active(1800, 1.0)),
+            run(**first_step(seconds=500, after=100, start=1000)),
+            run(**first_step(seconds=3000, after=2000, start=6000)),
+            run("initialising", TRAIN_START_TIMESTAMP=NOW, **active(9000, 1.0)),
+            run("finished", **active(9000, 1.0)),
+        ],
+    ),
+    "never started": case(
+        "TrainingNeverStarted",
+        "warning",
+        [run("initialising", TRAIN_START_TIMESTAMP=NOW - 1200.5)],
+        [run("initialising", TRAIN_START_TIMESTAMP=NOW - 1200), run(), run("evaluating")],
+    ),
+    "loss spikes": case(
+        "LossSpike",
+        "warning",
+        [run(TRAIN_LOSS_SPIKES=jump(3))],
+        [run(TRAIN_LOSS_SPIKES=jump(2)), run(TRAIN_LOSS_SPIKES=3.0), run("finished", TRAIN_LOSS_SPIKES=jump(3))],
+    ),
+    "starving": case(
+        "DataLoaderStarvation",
+        "warning",
+        [
+            run(**phases(0.499)),
+            run(**phases(0.201)),
+            run("evaluating", **phases(0.3), **gpu(GPU_UTILIZATION=jump(0.9, before=0.1, ago=60))),
+        ],
+        [
+            run(**phases(0.199)),
+            starting(**phases(0.4)),
+            run(**phases(0.4), **gpu(GPU_UTILIZATION=0.5)),
+        ],
+    ),
+    "starved": case(
+        "DataLoaderStarvation",
+        "critical",
+        [run(**phases(0.501)), run("evaluating", **phases(0.9), **gpu(GPU_UTILIZATION=0.49))],
+        [run(**phases(0.199)), run(**phases(0.9), **gpu(GPU_UTILIZATION=0.51))],
+    ),
+    "exploding": case(
+        "GradientExploding",
+        "warning",
+        [run(GRAD_GLOBAL_NORM_SPIKES={("a",): jump(2), ("b",): jump(3)})],
+        [
+            run(GRAD_GLOBAL_NORM_SPIKES={("a",): jump(2), ("b",): jump(2)}),
+            run("finished", GRAD_GLOBAL_NORM_SPIKES={("a",): jump(3)}),
+        ],
+    ),
+    "layers exploding": case(
+        "GradientExploding",
+        "warning",
+        [
+            run(GRAD_NORM_SPIKES=layers(4, jump(3), 3), GRAD_CAPTURES=layers(4, jump(299), 0)),
+            run(GRAD_NORM_SPIKES=layers(10, jump(50), 0), GRAD_CAPTURES=layers(10, jump(600), 0)),
+        ],
+        [
+            run(GRAD_NORM_SPIKES=layers(4, jump(3), 3), GRAD_CAPTURES=layers(4, jump(301), 0)),
+            run(GRAD_NORM_SPIKES=layers(4, jump(2), 0), GRAD_CAPTURES=layers(4, jump(9), 0)),
+            run(GRAD_NORM_SPIKES=layers(5, jump(3), 4), GRAD_CAPTURES=layers(5, jump(9), 0)),
+            run(GRAD_NORM_SPIKES=layers(3, jump(3), 0), GRAD_CAPTURES=layers(3, jump(9), 0)),
+        ],
+    ),
+    "clipped": case(
+        "GradientExploding",
+        "warning",
+        [run(**clipped(0.0099)), run(**clipped(jump(1e-4, before=1.0, ago=610)))],
+        [
+            run(**clipped(0.01)),
+            run(**clipped(jump(1e-4, before=1.0, ago=530))),
+            run(age=590, **clipped(1e-4)),
+            run(**clipped(1e-4, steps=jump(2, before=1))),
+        ],
+    ),
+    "vanishing": case(
+        "GradientVanishing",
+        "warning",
+        [
+            run(**vanishing(0.99e-4)),
+            run("evaluating", **vanishing(0.0)),
+            run(**vanishing(jump(0.0, before=1.0, ago=330))),
+            run(GRAD_NORM={("x",): 1e-8, ("y",): 0.2, ("z",): np.inf}),
+            run(GRAD_SHARD_NORM={("x",): 1e-12, ("y",): 100.0}),
+        ],
+        [
+            run(**vanishing(1e-4)),
+            run(**vanishing(1.0)),
+            starting(**vanishing(0.0)),
+            run(**vanishing(jump(0.0, before=1.0, ago=170))),
+            run(GRAD_NORM={("x",): 1e-7, ("y",): 0.2}),
+            run(GRAD_NORM_RECENT_MAX={("x",): 1.0}, GRAD_NORM={("x",): 0.0, ("y",): 0.2}),
+        ],
+        layer="x",
+    ),
+    "dead": case(
+        "LayerDead",
+        "warning",
+        [run(**layer(GRAD_DEAD_RATIO=0.91, GRAD_UNITS=8)), run("evaluating", **layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8))],
+        [run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8)), starting(**layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8))],
+        layer="x",
+    ),
+    "half dead": case(
+        "LayerDead",
+        "info",
+        [run(**layer(GRAD_DEAD_RATIO=0.9, GRAD_UNITS=8)), run(**layer(GRAD_DEAD_RATIO=0.51, GRAD_UNITS=8))],
+        [run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8))],
+        layer="x",
+    ),
+    "without gradient": case(
+        "LayerWithoutGradient",
+        "warning",
+        [run(**layer(GRAD_MISSING_PARAMETERS=1)), run(**vanishing(0.0, missing=1))],
+        [run(**layer(GRAD_MISSING_PARAMETERS=0)), starting(**layer(GRAD_MISSING_PARAMETERS=1))],
+        layer="x",
+    ),
+    "out of memory": case(
+        "CudaOutOfMemory",
+        "critical",
+        [run(**device(CUDA_OOMS=jump(6, before=5))), run(age=599, **device(CUDA_OOMS=1))],
+        [run(**device(CUDA_OOMS=5)), run(age=600, **device(CUDA_OOMS=1)), run("finished", **device(CUDA_OOMS=jump(1)))],
+    ),
+    "failed, out of memory": case(
+        "CudaOutOfMemory",
+        "critical",
+        [run("failed", **device(CUDA_OOMS=jump(1)))],
+        [run("finished", **device(CUDA_OOMS=jump(1)))],
+        beside=("TrainingFailed", "critical"),
+    ),
+    "retries": case(
+        "CudaAllocRetries",
+        "warning",
+        [run(**device(CUDA_ALLOC_RETRIES=jump(8, before=7), CUDA_MEMORY_RESERVED=950, CUDA_MEMORY_TOTAL=1000))],
+        [run(**device(CUDA_ALLOC_RETRIES=7)), run(age=300, **device(CUDA_ALLOC_RETRIES=7))],
+    ),
+    "near the limit": case(
+        "CudaMemoryNearLimit",
+        "warning",
+        [run(**device(CUDA_ALLOC_RETRIES=jump(1), CUDA_MEMORY_RESERVED=951, CUDA_MEMORY_TOTAL=1000))],
+        [run(**device(CUDA_ALLOC_RETRIES=7, CUDA_MEMORY_RESERVED=999, CUDA_MEMORY_TOTAL=1000))],
+        beside=("CudaAllocRetries", "warning"),
+    ),
+    "fragmented": case(
+        "CudaMemoryFragmented",
+        "info",
+        [run(**device(CUDA_MEMORY_INACTIVE_SPLIT=301, CUDA_MEMORY_RESERVED=1000))],
+        [
+            run(**device(CUDA_MEMORY_INACTIVE_SPLIT=300, CUDA_MEMORY_RESERVED=1000)),
+            run(**device(CUDA_MEMORY_INACTIVE_SPLIT=0, CUDA_MEMORY_RESERVED=0)),
+            run("finished", **device(CUDA_MEMORY_INACTIVE_SPLIT=301, CUDA_MEMORY_RESERVED=1000)),
+        ],
+    ),
+    "throttled": case(
+        "GpuThrottled",
+        "warning",
+        [run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.101)))],
+        [
+            run(**gpu(GPU_THROTTLED__hw_thermal=grows(0.099), GPU_THROTTLED__power=grows(1), GPU_THROTTLED__sync_boost=grows(1))),
+            run(age=300, **gpu(GPU_THROTTLED__hw_thermal=900)),
+        ],
+    ),
+    "memory errors": case(
+        "GpuEccErrors",
+        "critical",
+        [run(**gpu(GPU_ECC_ERRORS__uncorrected=jump(8, before=7, ago=3540)))],
+        [
+            run(**gpu(GPU_ECC_ERRORS__uncorrected=7, GPU_ECC_ERRORS__corrected=jump(9))),
+            run(**gpu(GPU_ECC_ERRORS__uncorrected=jump(8, before=7, ago=3660))),
+            run(age=300, **gpu(GPU_ECC_ERRORS__uncorrected=7)),
+        ],
+    ),
+    "underused": case(
+        "GpuUnderused",
+        "info",
+        [run(**gpu(GPU_UTILIZATION=0.49)), run(once_trained(540), **gpu(GPU_UTILIZATION=0.0))],
+        [
+            run(**gpu(GPU_UTILIZATION=0.5)),
+            run(**gpu(GPU_UTILIZATION=jump(0, before=1.0, ago=60))),
+            run(once_trained(660), **gpu(GPU_UTILIZATION=0.0)),
+            starting(**gpu(GPU_UTILIZATION=0.0)),
+        ],
+    ),
+    "host memory": case("HostMemoryPressure", "warning", [run(**host(99.0))], [run(**host(100.0)), run("finished", **host(99.0))]),
+    "container memory": case(
+        "HostMemoryPressure",
+        "warning",
+        [run(**container(901))],
+        [run(**container(900)), run(CONTAINER_MEMORY_LIMIT=1000.0, **host(1.0))],
+    ),
+    "over budget": case(
+        "ExporterOverBudget",
+        "warning",
+        [run(**budget(0.0121, 0.0121))],
+        [
+            run(**budget(0.012, 0.5)),
+            run(**budget(0.03, 0.0119)),
+            run(**budget(0.5, 0.5, budget=0)),
+            run("finished", **budget(1, 1)),
+        ],
+    ),
+    "longest interval": case(
+        "ExporterBlind",
+        "warning",
+        [run(**interval(4096, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01))],
+        [
+            run(**interval(4095, taken=9, samples=9, EXPORTER_OVERHEAD_BUDGET=0.01)),
+            run(**interval(8192, taken=9, samples=9)),
+        ],
+    ),
+    "no samples": case(
+        "ExporterBlind",
+        "warning",
+        [run(**interval(10, taken=21, samples=0)), run(**interval(10, taken=grows(22.5 / 1800), samples=5))],
+        [
+            run(**interval(10, taken=20, samples=0)),
+            run(**interval(10, taken=grows(18.9 / 1800), samples=5)),
+            run(**interval(10, taken=grows(1), samples=jump(6, before=5, ago=1740))),
+        ],
+    ),
+    "failing": case(
+        "ExporterCollectorFailing",
+        "warning",
+        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0, ("host",): 1.0})],
+        [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 1.0}), run("finished", EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0})],
+    ),
+    "losing samples": case("ExporterSkippingSamples", "warning", [run(**lost(0.101))], [run(**lost(0.099)), run(**lost(0.0))]),
+    "folded": case("ExporterFoldedLayers", "info", [run(EXPORTER_LAYERS_FOLDED=1.0)], [run(EXPORTER_LAYERS_FOLDED=0.0)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_rule_fires_beyond_its_limits_and_is_silent_at_them(case: Case) -> None:
+    """That one problem, with its severity and layer, where there is too much of something; none where it is just not too much."""
+    for story in case.wrong:
+        assert sorted(story.found) == sorted([case.problem, *case.beside])
+    for story in case.right:
+        assert story.found == []
+
+
+# The alert rules
+
+
+NOT_HERE = {
+    "TrainingTargetDown": "a process that is gone tells nothing",
+    "TrainingPushStopped": "a process that is gone tells nothing",
+    "TrainingRestarting": "is about the lives of a process, of which it knows one",
+    "TrainingRankMissing": "is about what Prometheus sees",
+    "StragglerRank": "compares ranks",
+    "RankDesync": "compares ranks",
+    "LossNotImproving": "compares 12 hours",
+    "ThroughputRegression": "compares hours, and is wrong at each checkpoint without its waiting time",
+}
+"""Alerts that one process cannot judge from what it remembers, and why."""
+
+LIMIT = -1.0
+"""Stands for the alert's number in `THRESHOLDS`."""
+
+M5, M10, M15, M30 = memory.MINUTES_5, memory.MINUTES_10, memory.MINUTES_15, memory.MINUTES_30
+HOUR, DAY = memory.HOUR, memory.DAY
+
+CLIPPED = (M10, gradients.CLIPPED, M10, M10, gradients.SAMPLES)
+
+NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
+    ("TrainingNonFiniteGradients", "critical"): ((M5, look.YOUNG, HOUR, LIMIT, M10, M10, M10, HOUR), 7),
+    ("TrainingNonFiniteLoss", "critical"): ((M5, look.YOUNG), 3),
+    ("TrainingStalled", "critical"): ((LIMIT, training.SLOW, training.SLOWEST, training.PAUSES, DAY, training.SLOWEST), 7),
+    ("TrainingNeverStarted", "warning"): ((LIMIT,), 2),
+    ("TrainingFailed", "critical"): ((HOUR, HOUR, 600, HOUR, HOUR), 2),
+    ("LossSpike", "warning"): ((M10, LIMIT), 1),
+    ("DataLoaderStarvation", "warning"): ((LIMIT, M5, training.FED), 2),
+    ("DataLoaderStarvation", "critical"): ((training.STARVED, M5, training.FED), 2),
+    ("GradientExploding", "warning"): (
+        (M10, LIMIT, M10, gradients.OF_SAMPLES, M10, LIMIT, gradients.FEW_LAYERS, gradients.OF_LAYERS, *CLIPPED),
+        5,
+    ),
+    ("GradientVanishing", "warning"): ((M5, M5, M5, LIMIT), 8),
+    ("LayerDead", "warning"): ((LIMIT,), 1),
+    ("LayerDead", "info"): ((gradients.HALF_DEAD,), 1),
+    ("LayerWithoutGradient", "warning"): ((), 1),
+    ("CudaMemoryNearLimit", "warning"): ((LIMIT, M10), 2),
+    ("CudaAllocRetries", "warning"): ((M10,), 1),
+    ("CudaOutOfMemory", "critical"): ((M10, look.YOUNG), 3),
+    ("CudaMemoryFragmented", "info"): ((LIMIT,), 1),
+    ("GpuThrottled", "warning"): ((M5, LIMIT), 1),
+    ("GpuEccErrors", "critical"): ((HOUR,), 1),
+    ("GpuUnderused", "info"): ((M5, LIMIT, M10), 2),
+    ("HostMemoryPressure", "warning"): ((LIMIT,), 3),
+    ("ExporterOverBudget", "warning"): ((LIMIT, M10, LIMIT), 2),
+    ("ExporterBlind", "warning"): ((LIMIT, exporter.INTERVALS, exporter.INTERVALS, M30, M30), 6),
+    ("ExporterCollectorFailing", "warning"): ((), 1),
+    ("ExporterSkippingSamples", "warning"): ((M15, M15, M15, LIMIT), 1),
+    ("ExporterFoldedLayers", "info"): ((), 1),
+}
+"""The numbers here in the order in which the alert's expression has them, and how many `and`, `or` and `unless` that has."""
+
+
+@cache
+def shipped() -> dict[tuple[str, str], str]:
+    """The expression of each alert and severity."""
+    return {(rule["alert"], rule["labels"]["severity"]): rule["expr"] for path in ALERTS for rule in rules(path)}  # type: ignore[index]
+
+
+def numbers(expression: str) -> tuple[float, ...]:
+    """All numbers in an expression but for 0 and 1, durations in seconds."""
+    found = re.findall(r"(?<![\w:.])(\d[\d.]*(?:e-?\d+)?)([smhd]?)\b", re.sub(r'"[^"]*"', "", expression))
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    return tuple(float(number) * units[unit] for number, unit in found if unit or number not in ("0", "1"))
+
+
+def test_every_shipped_alert_is_judged_or_cannot_be() -> None:
+    """The rules here and those that one process cannot judge are together all alerts that are shipped, and each is one of them."""
+    here = [rule.alert for rule in RULES]
+    assert sorted([*here, *NOT_HERE]) == sorted({alert for alert, _ in shipped()})
+    assert set(THRESHOLDS) <= set(here)
+    assert {case.problem[:2] for case in CASES.values()} == set(NUMBERS)
+
+
+@pytest.mark.parametrize(("alert", "severity"), NUMBERS)
+def test_the_numbers_are_those_of_the_alert(alert: str, severity: str) -> None:
+    """Every number in the expression is the one here, and no clause has been added to it."""
+    expected, clauses = NUMBERS[alert, severity]
+    expression = shipped()[alert, severity]
+    assert numbers(expression) == tuple(THRESHOLDS[alert] if number == LIMIT else number for number in expected)
+    assert len(re.findall(r"\b(?:and|or|unless)\b", expression)) == clauses
+
+
+def series(story: Story, name: str) -> Iterator[dict[str, str]]:
+    """A story for promtool: its times are seconds from the beginning, a value each minute."""
+    found: dict[str, list[str]] = {}
+    minutes = range(int(LONG) // 60 + 1)
+    for minute in minutes:
+        ago = LONG - 60 * minute
+        for spec, rows in story.numbers(ago) if ago <= story.age else ():
+            back = NOW - LONG if spec.name.endswith("_timestamp_seconds") else 0.0
+            for row, number in rows.items():
+                labels = {"run": name, "rank": "0", "job": "t", "instance": name, **dict(zip(spec.labels, row, strict=True))}
+                key = spec.name + "{" + ", ".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
+                found.setdefault(key, ["_"] * len(minutes))[minute] = format(number - back, "g" if not back else "f").replace(
+                    "inf", "Inf"
+                )
+    return ({"series": key, "values": " ".join(values)} for key, values in found.items())
+
+
+def told(found: Iterable[tuple[str, str, str | None]], alert: str, severity: str) -> set[str | None]:
+    """The layers, or none, of an alert that is told of as something at least so bad."""
+    return {layer for name, bad, layer in found if name == alert and SEVERITIES.index(bad) <= SEVERITIES.index(severity)}
+
+
+def test_promtool_says_the_same(tmp_path: Path) -> None:
+    """In each of the runs above the expression of each alert has a result, about the same layer, just where we tell of it."""
+    stories = {
+        f"{name}, {kind} {number}": story
+        for name, case in CASES.items()
+        for kind, some in (("wrong", case.wrong), ("right", case.right))
+        for number, story in enumerate(some)
+    }
+    found = {name: story.found for name, story in stories.items()}
+    checks = []
+    for (alert, severity), expression in shipped().items():
+        if alert not in NOT_HERE:
+            expected = [
+                {"labels": f'{{run="{name}"' + (f', layer="{layer}"}}' if layer else "}"), "value": 1}
+                for name, problems in found.items()
+                for layer in told(problems, alert, severity)
+            ]
+            assert expected
+            checks.append({"expr": f"group by (run, layer) ({expression})", "eval_time": f"{LONG:g}s", "exp_samples": expected})
+    whole = [one for name, story in stories.items() for one in series(story, name)]
+    files = {"rule_files": [str(path) for path in RECORDS], "evaluation_interval": f"{LONG:g}s"}
+    test = {**files, "tests": [{"interval": "1m", "input_series": whole, "promql_expr_test": checks}]}
+    (tmp_path / "problems.test.yml").write_text(json.dumps(test))
+    promtool("test", "rules", tmp_path / "problems.test.yml")
+
+
+# What is told
+
+
+def test_nothing_known_is_nothing_wrong() -> None:
+    """Without any family, and with families none of whose rows are present, nothing is wrong and no rate is known."""
+    watch = Watch()
+    absent = Values([family(c.GRAD_DEAD_RATIO, {("x",): 1.0}, [False]), family(c.TRAIN_LOSS_SPIKES, 9.0, [False])])
+    for values in (Values([]), absent):
+        watch.remember(values, NOW)
+        assert watch.problems(values, NOW) == []
+        assert watch.rates(values, NOW + 60) == {}
+
+
+def test_a_state_that_nobody_tells_is_no_state() -> None:
+    """Without the collector `training` the state is none of the five; what is wrong is told, but for what is about a state."""
+    unknown = made(
+        None, GRAD_NONFINITE_STEPS={("a", "stepped"): 1.0}, TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW, **layer(GRAD_DEAD_RATIO=1.0)
+    )
+    assert unknown.state() is None
+    assert made("initialising").state() == "initialising"
+    told = [(problem.alert, problem.layer) for problem in Watch().problems(unknown, NOW)]
+    assert told == [("TrainingNonFiniteGradients", None), ("LayerDead", "x")]
+    assert Watch().problems(made(None), NOW) == []
+
+
+def test_the_worst_stands_first() -> None:
+    """Critical ones before warnings before information, however many."""
+    metrics = {"EXPORTER_LAYERS_FOLDED": 1.0, "TRAIN_LOSS_NONFINITE": 1.0, "TRAIN_LOSS_SPIKES": 3.0}
+    severities = [one.severity for one in Watch().problems(made(**metrics, **layer(GRAD_DEAD_RATIO=0.6)), NOW)]
+    assert severities == ["critical", "warning", "info", "info"]
+    assert SEVERITIES == ("critical", "warning", "info")
+
+
+def test_many_layers_are_summed_up() -> None:
+    """Of 50 dead layers eight are named and the others counted; the names are told as they are."""
+    names = ["<img src=x>", *(f"layers.{number}" for number in range(49))]
+    told = Watch().problems(made(GRAD_DEAD_RATIO={(name,): 1.0 for name in names}), NOW)
+    assert [problem.layer for problem in told] == [*names[:LAYERS], None]
+    assert told[0] == Problem("LayerDead", "warning", "Layer <img src=x>: more than 90 % of its units are dead.", "<img src=x>")
+    assert told[-1].text.startswith("42 more layers: ")
+    assert (told[0].others, told[-1].others) == ((), tuple(names[LAYERS:]))
+    nine = Watch().problems(made(GRAD_DEAD_RATIO={(name,): 1.0 for name in names[:9]}), NOW)
+    assert nine[-1].text == "1 more layer: more than 90 % of its units are dead."
+
+
+@pytest.mark.parametrize(
+    ("counts", "words", "layer", "others"),
+    [
+        ({}, "", None, ()),
+        ({("b", "nan"): 4.0}, ", in b", "b", ()),
+        ({("e", "inf"): 4.0, ("b", "nan"): 1.0, ("a", "inf"): 2.0}, ", in a, b, e", "a", ("b", "e")),
+        ({(name, "inf"): 4.0 for name in "bcdef"}, ", in b, c, d and 2 more", "b", ("c", "d", "e", "f")),
+    ],
+    ids=["none", "one", "three", "five"],
+)
+def test_layers_that_are_not_finite_are_named(
+    counts: Mapping[tuple[str, str], float], words: str, layer: str | None, others: tuple[str, ...]
+) -> None:
+    """Those whose elements have grown within the window, in the order of the model, however many there were before."""
+    before = {(name, kind): 3e8 + 1 for kind in ("nan", "inf") for name in "abcdef"}
+    after = {row: count + 1000 * counts.get(row, 0.0) for row, count in before.items()}
+    taken, skipped = outcomes(stepped=2.0), {"TRAIN_SKIPPED_STEPS": 30.0, **optimizer(TRAIN_STEPS=0.0), **outcomes(skipped=30.0)}
+    told = []
+    for metrics in (taken, skipped):
+        watch = Watch()
+        watch.remember(made(GRAD_NONFINITE_ELEMENTS=before), NOW - 1000)
+        told += watch.problems(made(GRAD_NONFINITE_ELEMENTS=after, **metrics), NOW)
+    assert [one.text for one in told] == [
+        f"Gradients were NaN or Inf in 2 steps that nobody skipped, in the last 5 minutes{words}.",
+        f"Gradients were NaN or Inf: 30 steps skipped and 0 taken in the last 10 minutes{words}.",
+    ]
+    assert {(one.layer, one.others) for one in told} == {(layer, others)}
+
+
+def test_a_window_is_no_longer_than_the_run() -> None:
+    """What a run of a minute counts is since its start, as no minute was before it; a zero is said to be one."""
+    metrics = {"TRAIN_LOSS_SPIKES": 48.0, **optimizer(GRAD_GLOBAL_NORM_SPIKES=3.0), **phases(0.4)}
+    for age, words in ((60.0, "since the start"), (900.0, "in the last 10 minutes")):
+        texts = [one.text for one in Watch().problems(made(TRAIN_START_TIMESTAMP=NOW - age, **metrics), NOW)]
+        assert texts[0] == f"The loss jumped 48 times {words}."
+        assert texts[1].startswith("40% of the time since the start" if age == 60 else "40% of the time in the last 5 minutes")
+        assert texts[2] == f"The global gradient norm spiked 3 times {words}."
+    norms = {("x",): 1e-9, ("y",): 0.0, ("z",): 1.0}
+    told = [(one.layer, one.text) for one in Watch().problems(made(GRAD_NORM=norms), NOW)]
+    assert told == [
+        ("y", "Layer y: its norm is zero."),
+        ("x", "Layer x: its norm is less than a ten-millionth of the largest layer's norm."),
+    ]
+
+
+def test_skipped_is_what_an_outcome_is_called() -> None:
+    """The label that tells a skipped step from others is the one that the exporter gives it."""
+    assert Outcome.SKIPPED.value == gradients.SKIPPED
+
+
+# What is remembered
+
+
+def test_what_is_new_has_grown_from_nothing() -> None:
+    """Three spikes of a run that has just begun count; so do those of an optimizer that comes later."""
+    spikes = run(age=5, TRAIN_LOSS_SPIKES=3.0).found
+    assert spikes == [("LossSpike", "warning", None)]
+    watch = Watch()
+    watch.remember(made(GRAD_GLOBAL_NORM_SPIKES={("a",): 9.0}), NOW - 601)
+    now = made(GRAD_GLOBAL_NORM_SPIKES={("a",): 9.0, ("b",): 3.0})
+    assert [problem.text for problem in watch.problems(now, NOW)] == [
+        "The global gradient norm spiked 3 times in the last 10 minutes."
+    ]
+
+
+def test_what_is_older_than_the_exporter_has_grown_since_it_was_first_seen() -> None:
+    """Memory errors of last month are none of the last hour; those after the first look are, also of a GPU that came later."""
+    watch, old = Watch(), {("0", "u", "uncorrected"): 5.0}
+    watch.remember(made(GPU_ECC_ERRORS=old), NOW - 120)
+    watch.remember(made(GPU_ECC_ERRORS=old | {("1", "v", "uncorrected"): 7.0}), NOW - 60)
+    now = old | {("1", "v", "uncorrected"): 9.0, ("2", "w", "uncorrected"): 4.0}
+    texts = [problem.text for problem in watch.problems(made(GPU_ECC_ERRORS=now), NOW)]
+    assert texts == ["GPU 1: 2 uncorrected memory errors in the last hour."]
+
+
+def test_a_gpu_is_underused_only_after_five_minutes() -> None:
+    """At the start a GPU is idle; nothing is said about five minutes before there were as many."""
+    idle = gpu(GPU_UTILIZATION=0.0)
+    assert run(age=240, **idle).found == []
+    assert run(age=300, **idle).found == [("GpuUnderused", "info", None)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "minutes", "alert"),
+    [
+        (outcomes(stepped=1.0), 5, "TrainingNonFiniteGradients"),
+        ({"TRAIN_LOSS_NONFINITE": 1.0}, 5, "TrainingNonFiniteLoss"),
+        ({"TRAIN_PHASE_SECONDS": {("data",): 9.0, ("forward",): 1.0}}, 5, "DataLoaderStarvation"),
+        (optimizer(GRAD_GLOBAL_NORM_SPIKES=3.0), 10, "GradientExploding"),
+        ({"TRAIN_LOSS_SPIKES": 3.0}, 10, "LossSpike"),
+        (device(CUDA_OOMS=1.0), 10, "CudaOutOfMemory"),
+        (device(CUDA_ALLOC_RETRIES=1.0), 10, "CudaAllocRetries"),
+        ({"EXPORTER_CAPTURES_SKIPPED": 9.0}, 15, "ExporterSkippingSamples"),
+        (gpu(GPU_ECC_ERRORS__uncorrected=1.0), 60, "GpuEccErrors"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_counter_is_forgotten_after_the_alerts_window(metrics: dict[str, Any], minutes: int, alert: str) -> None:
+    """What a counter gained is told for as long as the window of the alert's expression, within a minute, and then no more."""
+    watch, values = Watch(), made(TRAIN_START_TIMESTAMP=NOW - LONG, **metrics)
+    nothing = {name: dict.fromkeys(rows, 0.0) if isinstance(rows, dict) else 0.0 for name, rows in metrics.items()}
+    watch.remember(made(TRAIN_START_TIMESTAMP=NOW - LONG, **nothing), NOW - 1)
+    told = []
+    looks = (*range(0, 60 * minutes - 60, 15), *range(60 * minutes - 60, 60 * minutes + 120, 5))
+    for second in looks:
+        watch.remember(values, NOW + second)
+        if [problem.alert for problem in watch.problems(values, NOW + second)] == [alert]:
+            told.append(second)
+    assert told == [second for second in looks if second <= told[-1]]
+    assert 60 * minutes - 5 <= told[-1] <= 60 * minutes + (memory.OFTEN if minutes <= 10 else memory.SELDOM)
+    assert 60 * minutes in {number for (name, _), text in shipped().items() if name == alert for number in numbers(text)} | {M5}
+
+
+def test_the_memories_are_bounded() -> None:
+    """A day of two memories in 15 seconds keeps what rules ask for and no more; of each layer 400 bytes."""
+    watch, count = Watch(), 1000
+    rows = LabelRows(tuple((f"layer{place}",) for place in range(count)))
+    families = [Family(spec, np.ones(count), rows) for spec in memory._LAYERS if len(spec.labels) == 1]
+    kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in rows.rows))
+    families.append(Family(c.GRAD_NONFINITE_ELEMENTS, np.ones(2 * count), kinds))
+    values = Values([*families, family(c.TRAIN_LOSS_SPIKES, 1.0), family(c.EXPORTER_CAPTURES, 1.0)])
+    for second in range(0, 86_400, 15):
+        watch.remember(values, NOW + second)
+        watch.remember(values, NOW + second + 1)
+    bounds = [600 / 15 + 2, 600 / 60 + 2, 3600 / 60 + 2]
+    for kept, bound in zip(watch._memories._all, bounds, strict=True):
+        assert len(kept._moments) <= bound
+        assert kept._moments[0][0] >= NOW + 86_400 - kept.seconds - 2 * 60
+    tables = [table for _, tables in watch._memories._all[1]._moments for table in tables.values()]
+    assert sum(table.numbers.nbytes for table in tables) <= 400 * count
+    assert all(table.rows is rows.rows or table.rows is kinds.rows for table in tables)
+
+
+def test_the_slowest_step_of_a_day_is_forgotten_then() -> None:
+    """A pause of an hour is remembered for 24 hours and less than one more."""
+    longest = memory.Longest()
+    for hour in range(30):
+        longest.remember(made(TRAIN_SLOWEST_STEP=3600.0 if hour == 0 else 1.0), NOW + 3600 * hour)
+        assert longest.seconds() == (3600.0 if hour <= 24 else 1.0)
+
+
+def test_a_clock_that_is_set_back_makes_nothing_wrong() -> None:
+    """Old failures are not told as new ones when the clock was set back by an hour, and new ones are told."""
+    watch, old = Watch(), made(TRAIN_START_TIMESTAMP=NOW - 9e4, TRAIN_LOSS_NONFINITE=4.0)
+    for second in range(0, 1200, 15):
+        watch.remember(old, NOW + second)
+    back = NOW + 1200 - 3600
+    watch.remember(old, back)
+    assert watch.problems(old, back) == []
+    for second in range(15, 120, 15):
+        watch.remember(old, back + second)
+    assert watch.problems(old, back + 120) == []
+    new = watch.problems(made(TRAIN_START_TIMESTAMP=NOW - 9e4, TRAIN_LOSS_NONFINITE=5.0), back + 120)
+    assert [problem.text for problem in new] == ["The loss was NaN or Inf 1 time in the last 5 minutes."]
+
+
+def test_rates_are_those_of_the_last_minute() -> None:
+    """Steps of the fastest optimizer, samples and tokens per second, over the last minute; over less at the start."""
+    watch = Watch()
+
+    def counted(second: float) -> Values:
+        steps = 2.0 * second if second <= 300 else 600 + 10 * (second - 300)
+        return made(TRAIN_STEPS={("a",): steps, ("b",): steps / 2}, TRAIN_SAMPLES=8 * steps)
+
+    rates = {}
+    for second in range(361):
+        watch.remember(counted(second), NOW + second)
+        rates[second] = watch.rates(counted(second), NOW + second)
+    assert rates[2] == {}
+    assert rates[3] == pytest.approx({"steps": 2.0, "samples": 16.0})
+    assert rates[100] == pytest.approx({"steps": 2.0, "samples": 16.0})
+    assert rates[360] == pytest.approx({"steps": 10.0, "samples": 80.0})
+
+
+class Visited(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 - it has one more attribute
+    """Rows that count how often one of them is looked at."""
+
+    visits = 0
+
+    def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as tuples have it
+        self.visits += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("count", [2000, 4000])
+def test_histograms_of_all_layers_are_found_in_one_walk(count: int) -> None:
+    """Whoever asks for each of so many rows has each looked at once; a row that is not present has none."""
+    rows = Visited((f"layer{place}",) for place in range(count))
+    width = len(c.GRAD_NORM_DISTRIBUTION.buckets) + 1
+    counts = np.arange(count, dtype=np.float64)[:, None].repeat(width, axis=1)
+    present = np.arange(count) > 0
+    values = Values([Family(c.GRAD_NORM_DISTRIBUTION, counts, LabelRows(rows), present, np.zeros(count))])
+    found = [values.histogram(c.GRAD_NORM_DISTRIBUTION, f"layer{place}") for place in range(count)]
+    assert rows.visits <= count
+    assert found[0] is None
+    assert [one.tolist() for one in found[1:] if one is not None] == counts[1:].tolist()

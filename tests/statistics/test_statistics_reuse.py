@@ -1,0 +1,202 @@
+"""What the statistics keep from one sample to the next: memory to work in, and how gradients are grouped."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.statistics.test_statistics import NAN, Bare, assert_agrees, plan_of, rows_of, some, sparse
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.units import sums, sums_on_host
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda g: g,
+    "strides": lambda g: g.t().contiguous().t(),
+    "expanded": lambda g: g[:1].clone().expand(g.shape),
+    "a type of two bytes": lambda g: g.bfloat16(),
+    "a type of one byte": lambda g: g.to(torch.float8_e5m2),
+    "double": lambda g: g.double() * 1e-200,
+    "complex": lambda g: torch.complex(g, -g).conj(),
+    "negated": lambda g: torch.complex(torch.zeros_like(g), -g).conj().imag,
+    "sparse": lambda g: g.to_sparse(),
+    "sparse, uncoalesced": lambda g: sparse(torch.tensor([[0, 0, 1], [1, 1, 0]]), torch.ones(3), g.shape),
+    "a subclass": torch.nn.Parameter,
+    "a graph": lambda g: g.clone().requires_grad_() * 2,
+    "not finite": lambda g: g.clone().fill_(NAN),
+}
+"""What may happen to a gradient between two samples."""
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (300, 400)], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_of_another_kind_than_in_the_last_sample(change: str, shape: tuple[int, int]) -> None:
+    """Samples whose gradients change their type, layout or strides are each measured by what they are, and so is what follows."""
+    dtype = torch.complex64 if change == "complex" else torch.float32
+    module = Bare(shape, shape, shape, (5,), dtype=dtype)
+    plan, statistics = plan_of(module), EagerStatistics(9, moments=True)
+    ordinary = [some(s, dtype, seed=seed) for seed, s in enumerate([shape, shape, shape, (5,)])]
+    other = [ordinary[0], CHANGES[change](some(shape, seed=7)), *ordinary[2:]]
+    for sample, gradients in enumerate([ordinary, ordinary, other, other, ordinary, other]):
+        rows = rows_of(statistics, plan, gradients, sample)
+        (norms,) = statistics.norms(plan, list(enumerate(gradients)))
+        again = dict(zip(norms.positions.tolist(), norms.vector.tolist(), strict=True))
+        for position, gradient in enumerate(gradients):
+            exact = gradient.detach()
+            exact = exact.float() if exact.element_size() == 1 else exact
+            assert_agrees(rows[position], exact, plan, position)
+            assert np.array_equal(again[position], rows[position][Column.NORM], equal_nan=True)
+
+
+def test_gradients_that_come_and_go() -> None:
+    """Other parameters in each sample, and other models, are told apart though their gradients are of the same kinds."""
+    statistics = EagerStatistics(9)
+    plans = [plan_of(Bare((3, 2), (3, 2), (3, 2))) for _ in range(2)]
+    gradients = [(position, torch.full((3, 2), float(position + 1))) for position in range(3)]
+    samples = [(plan, part) for part in (gradients, gradients[:2], gradients[1:]) for plan in plans] * 2
+    for sample, (plan, part) in enumerate(samples):
+        (measured,) = statistics.measure(plan, part, sample)
+        norms = measured.vector.reshape(-1, measured.width)[:, Column.NORM].tolist()
+        expected = {position: pytest.approx((position + 1) * math.sqrt(6)) for position, _ in part}
+        assert dict(zip(measured.positions.tolist(), norms, strict=True)) == expected
+
+
+def test_no_gradient_is_kept() -> None:
+    """When the gradients of a sample are thrown away, nothing of the statistics holds them or their memory."""
+    shapes = [(4, 6), (4, 6), (7,), (600, 700), (600, 700)]
+    statistics, plan = EagerStatistics(9), plan_of(Bare(*shapes))
+    for sample in range(2):
+        gradients = [some(shape, torch.bfloat16 if n == 3 else torch.float32) for n, shape in enumerate(shapes)]
+        kept = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
+        statistics.measure(plan, list(enumerate(gradients)), sample)
+        statistics.norms(plan, list(enumerate(gradients)))
+        del gradients
+        gc.collect()
+        assert [reference() for reference in kept] == [None] * len(shapes)
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the most bytes that an operation has made a new tensor of."""
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = known.untyped_storage().data_ptr()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != self.known:
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+LARGE: dict[str, Callable[[], torch.Tensor]] = {
+    "float32": lambda: some((4096, 1024)),
+    "float64": lambda: some((4096, 1024)).double(),
+    "bfloat16": lambda: some((4096, 1024), torch.bfloat16),
+    "transposed": lambda: some((1024, 4096)).t(),
+    "strided": lambda: some((4096, 2048))[:, ::2],
+    "expanded": lambda: some((1, 1024)).expand(4096, 1024),
+    "few rows": lambda: some((2, 2_000_000)),
+    "few rows, transposed": lambda: some((2_000_000, 2)).t(),
+    "narrow": lambda: some((2_000_000, 2)),
+    "convolution": lambda: some((1024, 512, 3, 3)),
+    "channels last": lambda: some((1024, 512, 3, 3)).to(memory_format=torch.channels_last),
+    "tiny": lambda: some((4096, 1024)) * 1e-25,
+    "huge": lambda: some((4096, 1024)) * 1e25,
+    "all zero": lambda: torch.zeros(4096, 1024),
+    "not finite": lambda: torch.full((4096, 1024), NAN),
+}
+
+
+@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize("kind", LARGE)
+def test_the_memory_needed_does_not_grow_with_the_gradient(kind: str, *, moments: bool) -> None:
+    """Measuring a gradient of 4 million elements makes no tensor and no array larger than a few blocks."""
+    gradient = LARGE[kind]()
+    plan, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9, moments=moments)
+    tracemalloc.start()
+    try:
+        with LargestResult(gradient) as mode:
+            (measured,) = statistics.measure(plan, [(0, gradient)], 1)
+            statistics.norms(plan, [(0, gradient)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert mode.bytes <= 2 * BLOCK_ELEMENTS * 8 + 4 * gradient.shape[0]
+    assert peak <= 6 * BLOCK_ELEMENTS * 8 + 20 * gradient.shape[0]
+    expected = float(gradient.double().norm())
+    assert measured.vector[Column.NORM].item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def test_memory_is_used_again_for_other_shapes() -> None:
+    """Statistics that have measured anything measure everything else as new ones do."""
+    shapes = [(3, 5), (512, 1024), (7,), (2, 400_000), (64, 64), (300, 300), (1,), (1000, 1000)]
+    used = EagerStatistics(9)
+    for sample in range(3):
+        for shape in shapes if sample % 2 else shapes[::-1]:
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                gradient, plan = some(shape, dtype, seed=sample), plan_of(Bare(shape, dtype=dtype))
+                found, fresh = (rows_of(statistics, plan, [gradient])[0] for statistics in (used, EagerStatistics(9)))
+                assert np.array_equal(found, fresh)
+
+
+def test_two_threads_do_not_share_the_memory_they_work_in() -> None:
+    """Statistics of several exporters, and of one, measure on threads at once as each does alone."""
+    shared = EagerStatistics(9)
+    shapes = [[(200, 300)] * 3, [(64, 64)] * 20, [(500, 400)], [(90_000,)] * 2]
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        gradients = [some(shape, torch.bfloat16, seed=number) for shape in shapes[number]]
+        plan, own = plan_of(Bare(*shapes[number])), EagerStatistics(9)
+        expected = rows_of(EagerStatistics(9), plan, gradients)
+        for sample in range(30):
+            for statistics in (own, shared):
+                (norms,) = statistics.norms(plan, list(enumerate(gradients)))
+                if norms.vector.tolist() != [expected[p][Column.NORM] for p in norms.positions.tolist()]:
+                    wrong.append((number, sample))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(shapes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_sample_in_somebodys_inference_mode_does_no_harm() -> None:
+    """Memory that was first needed in an inference mode can be used after it."""
+    gradients = [some((8, 6), torch.bfloat16), some((8, 6), torch.bfloat16)]
+    statistics, plan = EagerStatistics(9), plan_of(Bare((8, 6), (8, 6), dtype=torch.bfloat16))
+    with torch.inference_mode():
+        first = rows_of(statistics, plan, gradients, 1)
+    second = rows_of(statistics, plan, gradients, 2)
+    assert all(np.array_equal(first[position], second[position]) for position in first)
+
+
+def test_norms_do_not_need_the_newest_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where numpy has no `vecdot`, norms and squares are those of the reference all the same."""
+    monkeypatch.delattr(np, "vecdot", raising=False)
+    for shape in ((), (7,), (4, 6), (300, 1000), (70_001,)):
+        gradient, plan = some(shape), plan_of(Bare(shape))
+        assert_agrees(rows_of(EagerStatistics(9, moments=True), plan, [gradient])[0], gradient, plan, 0)
+
+
+def test_units_are_summed_on_the_host_as_on_a_device() -> None:
+    """The two ways to sum flags by parameter agree, and with a loop."""
+    flags = torch.rand(2, 500, generator=torch.Generator().manual_seed(0)) < 0.3
+    sizes = [1, 7, 300, 1, 191]
+    ends = torch.tensor(sizes).cumsum(0) - 1
+    expected = [[int(part.sum()) for part in row.split(sizes)] for row in flags]
+    assert sums(flags, ends).tolist() == sums_on_host(flags, ends).tolist() == expected

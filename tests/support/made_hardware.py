@@ -1,0 +1,75 @@
+"""A GPU and a container's limits that are made up, under the real collectors of a real exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pynvml
+
+from tests.collectors.test_container import V2, group_2, write
+from tests.support.fake_nvml import FakeDriver, FakeGpu
+from torch_grad_exporter.collectors import resources
+from torch_grad_exporter.collectors.container import ContainerCollector
+from torch_grad_exporter.collectors.cuda_memory import CudaMemoryCollector
+from torch_grad_exporter.collectors.gpu import GpuCollector
+from torch_grad_exporter.resources.devices import DeviceStatistics
+
+UUID = "11111111-8ff3-c2dc-3b0d-fafd804516ae"
+GIB = 2**30
+
+
+class Hardware:
+    """A GPU at work with memory to spare, and a container that uses half of its memory."""
+
+    def __init__(self, root: Path) -> None:
+        sizes = (60, 90, 61, 20, 59, 70, 91, 140)
+        self.memory = DeviceStatistics("cuda:0", *(gib * GIB for gib in sizes), retries=0, ooms=0, uuid=UUID)
+        self.gpu = FakeGpu(f"GPU-{UUID}")
+        self._root = root
+        self.container(0.5)
+
+    def container(self, used: float) -> None:
+        """The container uses that share of its memory."""
+        size = 8 * GIB
+        files = group_2("job", memory_max=size, memory_current=int(used * size), cpu_max="200000 100000")
+        write(self._root, {"proc/self/cgroup": "0::/job", "proc/self/mountinfo": V2})
+        write(self._root / "sys/fs/cgroup", files)
+
+    def worsen(self) -> None:
+        """Another look at a GPU that is short of memory, throttled for heat, idle and has errors, in a container that is full."""
+        counted = {"retries": (self.memory.retries or 0) + 1, "ooms": (self.memory.ooms or 0) + 1}
+        self.memory = replace(self.memory, reserved=139 * GIB, inactive_split=60 * GIB, **counted)
+        self.gpu.utilization = 3
+        self.gpu.nanoseconds = {policy: held + 50_000_000 for policy, held in self.gpu.nanoseconds.items()}
+        self.gpu.ecc = {kind: errors + 1 for kind, errors in self.gpu.ecc.items()}
+        self.container(0.97)
+
+    def collectors(self) -> dict[str, Any]:
+        """Those that read from it."""
+        return {
+            "gpu": GpuCollector(lambda: (self.memory,), nvml=lambda: pynvml, environment={}),
+            "cuda_memory": CudaMemoryCollector(lambda: (self.memory,)),
+            "container": ContainerCollector(root=self._root),
+        }
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[Hardware]:
+    """Exporters that are started in this process see this hardware."""
+    real: Callable[..., dict[str, Callable[[], Any]]] = resources.collectors
+    with tempfile.TemporaryDirectory() as root:
+        hardware = Hardware(Path(root))
+
+        def collectors(*arguments: Any) -> dict[str, Callable[[], Any]]:  # noqa: ANN401 - passed on
+            made = hardware.collectors()
+            return real(*arguments) | {name: lambda name=name: made[name] for name in made}
+
+        driver = mock.patch.multiple(pynvml, nvmlLib=FakeDriver([hardware.gpu]), _nvmlGetFunctionPointer_cache={})
+        with driver, mock.patch.object(resources, "collectors", collectors):
+            yield hardware

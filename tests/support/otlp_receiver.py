@@ -1,0 +1,440 @@
+"""A receiver of OTLP metrics on the official protobuf service, over HTTP and over gRPC, that answers as it is told; and liars.
+
+What does not follow the specification is refused and noted in `violations`, which a receiver that is left has to have none of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import itertools
+import select
+import socket
+import ssl
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+import grpc
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import RetryInfo
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest, ExportMetricsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
+    MetricsServiceServicer,
+    add_MetricsServiceServicer_to_server,
+)
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ExponentialHistogramDataPoint, HistogramDataPoint, Metric, NumberDataPoint
+
+from torch_grad_exporter.metrics.families import Family
+
+PATH, TYPE = "/v1/metrics", "application/x-protobuf"
+
+DECODERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, "identity": bytes, "gzip": gzip.decompress, "deflate": zlib.decompress,
+}  # fmt: skip
+
+Point = float | tuple[object, ...]
+"""A number; of a histogram its counts, sum and bounds; of an exponential one scale, zeros, offset, counts and sum."""
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+"""A metric's name and a point's attributes."""
+
+
+# Answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request over HTTP gets; without a `body`, the message of success if it is one, and a text if not."""
+
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    kind: str = TYPE
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    """What one over gRPC gets."""
+    trailers: tuple[tuple[str, bytes], ...] = ()
+    rejected: int = 0
+    """Points that a partial success does not take."""
+    after: float = 0.0
+    """Seconds until the answer."""
+
+
+def retry_info(seconds: float) -> tuple[tuple[str, bytes], ...]:
+    """The trailers with which a gRPC server says when to try again."""
+    delay = Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+    return (("google.rpc.retryinfo-bin", RetryInfo(retry_delay=delay).SerializeToString()),)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as it was read. `at`: monotonic time; `headers`: by lower-case names, over gRPC the metadata."""
+
+    at: float
+    headers: Mapping[str, str]
+    request: ExportMetricsServiceRequest
+    answer: Answer
+
+    @property
+    def taken(self) -> bool:
+        """Whether the receiver has kept it."""
+        return self.answer.status < 300 and self.answer.code is grpc.StatusCode.OK
+
+
+class Receiver:
+    """What both receivers have. `received`: all requests that were well-formed, whatever they got as an answer."""
+
+    def __init__(self) -> None:
+        self.received: list[Received] = []
+        self.violations: list[str] = []
+        self._answers: Iterator[Answer] = itertools.repeat(Answer())
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def answer(self, *answers: Answer) -> None:
+        """What the next requests get, each the next answer, and the last one for all further ones."""
+        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    def _next(self, headers: Mapping[str, str], request: ExportMetricsServiceRequest) -> Answer:
+        with self._lock:
+            answer = next(self._answers)
+            self.received.append(Received(time.monotonic(), headers, request, answer))
+        self._over.wait(answer.after)
+        return answer
+
+    @property
+    def taken(self) -> list[ExportMetricsServiceRequest]:
+        """The requests that were answered with success."""
+        return [one.request for one in list(self.received) if one.taken]
+
+    def points(self) -> dict[Key, Point]:
+        """The latest of every series."""
+        return {key: point for request in self.taken for key, point in points(request)}
+
+    def total(self, name: str) -> float:
+        """The sum of all points of a counter, for one that sends differences."""
+        found = (point for request in self.taken for (known, _), point in points(request) if known == name)
+        return sum(point for point in found if isinstance(point, float))
+
+    def latest(self, name: str, **labels: str) -> float | None:
+        """The latest point of a metric with these among its attributes, if any."""
+        wanted = labels.items()
+        found = [point for (known, own), point in self.points().items() if known == name and wanted <= set(own)]
+        return found[0] if found and isinstance(found[0], float) else None
+
+
+# Reading requests
+
+
+def points(request: ExportMetricsServiceRequest) -> Iterator[tuple[Key, Point]]:
+    """Every point, in order."""
+    for metric in metrics(request):
+        for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
+            yield (metric.name, frozenset(attributes(point.attributes).items())), value(point)
+
+
+def metrics(request: ExportMetricsServiceRequest) -> list[Metric]:
+    """All metrics of a request."""
+    return [one for resource in request.resource_metrics for scope in resource.scope_metrics for one in scope.metrics]
+
+
+def attributes(pairs: Iterable[KeyValue]) -> dict[str, str]:
+    """Attributes as texts."""
+    return {pair.key: str(getattr(pair.value, str(pair.value.WhichOneof("value")))) for pair in pairs}
+
+
+def value(point: NumberDataPoint | HistogramDataPoint | ExponentialHistogramDataPoint) -> Point:
+    """What a point says."""
+    match point:
+        case NumberDataPoint():
+            return float(point.as_double)
+        case HistogramDataPoint():
+            return tuple(point.bucket_counts), point.sum, tuple(point.explicit_bounds)
+        case _:
+            buckets = point.positive
+            return point.scale, point.zero_count, buckets.offset, tuple(buckets.bucket_counts), point.sum
+
+
+def expected(families: Iterable[Family], constant: Mapping[str, str]) -> dict[Key, Point]:
+    """What a receiver has to have of families. A label that is empty is none."""
+    found: dict[Key, Point] = {}
+    for family in families:
+        for row, labels in enumerate(family.labels.rows):
+            if family.present is not None and not family.present[row]:
+                continue
+            own = {name: text for name, text in zip(family.spec.labels, labels, strict=True) if text}
+            key = family.spec.name, frozenset({**constant, **own}.items())
+            assert key not in found
+            if family.sums is None:
+                found[key] = float(family.values[row])
+            else:
+                found[key] = (tuple(np.int64(family.values[row]).tolist()), float(family.sums[row]), family.spec.buckets)
+    return found
+
+
+# HTTP
+
+
+class HttpReceiver(Receiver):
+    """Takes `POST /v1/metrics`. `tls`: for a server that has it; `port`: 0 for a free one."""
+
+    def __init__(self, *, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__()
+        self._server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"receiver": self}), tls)
+        self.port = self._server.server_port
+        self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+
+    def take(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """What a request gets."""
+        if path != PATH:
+            return self._refused(404, f"path {path}")
+        if headers.get("content-type") != TYPE:
+            return self._refused(415, f"content type {headers.get('content-type')}")
+        try:
+            request = ExportMetricsServiceRequest.FromString(DECODERS[headers.get("content-encoding", "")](body))
+        except (KeyError, OSError, zlib.error, DecodeError) as error:
+            return self._refused(400, f"{type(error).__name__}: {error}")
+        return self._next(headers, request)
+
+    def _refused(self, status: int, why: str) -> Answer:
+        self.violations.append(why)
+        return Answer(status)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.close_all()
+        self._thread.join()
+        assert self.violations == []
+
+
+class _Server(ThreadingHTTPServer):
+    """One that can close the connections that are open, as a process does that ends."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None) -> None:
+        super().__init__(address, handler)
+        self._tls = tls
+        self._open: set[socket.socket] = set()
+
+    def finish_request(self, request: socket.socket, address: object) -> None:  # type: ignore[override]
+        connection = request if self._tls is None else self._tls.wrap_socket(request, server_side=True)
+        self._open.add(connection)
+        try:
+            super().finish_request(connection, address)  # type: ignore[arg-type]
+        finally:
+            self._open.discard(connection)
+            self.shutdown_request(connection)
+
+    def handle_error(self, *_: object) -> None:
+        """A client that leaves, or does not like our certificate, is none of our business."""
+
+    def close_all(self) -> None:
+        """Ends all connections."""
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    receiver: HttpReceiver
+
+    def do_POST(self) -> None:
+        headers = {name.lower(): text for name, text in self.headers.items()}
+        if "content-length" not in headers:
+            self.receiver.violations.append("no content length")
+        answer = self.receiver.take(self.path, headers, self.rfile.read(int(headers.get("content-length", 0))))
+        response = ExportMetricsServiceResponse()
+        if answer.rejected:
+            response.partial_success.rejected_data_points = answer.rejected
+            response.partial_success.error_message = "not these"
+        usual = response.SerializeToString() if answer.status == 200 else b"refused by the test"
+        body = usual if answer.body is None else answer.body
+        self.send_response(answer.status)
+        for name, text in {"Content-Type": answer.kind, "Content-Length": str(len(body)), **answer.headers}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.receiver.violations.append(f"GET {self.path}")
+        self.send_error(405)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+# gRPC
+
+
+class GrpcReceiver(Receiver):
+    """The metrics service. `credentials`: for a server with TLS; `port`: 0 for a free one."""
+
+    def __init__(self, *, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> None:
+        super().__init__()
+        self._server = grpc.server(ThreadPoolExecutor(4), options=(("grpc.so_reuseport", 0),))
+        add_MetricsServiceServicer_to_server(_Servicer(self), self._server)
+        address = f"127.0.0.1:{port}"
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
+        self.endpoint = f"{'http' if credentials is None else 'https'}://127.0.0.1:{self.port}"
+
+    def take(self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext) -> ExportMetricsServiceResponse:
+        """Answers a call."""
+        answer = self._next(dict(context.invocation_metadata()), request)
+        context.set_trailing_metadata(answer.trailers)
+        if answer.code is not grpc.StatusCode.OK:
+            context.abort(answer.code, "refused by the test")
+        response = ExportMetricsServiceResponse()
+        if answer.rejected:
+            response.partial_success.rejected_data_points = answer.rejected
+            response.partial_success.error_message = "not these"
+        return response
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._server.stop(0).wait()
+        assert self.violations == []
+
+
+class _Servicer(MetricsServiceServicer):
+    def __init__(self, receiver: GrpcReceiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext) -> ExportMetricsServiceResponse:
+        return self._receiver.take(request, context)
+
+
+# Liars
+
+
+class Liar:
+    """A server that treats each connection in one way, in a thread of its own, until it is left.
+
+    `connections`: how many there were; `sent`: bytes that went out over all of them.
+    """
+
+    def __init__(self, treat: Callable[[Liar, socket.socket], None], tls: ssl.SSLContext | None = None) -> None:
+        self._treat = treat
+        self._tls = tls
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        self.over, self._full = threading.Event(), threading.Event()
+        self.connections = self.sent = 0
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    def send(self, connection: socket.socket, content: bytes) -> None:
+        """Sends, and counts it."""
+        connection.sendall(content)
+        self.sent += len(content)
+
+    def _accept(self) -> None:
+        while not self._full.is_set():
+            if not select.select([self._socket], [], [], 0.02)[0]:
+                continue
+            connection, _ = self._socket.accept()
+            connection.settimeout(0.5)
+            self.connections += 1
+            self._threads.append(threading.Thread(target=self._treated, args=(connection,), daemon=True))
+            self._threads[-1].start()
+
+    def _treated(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            if self._tls is None:
+                self._treat(self, connection)
+            else:
+                with self._tls.wrap_socket(connection, server_side=True) as wrapped:
+                    self._treat(self, wrapped)
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Who is let go comes again at once, and is to find nobody.
+        self._full.set()
+        self._threads[0].join(5)
+        self._socket.close()
+        self.over.set()
+        for thread in self._threads:
+            thread.join(5)
+
+
+def refused() -> str:
+    """An endpoint where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def _heard(connection: socket.socket) -> None:
+    connection.recv(65536)
+
+
+def black_hole(liar: Liar, connection: socket.socket) -> None:
+    """Takes everything and says nothing."""
+    while not liar.over.is_set():
+        with contextlib.suppress(TimeoutError):
+            if not connection.recv(65536):
+                return
+
+
+def deaf(liar: Liar, connection: socket.socket) -> None:
+    """Takes nothing, so that a large request does not even leave."""
+    del connection
+    liar.over.wait(30)
+
+
+def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, socket.socket], None]:
+    """Begins an answer and goes on with a drop at a time."""
+
+    def treat(liar: Liar, connection: socket.socket) -> None:
+        _heard(connection)
+        liar.send(connection, start)
+        while not liar.over.wait(pause):
+            liar.send(connection, drop)
+
+    return treat
+
+
+def says(content: bytes) -> Callable[[Liar, socket.socket], None]:
+    """Says so much and closes."""
+
+    def treat(liar: Liar, connection: socket.socket) -> None:
+        _heard(connection)
+        liar.send(connection, content)
+
+    return treat
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
+
+SLOW_HEADERS = drips(b"HTTP/1.1 200 OK\r\nX-A: ", b"a")
+SLOW_BODY = drips(OK + b"Content-Length: 1000000\r\n\r\n", b"\x00")
+ENDLESS_BODY = drips(OK + b"\r\n", bytes(65536), 0)
+ENDLESS_HEADERS = drips(b"HTTP/1.1 200 OK\r\n", b"X-A: " + 1000 * b"a" + b"\r\n", 0)
+CUT_HEADERS = says(b"HTTP/1.1 200 OK\r\nContent-Ty")
+CUT_BODY = says(OK + b"Content-Length: 100\r\n\r\n\x00\x00")
+NO_HTTP = says(b"220 mail.example.com ESMTP\r\n")
+BROKEN_HEADERS = says(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nno colon here\r\nX-A: b\r\n\r\n")

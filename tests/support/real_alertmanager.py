@@ -1,0 +1,164 @@
+"""A real Alertmanager for tests, and a receiver for what it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.support.tools import REPOSITORY, eventually, find
+from torch_grad_exporter.outputs.http.listener import open_listener
+
+SHIPPED = REPOSITORY / "dashboards" / "alertmanager" / "alertmanager.yaml"
+SECRETS = "/etc/alertmanager/secrets/training-alerts"
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """What one request said: the last part of its path, that is, to whom, and the JSON in it."""
+
+    receiver: str
+    body: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name that all its alerts have."""
+        return str(self.body["groupLabels"]["alertname"])
+
+    @property
+    def run(self) -> str:
+        """The run that all its alerts are about; empty without one."""
+        return str(self.body["groupLabels"].get("run", ""))
+
+    @property
+    def alerts(self) -> Sequence[Mapping[str, Any]]:
+        """Its alerts, with `status`, `labels` and `annotations`."""
+        alerts: Sequence[Mapping[str, Any]] = self.body["alerts"]
+        return alerts
+
+
+class Webhook:
+    """Takes whatever is posted to it. `received` grows, in the order of arrival."""
+
+    def __init__(self) -> None:
+        received: list[Notification] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                received.append(Notification(self.path.rpartition("/")[2], body))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.received = received
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def firing(self) -> list[tuple[str, str, str]]:
+        """Receiver, alert and run of each notification that said that something is wrong."""
+        return [(each.receiver, each.name, each.run) for each in self.received if each.body["status"] == "firing"]
+
+    def resolved(self) -> list[tuple[str, str, str]]:
+        """The same of those that said that it is over."""
+        return [(each.receiver, each.name, each.run) for each in self.received if each.body["status"] == "resolved"]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Alertmanager:
+    """A running Alertmanager: `url` is what Prometheus is told, without a path; `post` does what Prometheus would."""
+
+    def __init__(self, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self.url = f"http://{self.address}"
+
+    def post(self, *alerts: Mapping[str, str], ends: str | None = None) -> None:
+        """Posts alerts with these labels, all in one request; they begin now."""
+        content: list[Mapping[str, object]] = [{"labels": labels, "annotations": {"summary": "It is so."}} for labels in alerts]
+        if ends is not None:
+            content = [{**alert, "endsAt": ends} for alert in content]
+        request = urllib.request.Request(
+            f"{self.url}/api/v2/alerts", json.dumps(content).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            assert response.status == 200
+
+    def alerts(self) -> list[Mapping[str, Any]]:
+        """All alerts that it has, with `labels`, `receivers` and `status`, of which `inhibitedBy` is a part."""
+        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=10) as response:
+            alerts: list[Mapping[str, Any]] = json.load(response)
+            return alerts
+
+    def metric(self, series: str) -> float:
+        """One of its own metrics, as it is written in /metrics; 0 where it is not there."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            found = re.search(rf"^{re.escape(series)} (\S+)$", response.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
+            return bool(response.status == 200)
+        return False
+
+
+def shortened(directory: Path, webhook: Webhook, text: str | None = None) -> str:
+    """The shipped configuration with short waits, whose receivers post to the webhook: `/pager` and `/team`.
+
+    Nothing is told twice within the half hour that a test may take, but for groups that change.
+    """
+    text = SHIPPED.read_text(encoding="utf-8") if text is None else text
+    secrets = directory / "secrets"
+    secrets.mkdir(exist_ok=True)
+    for name in ("pager", "team"):
+        (secrets / f"{name}-url").write_text(f"{webhook.url}/{name}\n")
+    for shipped, short in (("group_wait: 30s", "group_wait: 1s"), ("group_interval: 5m", "group_interval: 1s")):
+        assert text.count(shipped) == 1
+        text = text.replace(shipped, short)
+    assert SECRETS in text
+    templates = f"templates: [{SHIPPED.parent}/templates/*.tmpl]"
+    return text.replace(SECRETS, str(secrets)).replace("templates: [templates/*.tmpl]", templates)
+
+
+@contextlib.contextmanager
+def webhook() -> Iterator[Webhook]:
+    """A webhook that runs as long as it is needed."""
+    with contextlib.closing(Webhook()) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def alertmanager(directory: Path, configuration: str | Path) -> Iterator[Alertmanager]:
+    """Runs an Alertmanager without neighbours, with the configuration's text or file, and its state in the directory."""
+    if isinstance(configuration, str):
+        (directory / "alertmanager.yaml").write_text(configuration)
+        configuration = directory / "alertmanager.yaml"
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port = listener.getsockname()[1]
+    program = find("prometheus-alertmanager")
+    options = [f"--config.file={configuration}", f"--storage.path={directory / 'alertmanager'}", "--cluster.listen-address="]
+    command = [program, *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    # The program that `make tools` fetches finds its own templates from there only.
+    with subprocess.Popen(command, cwd=program.parents[2]) as process:
+        try:
+            running = Alertmanager(port)
+            assert eventually(running.is_ready, 60)
+            yield running
+        finally:
+            process.terminate()

@@ -1,0 +1,79 @@
+"""A real Prometheus for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.tools import find
+from torch_grad_exporter.outputs.http.listener import open_listener
+
+CONFIGURATION = """
+global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    scrape_protocols: [{protocol}]
+    static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{run: {run}, rank: "0"}}}}]
+"""
+
+
+class Prometheus:
+    """A running Prometheus and its query interface."""
+
+    def __init__(self, port: int) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+
+    def value(self, expression: str) -> float:
+        """The value of an expression that yields one series."""
+        ((_, value),) = self.query(expression)
+        return float(value)
+
+    def get(self, path: str, **parameters: str) -> object:
+        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as response:
+            return json.load(response)["data"]
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], str]]:
+        data = self.get("/api/v1/query", query=expression)
+        assert isinstance(data, dict)
+        return [(found["metric"], found["value"][1]) for found in data["result"]]
+
+    def series(self, expression: str, seconds: float, step: float = 1.0) -> list[tuple[dict[str, str], list[tuple[float, str]]]]:
+        """The values of an expression over the last seconds, by series."""
+        now = time.time()
+        data = self.get("/api/v1/query_range", query=expression, start=str(now - seconds), end=str(now), step=str(step))
+        assert isinstance(data, dict)
+        return [(found["metric"], found["values"]) for found in data["result"]]
+
+    def is_scraping(self) -> bool:
+        with contextlib.suppress(OSError):
+            return [value for _, value in self.query("up")] == ["1"]
+        return False
+
+
+@contextlib.contextmanager
+def prometheus(directory: Path, target: int, protocol: str = "OpenMetricsText1.0.0", run: str = "r1") -> Iterator[Prometheus]:
+    """Runs a Prometheus that scrapes the target twice a second, with `run` and `rank` as target labels too."""
+    with running(directory, CONFIGURATION.format(port=target, protocol=protocol, run=run)) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def running(directory: Path, configuration: str) -> Iterator[Prometheus]:
+    """Runs a Prometheus with the text of a configuration, and its data in the directory."""
+    file = directory / "prometheus.yml"
+    file.write_text(configuration)
+    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
+        port = listener.getsockname()[1]
+    options = [f"--config.file={file}", f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]
+    with subprocess.Popen([find("prometheus"), *options, "--log.level=error"]) as process:
+        try:
+            yield Prometheus(port)
+        finally:
+            process.terminate()

@@ -1,0 +1,460 @@
+"""A training loop's own float64 record of what each gradient metric should say.
+
+`Recorder` looks at `parameter.grad` right after a backward and right before a step, keeps what it saw, and does plain
+arithmetic over it afterwards. It knows nothing of how the exporter captures, and shares no code with it but the bounds of
+the histograms.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tests.support.scrape import Key, errors_in, key, values
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
+
+GAUGES_OF_A_LAYER = (
+    "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_norm_zscore",
+    "torch_grad_max_magnitude", "torch_grad_zero_ratio", "torch_grad_zero_units_ratio", "torch_grad_dead_ratio",
+    "torch_grad_missing_parameters", "torch_grad_mean", "torch_grad_stddev", "torch_grad_min", "torch_grad_max",
+    "torch_grad_shard_norm", "torch_grad_units",
+)  # fmt: skip
+COUNTERS_OF_A_LAYER = (
+    "torch_grad_captures_total", "torch_grad_norm_squared_accumulated_total", "torch_grad_norm_spikes_total",
+    "torch_grad_nonfinite_elements_total", "torch_grad_norm_distribution_count",
+)  # fmt: skip
+
+OF_A_WHOLE_LAYER = ("torch_grad_max_magnitude", "torch_grad_norm_recent_max", "torch_grad_norm_distribution")
+OF_ALL_LAYERS = (
+    "torch_grad_global_norm", "torch_grad_global_norm_distribution", "torch_grad_global_norm_after_clip",
+    "torch_grad_clip_coefficient",
+)  # fmt: skip
+"""What a rank cannot know of a layer that it has a part of, or of all layers where one is such."""
+
+MOMENTS = ("torch_grad_mean", "torch_grad_stddev", "torch_grad_min", "torch_grad_max")
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense float64 copy; a complex element becomes two, in a last dimension of its own."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    if hasattr(dense, "to_local"):
+        dense = dense.to_local()
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double().clone()
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    """The L2 norm over float64 tensors."""
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
+
+
+def in_parts(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank has only a part of a parameter."""
+    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+
+
+def counting(models: Iterable[torch.nn.Module]) -> Callable[[torch.nn.Parameter], bool]:
+    """Whether a parameter counts here in sums over ranks: of copies, one does. Ranks without DTensors are taken for copies."""
+    parts = any(hasattr(parameter, "placements") for model in models for parameter in model.parameters())
+    rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 and not parts else 0
+
+    def counts(parameter: torch.nn.Parameter) -> bool:
+        placements = enumerate(getattr(parameter, "placements", ()))
+        copied = [parameter.device_mesh.get_local_rank(dim) for dim, one in placements if one.is_replicate()]
+        return not any(copied) and rank == 0
+
+    return counts
+
+
+def telling(gradient: torch.Tensor) -> bool:
+    """Whether this rank has elements of a gradient, and not only summands that others have to be added to."""
+    summand = any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
+    return not summand and wide(gradient).numel() > 0
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients as they are now, in float64, by the parameter's name."""
+    return {n: wide(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass(eq=False)
+class Named:
+    """A parameter with its layer. `units`: its gradient as (units, rest), or nothing if it has no output units."""
+
+    name: str
+    layer: str
+    parameter: torch.nn.Parameter
+    units: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def named_parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
+    """The parameters that require a gradient, each once, with the layer that owns it."""
+    found: dict[int, Named] = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            owner, _, own = name.rpartition(".")
+            for wrapper in ("_orig_mod", "module", "_checkpoint_wrapped_module"):
+                owner = ".".join(part for part in owner.split(".") if part != wrapper)
+            layer = ".".join(part for part in (prefix, owner or own) if part)
+            full = f"{prefix}.{name}" if prefix else name
+            if parameter.requires_grad:
+                units = _units_of(model.get_submodule(name.rpartition(".")[0]), parameter)
+                found.setdefault(id(parameter), Named(full, layer, parameter, units))
+    return list(found.values())
+
+
+def _units_of(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if any(placement.is_shard() and placement.dim != 0 for placement in getattr(parameter, "placements", ())):
+        return None  # each rank has a part of every unit
+    if parameter.dim() < 2 or parameter.numel() == 0 or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return None
+    if isinstance(module, torch.nn.ConvTranspose1d | torch.nn.ConvTranspose2d):
+        assert module.groups == 1
+        return lambda gradient: gradient.transpose(0, 1).flatten(1)
+    return lambda gradient: gradient.flatten(1)
+
+
+def baseline(norms: Iterable[float]) -> tuple[float | None, int]:
+    """The last robust z-score of the logarithms and how many spikes there were, by the definition in docs/metrics.md."""
+    kept: list[float] = []
+    score, spikes = None, 0
+    for one in norms:
+        score = None
+        if not math.isfinite(one) or one <= 0:
+            continue
+        log = math.log(one)
+        spike = False
+        if len(kept) >= 20:
+            past = kept[-128:]
+            median = statistics.median(past)
+            sigma = max(1.4826 * statistics.median(abs(v - median) for v in past), 0.1)
+            score = (log - median) / sigma
+            spike = score > 6 and log - median > math.log(3)
+            spikes += spike
+        if not spike:
+            kept.append(log)
+    return score, spikes
+
+
+@dataclass
+class _Layer:
+    """What was seen of one layer: by sample, its parameters' gradients."""
+
+    samples: list[list[tuple[Named, torch.Tensor]]] = field(default_factory=list)
+    missing: int = 0
+
+
+@dataclass
+class _Optimizer:
+    """What was seen of one optimizer."""
+
+    owned: Callable[[], set[int]]
+    steps: int = 0
+    sample_step: int = 0
+    after: float | None = None
+    clipped: int = 0
+    nonfinite: dict[str, int] = field(default_factory=lambda: {"stepped": 0, "skipped": 0, "unknown": 0})
+    norms: list[float] = field(default_factory=list)
+
+
+def _owner(optimizer: torch.optim.Optimizer) -> Callable[[], set[int]]:
+    return lambda: {id(p) for g in optimizer.param_groups for p in g["params"]}
+
+
+class Recorder:
+    """Records a loop. `optimizers`: one, or a mapping of the names that the exporter gives them.
+
+    `unscale`: what gradients after a backward are multiplied with. `dead_window`, `moments`: as the exporter was told.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        *,
+        dead_window: int = 100,
+        moments: bool = False,
+    ) -> None:
+        self.models = dict(model) if isinstance(model, Mapping) else {"": model}
+        self.optimizers: dict[str, _Optimizer] = {}
+        self.use(optimizers)
+        self.layers: dict[str, _Layer] = {}
+        self._shown: set[str] = set()
+        self._in_parts: set[str] = set()
+        self.backwards = 0
+        self.skips = 0
+        self.unscale = 1.0
+        self._dead_window = dead_window
+        self._moments = moments
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._after: dict[str, list[torch.Tensor]] = {}
+        self._skipping: set[str] = set()
+        self._seen: list[Named] = []
+        self._started = time.monotonic()
+
+    def use(self, optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]) -> None:
+        """Takes these optimizers from now on, those of a known name in the place of the one before."""
+        named = optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+        for name, optimizer in named.items():
+            self.optimizers.setdefault(name, _Optimizer(_owner(optimizer))).owned = _owner(optimizer)
+
+    # In the loop
+
+    def backward(self, loss: torch.Tensor, *, unused: Iterable[str] = (), **options: bool) -> None:
+        """Runs a backward and looks at the gradients that it left; `unused`: parameters that it did not reach."""
+        loss.backward(**options)
+        self.passed(unused=unused)
+
+    def passed(self, *, unused: Iterable[str] = ()) -> None:
+        """A backward is over: looks at the gradients that it left."""
+        if self._after:
+            self._settle("stepped")
+        self.backwards += 1
+        # A gradient that says nothing is neither read nor missing.
+        self._seen = [n for n in named_parameters(self.models) if n.parameter.grad is None or telling(n.parameter.grad)]
+        skip = set(unused)
+        self._gradients = {
+            id(n.parameter): wide(n.parameter.grad) * self.unscale
+            for n in self._seen
+            if n.parameter.grad is not None and n.name not in skip
+        }
+
+    def stepping(self, name: str = "") -> None:
+        """An optimizer is about to step: looks at what it sees."""
+        one = self.optimizers[name]
+        one.steps += 1
+        if not self._gradients:  # a step that no backward came before
+            return
+        owned = one.owned()
+        mine = [n for n in self._seen if id(n.parameter) in owned and id(n.parameter) in self._gradients]
+        self._after[name] = [wide(n.parameter.grad) for n in mine if n.parameter.grad is not None]
+
+    def step(self, optimizer: torch.optim.Optimizer, name: str = "") -> None:
+        """An optimizer's step, looked at right before."""
+        self.stepping(name)
+        optimizer.step()
+
+    def skipped(self, outcome: str = "skipped", name: str | None = None) -> None:
+        """The step of the last backward does not take place, or only that of the optimizer `name`."""
+        if name is not None:
+            self._skipping.add(name)
+            return
+        self.skips += outcome == "skipped"
+        self._settle(outcome)
+
+    def _settle(self, outcome: str) -> None:
+        """The round is over; layers that are frozen or gone are no longer shown."""
+        self._shown = {one.layer for one in self._seen}
+        self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter)}
+        stepped = {*self._after, *self._skipping} or set(self.optimizers)
+        owned = set().union(*(self.optimizers[name].owned() for name in stepped))
+        for one in self._seen:
+            if id(one.parameter) in owned:
+                self.layers.setdefault(one.layer, _Layer()).missing = 0
+        samples: dict[str, list[tuple[Named, torch.Tensor]]] = {}
+        for one in self._seen:
+            if id(one.parameter) not in owned:
+                continue
+            gradient = self._gradients.get(id(one.parameter))
+            if gradient is None:
+                self.layers[one.layer].missing += 1
+            else:
+                samples.setdefault(one.layer, []).append((one, gradient))
+        for layer, sample in samples.items():
+            self.layers[layer].samples.append(sample)
+        for name in stepped:
+            own_outcome = "skipped" if name in self._skipping else outcome
+            self._settle_optimizer(self.optimizers[name], self._after.get(name), own_outcome)
+        self._after, self._gradients, self._skipping = {}, {}, set()
+
+    def _settle_optimizer(self, one: _Optimizer, after: list[torch.Tensor] | None, outcome: str) -> None:
+        owned = one.owned()
+        mine = [g for i, g in self._gradients.items() if i in owned]
+        if not mine:
+            return
+        whole = norm(mine)
+        one.norms.append(whole)
+        one.sample_step = one.steps
+        one.nonfinite[outcome] += not math.isfinite(whole)
+        one.after = None if after is None or not math.isfinite(whole) else norm(after)
+        one.clipped += one.after is not None and one.after < whole * (1 - 1e-6)
+
+    # After the loop
+
+    def expected(self) -> dict[Key, float]:
+        """All that is known of what a scrape should show."""
+        if self._after:
+            self._settle("stepped")
+        found: dict[Key, float] = {
+            key("torch_train_backward_passes_total"): self.backwards,
+            key("torch_train_skipped_steps_total"): self.skips,
+            key("torch_train_steps_total"): sum(one.steps for one in self.optimizers.values()),
+        }
+        for name, layer in self.layers.items():
+            if name in self._shown:
+                found.update(self._of_layer(name, layer))
+        for name, optimizer in self.optimizers.items():
+            found.update(_of_optimizer(name, optimizer))
+        return {self._as_part(one): value for one, value in found.items() if not self._of_others_too(one)}
+
+    def _as_part(self, one: Key) -> Key:
+        """The norm of a layer's part has a name of its own."""
+        own = one[0] == "torch_grad_norm" and dict(one[1])["layer"] in self._in_parts
+        return ("torch_grad_shard_norm", one[1]) if own else one
+
+    def _of_others_too(self, one: Key) -> bool:
+        """Whether this rank alone cannot know it."""
+        name = one[0].removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
+        part = dict(one[1]).get("layer") in self._in_parts
+        return (part and name in OF_A_WHOLE_LAYER) or (bool(self._in_parts) and name in OF_ALL_LAYERS)
+
+    def _of_layer(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
+        yield key("torch_grad_missing_parameters", layer=name), layer.missing
+        tensors = [[gradient for _, gradient in sample] for sample in layer.samples]
+        norms = [norm(sample) for sample in tensors]
+        counts = counting(self.models.values())
+        counted = [[gradient for one, gradient in sample if counts(one.parameter)] for sample in layer.samples]
+        finite = [n for n in norms if math.isfinite(n)]
+        yield key("torch_grad_captures_total", layer=name), len(norms)
+        yield (
+            key("torch_grad_norm_squared_accumulated_total", layer=name),
+            sum(n * n for n in map(norm, counted) if math.isfinite(n)),
+        )
+        for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)):
+            count = sum(int(test(t).sum()) for sample in counted for t in sample)
+            yield key("torch_grad_nonfinite_elements_total", layer=name, kind=kind), count
+        yield from _histogram("torch_grad_norm_distribution", finite, DECADES, layer=name)
+        score, spikes = baseline(norms)
+        yield key("torch_grad_norm_spikes_total", layer=name), spikes
+        if not norms:
+            return
+        if score is not None:
+            yield key("torch_grad_norm_zscore", layer=name), score
+        if finite and time.monotonic() - self._started < 50:
+            yield key("torch_grad_norm_recent_max", layer=name), max(finite)
+        for metric, value in self._of_last_sample(layer, tensors[-1], norms[-1], norm(counted[-1])):
+            yield key(metric, layer=name), value
+
+    def _of_last_sample(self, layer: _Layer, last: list[torch.Tensor], whole: float, counted: float) -> Iterator[tuple[str, float]]:
+        elements = torch.cat([t.flatten() for t in last])
+        yield "torch_grad_norm", whole
+        yield "torch_grad_norm_squared", counted**2
+        yield "torch_grad_max_magnitude", float(elements.abs().max()) if elements.numel() else 0.0
+        yield "torch_grad_zero_ratio", float((elements == 0).double().mean()) if elements.numel() else 0.0
+        units = [row for one, gradient in layer.samples[-1] if one.units is not None for row in one.units(gradient)]
+        if units:
+            yield "torch_grad_units", len(units)
+            yield "torch_grad_zero_units_ratio", sum(bool((row == 0).all()) for row in units) / len(units)
+            if len(layer.samples) >= min(20, self._dead_window):
+                yield "torch_grad_dead_ratio", self._dead(layer) / len(units)
+        if self._moments and elements.numel():
+            yield "torch_grad_mean", float(elements.mean())
+            yield "torch_grad_stddev", float(elements.std(correction=0))
+            yield "torch_grad_min", float(elements.min())
+            yield "torch_grad_max", float(elements.max())
+
+    def _dead(self, layer: _Layer) -> int:
+        """Units of the last sample's parameters that were silent in each of the window's samples that had no NaN."""
+        dead = 0
+        for one, _ in layer.samples[-1]:
+            if one.units is None:
+                continue
+            history = [one.units(g) for sample in layer.samples for other, g in sample if other.parameter is one.parameter]
+            for rows in zip(*history, strict=True):
+                silent = [bool((row == 0).all()) for row in rows if not row.isnan().any() or bool((row.nan_to_num(0) != 0).any())]
+                dead += bool(silent) and all(silent[-self._dead_window :])
+        return dead
+
+    def check(self, exporter: Exporter, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5) -> None:
+        """Asserts that a scrape shows what was recorded and nothing else, and that nothing failed inside the exporter.
+
+        `optional`: beginnings of the names of metrics that may be absent where they cannot be known. `rel`: for whatever
+        is a norm; counts, ratios and buckets are exact, and averages close on the scale of the norm.
+        """
+        wrong = self.differences(exporter, without=without, optional=optional, rel=rel)
+        assert not wrong, "\n" + "\n".join(wrong)
+
+    def differences(
+        self, exporter: Exporter, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5
+    ) -> list[str]:
+        """What a scrape shows otherwise than it was recorded, a line each."""
+        left_out, may_be_absent = tuple(without), tuple(optional)
+        actual = values(exporter)
+        steps = key("torch_train_steps_total")
+        actual[steps] = sum(v for k, v in actual.items() if k[0] == steps[0])
+        expected = self.expected()
+        wrong = []
+        for one, value in expected.items():
+            shown = actual.get(one)
+            if one[0].startswith(left_out) or (shown is None and one[0].startswith(may_be_absent)):
+                continue
+            if shown is None or not _close(one, shown, value, self._scale(one, expected), rel):
+                wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, recorded {value}")
+        for one, shown in actual.items():
+            surplus = one[0] in GAUGES_OF_A_LAYER or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
+            if surplus and one not in expected and not one[0].startswith(left_out) and not self._unknown(one):
+                wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, nothing recorded")
+        # Another scrape would take as long as all else here; what fails in this one is counted, though not yet shown.
+        failures = errors_in(actual) | {source: count for source, count in exporter._errors.counts().items() if count}
+        return wrong + ([f"errors: {failures}"] if failures else [])
+
+    def _unknown(self, one: Key) -> bool:
+        """Whether nobody recorded what this series should say."""
+        slow = one[0] == "torch_grad_norm_recent_max" and time.monotonic() - self._started >= 50
+        return slow or (one[0] in MOMENTS and not self._moments)
+
+    def _scale(self, one: Key, expected: Mapping[Key, float]) -> float:
+        """What an error of this series is measured against: the norm for sums of signed numbers, else itself."""
+        if one[0] in ("torch_grad_mean", "torch_grad_stddev"):
+            layer = dict(one[1])["layer"]
+            count = sum(g.numel() for _, g in self.layers[layer].samples[-1])
+            return expected[self._as_part(("torch_grad_norm", one[1]))] / math.sqrt(count)
+        if one[0] == "torch_grad_norm_zscore":
+            return 10.0
+        return abs(expected[one])
+
+
+EXACT = ("_total", "_units", "_count", "_bucket", "_ratio", "_parameters", "_step")
+
+
+def _close(one: Key, shown: float, value: float, scale: float, rel: float) -> bool:
+    if not math.isfinite(value):
+        return repr(shown) == repr(value)
+    exact = one[0].endswith(EXACT) and not one[0].endswith("_accumulated_total")
+    return math.isclose(shown, value, rel_tol=1e-12, abs_tol=1e-12 if exact else rel * (2 if "squared" in one[0] else 1) * scale)
+
+
+def _of_optimizer(name: str, one: _Optimizer) -> Iterator[tuple[Key, float]]:
+    yield key("torch_grad_clipped_steps_total", optimizer=name), one.clipped
+    for outcome, count in one.nonfinite.items():
+        yield key("torch_grad_nonfinite_steps_total", optimizer=name, outcome=outcome), count
+    if not one.norms:
+        return
+    finite = [n for n in one.norms if math.isfinite(n)]
+    yield key("torch_grad_global_norm", optimizer=name), one.norms[-1]
+    yield from _histogram("torch_grad_global_norm_distribution", finite, HALF_DECADES, optimizer=name)
+    yield key("torch_grad_global_norm_spikes_total", optimizer=name), baseline(one.norms)[1]
+    yield key("torch_grad_sample_step", optimizer=name), one.sample_step
+    if one.after is not None:
+        yield key("torch_grad_global_norm_after_clip", optimizer=name), one.after
+        if one.norms[-1]:
+            yield key("torch_grad_clip_coefficient", optimizer=name), one.after / one.norms[-1]
+
+
+def _histogram(name: str, observed: list[float], bounds: tuple[float, ...], **labels: str) -> Iterator[tuple[Key, float]]:
+    """The series of a histogram; buckets are cumulative, an observation on a bound belongs below it."""
+    counts = [0] * (len(bounds) + 1)
+    for one in observed:
+        counts[bisect.bisect_left(bounds, one)] += 1
+    for bound, count in zip((*map(str, bounds), "+Inf"), itertools.accumulate(counts), strict=True):
+        yield key(name + "_bucket", le=bound, **labels), count
+    yield key(name + "_count", **labels), len(observed)
+    yield key(name + "_sum", **labels), sum(observed)

@@ -1,0 +1,48 @@
+"""What several test files need: the real Prometheus tools, and waiting for a condition."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def find(name: str) -> Path:
+    """A command that `make tools` puts into the repository, else from PATH; the test fails without it."""
+    local = REPOSITORY / ".tools" / "usr" / "bin" / name
+    found = str(local) if local.exists() else shutil.which(name)
+    if found is None:
+        pytest.fail(f"{name} is missing: run `make tools`")
+    return Path(found)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether the condition comes true within the time."""
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def lasting_threads() -> list[str]:
+    """The names of all threads but those of the exporter's that end by themselves within moments, each at its own time."""
+    passing = ("torch-grad-exporter-address", "torch-grad-exporter-collect", "torch-grad-exporter-textfile")
+    return sorted(thread.name for thread in threading.enumerate() if thread.name not in passing)
+
+
+def best_of(repeats: int, action: Callable[[], object]) -> float:
+    """The shortest time of the repeats, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)

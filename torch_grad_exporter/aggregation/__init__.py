@@ -1,0 +1,1 @@
+"""The host's side: what samples and steps add up to."""

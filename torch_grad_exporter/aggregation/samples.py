@@ -1,0 +1,141 @@
+"""A sample on the host: the arrived parts of a capture put together, and summed up by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.transfer.events import Captured, Part
+
+_PROPORTIONAL = [Column.NORM, Column.MIN, Column.MAX, Column.SUM]
+
+
+@dataclass(slots=True)
+class Sample:
+    """A capture on the host; per-parameter arrays of shape (parameters,), `columns` (parameters, columns)."""
+
+    captured: Captured
+    columns: FloatArray
+    present: BoolArray
+    elements: IntArray
+    units: IntArray
+    scale: float = 1.0
+    unscaled: bool = False
+    """Whether the loss scale was known and has been divided out."""
+    sized: bool = True
+    """Whether what is proportional to the gradient is that of the unscaled one; else it is NaN."""
+
+    @classmethod
+    def of(cls, captured: Captured) -> Sample:
+        """Puts the arrived parts of a capture together, in the order of the plan."""
+        size = len(captured.plan.tracked)
+        columns, present = np.zeros((size, len(Column))), np.zeros(size, dtype=np.bool_)
+        elements, units = np.zeros((2, size), dtype=np.int64)
+        for part in captured.parts:
+            columns[part.positions] = arrived(part)
+            present[part.positions] = True
+            elements[part.positions] = part.elements
+            units[part.positions] = part.units
+        sample = cls(captured, columns, present, elements, units)
+        if captured.scale is not None:
+            sample.unscale(float(values(captured.scale.ready())[0]))
+        return sample
+
+    def nonfinite(self, wanted: BoolArray | None = None) -> bool:
+        """Whether any gradient, of the wanted parameters only, has a NaN or Inf."""
+        columns = self.columns if wanted is None else self.columns[wanted]
+        return bool(columns[:, [Column.NANS, Column.INFS]].any())
+
+    def unscale(self, scale: float) -> None:
+        """Divides what is proportional to the gradient by the loss scale; by one that is none, nothing of it is known."""
+        self.unscaled = True
+        self.sized = 0 < scale < np.inf
+        if scale != self.scale:  # another one than it was divided by before
+            self.columns[:, _PROPORTIONAL] *= self.scale / scale if self.sized else np.nan
+            self.scale = scale
+
+    def without_sizes(self) -> Sample:
+        """The same without what is proportional to the gradient, for as long as the loss scale is not known."""
+        columns = self.columns.copy()
+        columns[:, _PROPORTIONAL] = np.nan
+        return replace(self, columns=columns, sized=False)
+
+
+def arrived(part: Part) -> FloatArray:
+    """The values of a part whose ticket is ready, shape (positions, width)."""
+    size = len(part.positions) * part.width  # a loss scale may follow
+    return values(part.ticket.ready())[:size].reshape(-1, part.width)
+
+
+def values(vector: FloatArray | None) -> FloatArray:
+    """The vector of a ticket that is ready."""
+    if vector is None:
+        raise RuntimeError("an event was applied before its vector had arrived")
+    return vector
+
+
+def grouped_norms(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
+    """The L2 norm of each of `groups` groups of vectors from the norms of the vectors, shape (n,), without overflow."""
+    largest = np.zeros(groups)
+    np.maximum.at(largest, group, norms)
+    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    return np.sqrt(np.bincount(group, np.square(norms / scale[group]), groups)) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Some parameters of a sample by layer: `layers`, shape (groups,), and to which of them each row belongs.
+
+    `counts`: which rows count in sums over ranks.
+    """
+
+    layers: IntArray
+    chosen: IntArray
+    group: IntArray
+    columns: FloatArray
+    counts: BoolArray
+
+    @classmethod
+    def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
+        """The wanted parameters by layer, or all in one group."""
+        chosen = np.flatnonzero(wanted)
+        layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.plan.layer_of[chosen]
+        layers, group = np.unique(layer_of, return_inverse=True)
+        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.plan.counts[chosen])
+
+    def sum(self, column: Column) -> FloatArray:
+        """The column's sum in each group."""
+        return np.bincount(self.group, self.columns[:, column], len(self.layers)).astype(np.float64)
+
+    def counted_sum(self, column: Column) -> FloatArray:
+        """The same over what counts in sums over ranks."""
+        counted = np.where(self.counts, self.columns[:, column], 0.0)
+        return np.bincount(self.group, counted, len(self.layers)).astype(np.float64)
+
+    def total(self, per_parameter: IntArray) -> FloatArray:
+        """The sum of a per-parameter number in each group."""
+        return np.bincount(self.group, per_parameter[self.chosen], len(self.layers)).astype(np.float64)
+
+    def norms(self) -> FloatArray:
+        """The L2 norm of each group from those of its parameters, without overflow."""
+        return grouped_norms(self.columns[:, Column.NORM], self.group, len(self.layers))
+
+    def counted_norms(self) -> FloatArray:
+        """The same over what counts in sums over ranks; 0 where nothing does."""
+        return grouped_norms(np.where(self.counts, self.columns[:, Column.NORM], 0.0), self.group, len(self.layers))
+
+    def smallest(self, column: Column, *, negated: bool = False) -> FloatArray:
+        """The column's smallest value in each group, or the smallest of its negation; NaN if there is one."""
+        found = np.full(len(self.layers), np.inf)
+        np.minimum.at(found, self.group, -self.columns[:, column] if negated else self.columns[:, column])
+        return found
+
+    def largest(self, *columns: Column) -> FloatArray:
+        """The largest magnitude in the columns in each group; NaN if there is one."""
+        found = np.zeros(len(self.layers))
+        for column in columns:
+            np.maximum.at(found, self.group, np.abs(self.columns[:, column]))
+        return found

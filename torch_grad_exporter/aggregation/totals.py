@@ -1,0 +1,127 @@
+"""TrainingTotals: steps, durations, losses and what else is counted once per step, on the host."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_grad_exporter.aggregation.baseline import LossBaseline
+from torch_grad_exporter.metrics.catalogue import STEP_SECONDS
+from torch_grad_exporter.metrics.families import Exemplar, FloatArray
+from torch_grad_exporter.transfer.events import Counted, Observed, Stepped
+
+RATIO_STEPS = 1000
+"""Steps over which the overhead ratio is taken."""
+
+SLOWEST_STEPS = 128
+"""Steps among which the slowest is looked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TotalsSnapshot:
+    """The totals at one moment; `None` where there is no value yet. Durations in seconds.
+
+    `mean_loss`: of the finite ones since the last look. `exemplars`: of durations, the last one of each bucket that was sampled
+    within a trace.
+    """
+
+    duration_buckets: FloatArray
+    duration_sum: float
+    exemplars: dict[int, Exemplar]
+    slowest: float | None
+    overhead_ratio: float | None
+    overhead_seconds: float
+    last: dict[str, float]
+    sums: dict[str, float]
+    mean_loss: float | None
+    loss_nonfinite: int
+    loss_spikes: int
+    learning_rates: dict[tuple[str, str], float]
+
+
+@dataclass(slots=True)
+class TrainingTotals:
+    """Adds up what happens every step. Fed by `host.HostSide`."""
+
+    _buckets: FloatArray = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1))
+    _duration_sum: float = 0.0
+    _exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWEST_STEPS))
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATIO_STEPS))
+    _own_seconds: float = 0.0
+    _last: dict[str, float] = field(default_factory=dict)
+    _sums: dict[str, float] = field(default_factory=dict)
+    _losses_since_look: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """How many, and their mean: a sum of losses may be more than a float holds."""
+    _loss_nonfinite: int = 0
+    _loss_spikes: int = 0
+    _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
+    _learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def stepped(self, event: Stepped) -> None:
+        """Counts a round's first step."""
+        self._own_seconds += event.own_seconds
+        if event.seconds is None:
+            return
+        self._recent.append((event.own_seconds, event.seconds))
+        self._durations.append(event.seconds)
+        bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
+        self._buckets[bucket] += 1
+        self._duration_sum += event.seconds
+        if event.trace is not None:
+            self._exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
+
+    def counted(self, event: Counted) -> None:
+        """Counts rounds of which only the steps were seen."""
+        share = event.own_seconds / len(event.seconds)
+        self._own_seconds += event.own_seconds
+        self._recent.extend((share, seconds) for seconds in event.seconds)
+        self._durations.extend(event.seconds)
+        self._buckets += np.bincount(np.searchsorted(STEP_SECONDS, event.seconds), minlength=len(self._buckets))
+        self._duration_sum += sum(event.seconds)
+
+    def observed(self, event: Observed, value: float) -> None:
+        """Takes an observed value; `samples` and `tokens` add up, the others replace the value before."""
+        if event.labels:
+            self._learning_rates[event.labels] = value
+        elif event.name in ("samples", "tokens"):
+            total = self._sums.get(event.name, 0.0) + value
+            if value >= 0 and math.isfinite(total):
+                self._sums[event.name] = total
+        else:
+            self._last[event.name] = value
+            if event.name == "loss":
+                self._judge_loss(value)
+
+    def _judge_loss(self, value: float) -> None:
+        if not math.isfinite(value):
+            self._loss_nonfinite += 1
+            return
+        count, mean = self._losses_since_look
+        self._losses_since_look = [count + 1, mean * (count / (count + 1)) + value / (count + 1)]
+        self._loss_spikes += self._loss_baseline.is_spike(value)
+
+    def snapshot(self, *, look: bool = False) -> TotalsSnapshot:
+        """A copy of all values. `look`: the losses of which the mean is taken begin anew."""
+        losses, mean = self._losses_since_look
+        if look:
+            self._losses_since_look = [0.0, 0.0]
+        training = sum(seconds for _, seconds in self._recent)
+        return TotalsSnapshot(
+            duration_buckets=self._buckets.copy(),
+            duration_sum=self._duration_sum,
+            exemplars=dict(self._exemplars),
+            slowest=max(self._durations, default=None),
+            overhead_ratio=sum(own for own, _ in self._recent) / training if training else None,
+            overhead_seconds=self._own_seconds,
+            last=dict(self._last),
+            sums=dict(self._sums),
+            mean_loss=mean if losses else None,
+            loss_nonfinite=self._loss_nonfinite,
+            loss_spikes=self._loss_spikes,
+            learning_rates=dict(self._learning_rates),
+        )

@@ -1,0 +1,229 @@
+"""HostSide: takes what the training thread put into the mailbox, in the background, and keeps the totals.
+
+One daemon thread drains the mailbox a few times a second, and every scrape drains it first, so that a
+value is never older than the loop itself. Gradient events wait in their order until their vectors have
+arrived; everything else is counted at once. The training thread never takes the lock here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch_grad_exporter.aggregation import samples
+from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
+from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.transfer.events import (
+    AfterClip,
+    Captured,
+    Closed,
+    Counted,
+    Local,
+    Mailbox,
+    Observed,
+    Stepped,
+    Told,
+    Weights,
+)
+from torch_grad_exporter.transfer.transfer import Ticket
+
+CLOSE_SECONDS = 0.5
+"""That `close` waits for whoever is at work here."""
+
+WAIT_SECONDS = 0.5
+"""That a scrape waits for a drain; then it has the values from before."""
+
+MOST_WAITING = 1 << 13
+"""Events that wait at most; beyond, the first of them is given up."""
+
+IDLE_SECONDS = 0.2
+"""Between two looks into the mailbox when nothing is under way."""
+
+POLL_SECONDS = 0.005
+"""Between two looks at a vector that is under way."""
+
+LOST_SECONDS = 60.0
+"""After which a vector that never arrived, as on a device that has failed, is given up."""
+
+_Ticketed = Captured | Local | AfterClip | Closed | Told | Weights | Observed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Everything that the collectors show, as of one moment."""
+
+    gradients: GradientSnapshot
+    totals: TotalsSnapshot
+
+
+class HostSide:
+    """Drains the mailbox into the ledger and the totals; `close()` ends the thread after a last drain.
+
+    Holds a bounded number of events. `beside`: something else to be done a few times a second.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        ledger: GradientLedger,
+        totals: TrainingTotals,
+        errors: ErrorLog,
+        *,
+        now: Callable[[], float] = time.time,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        self._ledger = ledger
+        self._totals = totals
+        self._errors = errors
+        self._now = now
+        self._beside = beside
+        self._left_out = 0
+        self._waiting: deque[tuple[float, _Ticketed]] = deque()
+        self._observed: deque[tuple[float, _Ticketed]] = deque()
+        # Reentrant, so that a signal's handler that asks in the midst of a drain is refused instead of waiting for itself.
+        self._lock = threading.RLock()
+        self._draining = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="torch-grad-exporter-worker", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Takes in everything that has arrived."""
+        with self._held():
+            self._drain()
+
+    def snapshot(self, *, look: bool = False) -> Snapshot:
+        """All values as of now, after a drain. `look`: what is largest, or a mean, since the last look begins anew.
+
+        Raises `TimeoutError` where another drain takes longer than `WAIT_SECONDS`.
+        """
+        with self._held(WAIT_SECONDS):
+            self._drain()
+            gradients = self._ledger.snapshot(self._now(), more_to_come=bool(self._waiting), look=look)
+            return Snapshot(gradients, self._totals.snapshot(look=look))
+
+    def close(self) -> None:
+        """Ends the thread after a last drain; idempotent, from any thread.
+
+        Raises `TimeoutError` if somebody has been at work here for longer than `CLOSE_SECONDS`: the end of a program must not wait.
+        """
+        give_up_at = time.monotonic() + CLOSE_SECONDS
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+        with self._held(max(0.0, give_up_at - time.monotonic())):
+            self._drain()
+
+    def after_fork_in_child(self) -> None:
+        """The child has no worker thread and its lock may be held for ever: start afresh, empty."""
+        self._lock, self._draining = threading.RLock(), False
+        self._stop = threading.Event()
+        self._stop.set()
+
+    @contextlib.contextmanager
+    def _held(self, seconds: float = -1) -> Iterator[None]:
+        """Keeps others out. Raises `TimeoutError` where one is in for longer, or where a signal's handler asks amid a drain."""
+        if not self._lock.acquire(timeout=seconds):
+            raise TimeoutError(f"a drain has not come to its end in {seconds:g} s")
+        try:
+            if self._draining:
+                raise TimeoutError("a signal's handler has interrupted a drain, which cannot end before it")
+            self._draining = True
+            try:
+                yield
+            finally:
+                self._draining = False
+        finally:
+            self._lock.release()
+
+    def _work(self) -> None:
+        while not self._stop.wait(POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS):
+            self._guarded(self.drain)
+            if self._beside is not None:
+                self._guarded(self._beside)
+
+    def _drain(self) -> None:
+        now = self._now()
+        if self._mailbox.left_out > self._left_out:
+            self._guarded(self._note_left_out)
+        while self._mailbox:
+            event = self._mailbox.popleft()
+            if isinstance(event, Stepped):
+                self._guarded(functools.partial(self._totals.stepped, event))
+                self._ledger.local.batches.stepped(1)
+            elif isinstance(event, Counted):
+                self._guarded(functools.partial(self._totals.counted, event))
+                self._ledger.local.batches.stepped(len(event.seconds))
+            elif isinstance(event, Observed) and event.name != "grad_norm":
+                self._observed.append((now, event))
+            else:
+                self._waiting.append((now, event))
+        for line in (self._waiting, self._observed):
+            while line and self._guarded(functools.partial(self._take, line, now)):
+                pass
+        if not self._waiting:
+            self._guarded(lambda: self._ledger.expire(now))
+
+    def _note_left_out(self) -> None:
+        count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
+        self._errors.count("worker", OverflowError(f"{count} records did not fit into the mailbox"), count)
+
+    def _take(self, line: deque[tuple[float, _Ticketed]], now: float) -> bool:
+        """Applies the first event of a line if all its vectors are here, or have to be given up; whether it did."""
+        since, event = line.popleft()  # out first: an event that fails must not be met again
+        may_wait = now - since <= LOST_SECONDS and len(line) < MOST_WAITING
+        if may_wait and any(ticket.ready() is None for ticket in _tickets(event)):
+            line.appendleft((since, event))
+            return False
+        self._apply(event)
+        return True
+
+    def _apply(self, event: _Ticketed) -> None:
+        if any(ticket.ready() is None for ticket in _tickets(event)):
+            self._ledger.undelivered += isinstance(event, Captured)
+        elif not isinstance(event, Observed):
+            self._ledger.apply(event)
+        else:
+            value = event.value if isinstance(event.value, float) else float(samples.values(event.value.ready())[0])
+            if event.name == "grad_norm":
+                self._ledger.observe_norm(value)
+            else:
+                self._totals.observed(event, value)
+                if event.name == "samples":
+                    self._ledger.local.batches.observed(value)
+
+    def _guarded(self, action: Callable[[], object]) -> bool:
+        """Runs one piece of the worker's work; whether to go on. A failure costs that piece, and the worker goes on."""
+        try:
+            return action() is not False
+        except Exception as error:  # noqa: BLE001 - the boundary: one bad event must not cost the others
+            self._errors.count("worker", error)
+            return True
+
+
+def _tickets(event: _Ticketed) -> list[Ticket]:
+    """Everything that an event waits for."""
+    match event:
+        case Captured(parts=parts, scale=scale):
+            found = [*(part.ticket for part in parts), scale]
+        case AfterClip(parts=parts, loss_scale=loss_scale, own_scale=own_scale, found_inf=found_inf):
+            found = [*(part.ticket for part in parts), loss_scale, own_scale, found_inf]
+        case Local(parts=local_parts):
+            found = [part.ticket for part in local_parts]
+        case Weights(vector=vector):
+            found = [vector]
+        case Observed(value=value):
+            found = [] if isinstance(value, float) else [value]
+        case Closed() | Told():
+            found = []
+    return [ticket for ticket in found if ticket is not None]

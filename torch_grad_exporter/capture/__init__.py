@@ -1,0 +1,1 @@
+"""PyTorch's side: when gradients are read, and which."""

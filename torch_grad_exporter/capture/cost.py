@@ -1,0 +1,106 @@
+"""What samples cost: on the host by its clock, on CUDA devices by pairs of events that nobody waits for.
+
+The host's clock only times launches there. An event is recorded before and after the work in the stream that it runs in,
+and the time between the two is read when the device has passed both, a step later or so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+
+PAIRS = 64
+"""Pieces of work of a sample that are timed at most."""
+
+SAMPLES = 64
+"""Samples at most whose devices are waited for; what older ones cost is never known then."""
+
+
+class Event(Protocol):
+    """A `torch.cuda.Event` that takes times."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def elapsed_time(self, end: Any, /) -> float:  # noqa: ANN401 - an event of the same kind
+        """Milliseconds from this event to `end`."""
+
+
+def recorded_event(device: torch.device) -> Event:
+    """An event at the present place of the device's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    found: Event = event
+    return found
+
+
+Pairs = list[tuple[Event, Event]]
+"""Events before and after work."""
+
+
+class DeviceTimer:
+    """Times work on CUDA devices. Belongs to the training thread: querying an event is a CUDA call."""
+
+    def __init__(self, recorded: Callable[[torch.device], Event] = recorded_event) -> None:
+        self._recorded = recorded
+        self._pairs: Pairs = []
+
+    def begin(self, devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
+        """Work begins on these devices; what is returned belongs to `end`."""
+        if len(self._pairs) >= PAIRS:
+            return []
+        return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
+
+    def end(self, begun: Iterable[tuple[torch.device, Event]]) -> None:
+        """All work that was begun is launched."""
+        self._pairs.extend((event, self._recorded(device)) for device, event in begun)
+
+    def taken(self) -> Pairs:
+        """The pairs of all work since the last call."""
+        pairs, self._pairs = self._pairs, []
+        return pairs
+
+
+class SampleCost:
+    """Adds up what a sample costs, in seconds, and tells the schedule. Belongs to the training thread."""
+
+    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
+        self._clock = clock
+        self._schedule = schedule
+        self._timer = timer
+        self._seconds = 0.0
+        self._unsettled: deque[tuple[float, Pairs]] = deque(maxlen=SAMPLES)
+        """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
+
+    def of(self, action: Callable[..., object], *arguments: object) -> None:
+        """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
+        start = self._clock.clock()
+        action(*arguments)
+        self._seconds += self._clock.clock() - start
+
+    def spent(self, start: float, *, sampled: bool) -> None:
+        """Counts the time since `start`, in a hook of our own."""
+        seconds = self._clock.clock() - start
+        self._clock.own_seconds += seconds
+        if sampled:
+            self._seconds += seconds
+
+    def sample_over(self) -> None:
+        """The sample is complete on the host."""
+        self._unsettled.append((self._seconds, self._timer.taken()))
+        self._seconds = 0.0
+
+    def settle(self) -> None:
+        """Tells the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
+        waiting = self._unsettled
+        while waiting and all(end.query() for _, end in waiting[0][1]):
+            seconds, pairs = waiting.popleft()
+            on_devices = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            self._clock.device_seconds += on_devices
+            self._schedule.sampled(seconds + on_devices)

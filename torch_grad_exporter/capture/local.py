@@ -1,0 +1,163 @@
+"""LocalGradients: the norm of this rank's own gradient, before `DistributedDataParallel` takes the mean over all ranks.
+
+On a sampled round a hook on each parameter's AccumulateGrad node sees what the backward has brought before the wrapper does, and
+measures it at once: the wrapper writes over it in the same backward. Under `no_sync()` only the backward that reduces is
+measured, then together with the gradient that is there already.
+
+What is measured is this rank's gradient as long as all that is there is its own. So nothing is told of a round in which gradients
+were there before that are not zero, were reduced before, or are reduced without passing a node in the backward that reduces.
+What a user's post-accumulate-grad hook changes is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.rounds import Round
+from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.model.layers import Plan, TrackedParameter, parameters_of
+from torch_grad_exporter.model.reduction import Reduction
+from torch_grad_exporter.statistics import single
+from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The backwards whose gradients are added up. `samples`: in their forwards, `None` if unknown; `reduced`: any of them was.
+
+    `found`: norms of what was there before the first of them.
+    """
+
+    samples: int | None = 0
+    reduced: bool = False
+    found: dict[int, list[single.Norm]] = field(default_factory=dict)
+
+
+class LocalGradients:
+    """Measures on sampled rounds and posts `Local` after the `Captured` that it belongs to.
+
+    Belongs to the thread of the backward; holds parameters during one only.
+    """
+
+    def __init__(self, hooks: Hooks, mailbox: Mailbox, cost: SampleCost, clock: StepClock) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._hook = hooks.guarded("backward_hook", self._arrives)
+        self._mailbox = mailbox
+        self._transfer = HostTransfer()
+        self._scratch = Scratch()
+        self._handles: list[Handle] = []
+        self._sum = _Sum()
+        self._begins = False
+        self._reduction: Reduction | None = None
+        self._norms: dict[int, list[single.Norm]] = {}
+        self._there: set[int] = set()
+        self._ready: tuple[Reduction, Plan] | None = None
+        self.samples_before: int | None = 0
+        """Samples of all forwards up to the last backward; `None` while that is not known."""
+
+    def begin(self, plan: Plan, reduction: Reduction | None, *, carries_on: bool) -> None:
+        """A backward of a sampled round begins. `carries_on`: nobody has touched the gradients of the one before."""
+        self.disarm()
+        if not carries_on:
+            self._sum = _Sum()
+        self._begins, self._reduction, self._ready = not carries_on, reduction, None
+        self._norms, self._there = {}, set()
+        if reduction is not None and (reduction.parameters or self._begins):
+            self._arm(plan, reduction.parameters)
+
+    def _arm(self, plan: Plan, reduced: frozenset[int]) -> None:
+        """Hooks the nodes of what is reduced; where that is nothing, of all, to see what is there before."""
+        for position, (tracked, parameter) in enumerate(zip(plan.tracked, parameters_of(plan.tracked), strict=True)):
+            if parameter is None or not parameter.requires_grad or (reduced and tracked.identity not in reduced):
+                continue
+            if parameter.grad is not None:
+                self._there.add(position)
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._handles.append(node.register_prehook(functools.partial(self._hook, position, tracked)))
+
+    def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
+        start = self._clock.clock()
+        self._measure(position, tracked, gradients)
+        self._cost.spent(start, sampled=True)
+
+    def _measure(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        incoming, present = gradients[0], tracked.gradient()
+        if self._begins and present is not None and position not in self._norms:
+            self._sum.found[position] = [*single.norms(present, None, self._scratch)]
+        if self._reduction is None or not self._reduction.parameters:
+            self._norms[position] = []
+        elif incoming is not None:
+            self._norms[position] = [*single.norms(incoming, present, self._scratch)]
+        else:
+            self._norms[position] = [] if present is None else [*single.norms(present, None, self._scratch)]
+
+    def end(self, current: Round, fired: set[int], samples: int | None, *, written: bool) -> None:
+        """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one.
+
+        `samples`: of all forwards up to now, `None` if unknown.
+        """
+        self.disarm()
+        reduction, self._reduction, total = self._reduction, None, self._sum
+        if not written:
+            return
+        before, self.samples_before = self.samples_before, samples
+        if not current.sampled:
+            return
+        total.samples = _sum(total.samples, before, samples)
+        if reduction is None or not reduction.parameters:
+            return
+        unseen = (self._there & (current.fired | fired)) - self._norms.keys()
+        if not (total.reduced or unseen or any(current.plan.tracked[i].sharded for i in self._norms)):
+            self._ready = reduction, current.plan
+        total.reduced = True
+
+    def post(self, number: int) -> None:
+        """The round's gradients were captured: hands over what was measured of the backward that is just over, if anything."""
+        ready, self._ready = self._ready, None
+        if ready is None:
+            return
+        reduction, plan = ready
+        parts = self._sent()
+        if parts is not None:
+            reduced = np.array([tracked.identity in reduction.parameters for tracked in plan.tracked], dtype=np.bool_)
+            self._mailbox.append(Local(number, reduced, parts, self._sum.samples, reduction.ranks))
+
+    def _sent(self) -> tuple[LocalPart, ...] | None:
+        """Starts one copy to the host for each device; `None` if too much is under way."""
+        by_device: dict[torch.device, tuple[list[int], list[single.Norm]]] = {}
+        before = ((-1 - position, norms) for position, norms in self._sum.found.items())
+        for position, norms in (*self._norms.items(), *before):
+            for norm in norms:
+                device = norm.device if isinstance(norm, torch.Tensor) else torch.device("cpu")
+                positions, values = by_device.setdefault(device, ([], []))
+                positions.append(position)
+                values.append(norm)
+        parts = []
+        for device, (positions, values) in by_device.items():
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            vector = torch.cat(tensors) if tensors else torch.tensor(values, dtype=torch.float64, device=device)
+            ticket = self._transfer.send(vector)
+            if ticket is None:
+                return None
+            parts.append(LocalPart(np.array(positions, dtype=np.int64), ticket))
+        return tuple(parts)
+
+    def disarm(self) -> None:
+        """Removes the hooks; idempotent, from any thread."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+
+def _sum(total: int | None, before: int | None, now: int | None) -> int | None:
+    return None if total is None or before is None or now is None else total + now - before

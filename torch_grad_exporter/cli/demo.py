@@ -1,0 +1,358 @@
+"""The demo: a small character-level transformer learns Python from the source of the standard library.
+
+Written to be read as an example. The model knows nothing of the exporter, and the training loop differs
+from any other by one `with start_exporter(...)` and one `observe`. `Trouble` spoils the training from
+outside, so that one can see what each fault looks like in the metrics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.prometheus import samples
+
+HEADS = 4
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 100
+HORIZON_STEPS = 10_000  # The cosine's length where the demo has no end.
+EXPLODE_STEPS = 5
+
+
+class DemoError(Exception):
+    """The demo cannot start; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A fault that can be injected: what happens, and which metrics show it."""
+
+    effect: str
+    watch: str
+
+
+KINDS: dict[str, Kind] = {
+    "nan": Kind(
+        "the gradient of one layer is NaN for one step while the loss is finite",
+        "torch_grad_nonfinite_steps_total, torch_grad_nonfinite_elements_total",
+    ),
+    "explode": Kind(
+        f"every gradient is 10,000 times as large for {EXPLODE_STEPS} steps",
+        "torch_grad_global_norm, torch_grad_global_norm_spikes_total, torch_grad_clip_coefficient",
+    ),
+    "vanish": Kind(
+        "from then on a billionth of the gradient reaches the first half of the model",
+        "torch_grad_norm by layer",
+    ),
+    "dead": Kind(
+        "from then on all ReLU units of one layer are dead",
+        "torch_grad_zero_units_ratio, torch_grad_dead_ratio",
+    ),
+    "stall": Kind(
+        "the loop hangs for ten minutes, or SECONDS with stall@STEP:SECONDS",
+        "torch_train_last_step_timestamp_seconds",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A fault and the step, counted from 1, at which it begins; `seconds` is the length of a stall."""
+
+    kind: str
+    step: int
+    seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C. `serving`: further arguments of `start_exporter`."""
+
+    steps: int = 0
+    port: int = 9100
+    every: int | Literal["auto"] = "auto"
+    inject: tuple[Injection, ...] = ()
+    seed: int = 0
+    batch_size: int = 4
+    context: int = 64
+    width: int = 128
+    layers: int = 4
+    device: str = "cpu"
+    serving: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Block(nn.Module):
+    """Attention over what came before, then an MLP with ReLU, each added to the residual stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """The residual stream, shape (batch, time, width), after this block."""
+        batch, time_, width = stream.shape
+        heads = self.qkv(self.norm_attention(stream)).view(batch, time_, 3, HEADS, width // HEADS)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.project(mixed.transpose(1, 2).reshape(batch, time_, width))
+        added: Tensor = self.down(F.relu(self.up(self.norm_mlp(stream))))
+        return stream + added
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte of a text at each of its bytes."""
+
+    def __init__(self, *, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of shape (batch, time, 256) from bytes of shape (batch, time)."""
+        stream = self.bytes(text) + self.positions.weight[: text.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(stream)))
+        return logits
+
+
+def read_corpus(folder: Path) -> Tensor:
+    """The bytes of the folder's Python modules in the order of their names, as uint8."""
+    text = bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
+    if len(text) < 100_000:
+        raise DemoError(f"the demo learns from the source of Python's standard library, and {folder} holds none of it")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def draw(corpus: Tensor, batch_size: int, context: int, generator: torch.Generator) -> Tensor:
+    """Random excerpts of the corpus: int64 of shape (batch_size, context + 1)."""
+    starts = torch.randint(len(corpus) - context, (batch_size, 1), generator=generator)
+    return corpus[starts + torch.arange(context + 1)].long()
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warmup, then a cosine down to a tenth; `steps` 0 means a run without an end."""
+    horizon = steps or HORIZON_STEPS
+    warmup = min(WARMUP_STEPS, math.ceil(horizon / 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
+
+
+class Trouble:
+    """Spoils the training as it was told to; says so when it begins."""
+
+    def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
+        middle = model.blocks[(len(model.blocks) - 1) // 2]
+        assert isinstance(middle, Block)  # noqa: S101 - tells the type checker
+        self._middle = middle
+        self._injections = injections
+        self._say = say
+
+    def begin(self, step: int) -> None:
+        """Switches on what begins at this step; a stall happens in here."""
+        for injection in self._injections:
+            if injection.step != step:
+                continue
+            kind = KINDS[injection.kind]
+            self._say(f"step {step}: {injection.kind}: {kind.effect}; watch {kind.watch}")
+            if injection.kind == "vanish":
+                self._middle.register_forward_hook(_vanish)
+            elif injection.kind == "dead":
+                with torch.no_grad():
+                    self._middle.up.bias.fill_(-1e4)
+            elif injection.kind == "stall":
+                time.sleep(injection.seconds)
+
+    def spoil(self, loss: Tensor, step: int) -> Tensor:
+        """The loss whose gradient is taken instead of the true one's."""
+        for injection in self._injections:
+            if injection.kind == "nan" and injection.step == step:
+                # A classic: a penalty on the distance to a copy of the weight. It is 0, and so harmless in
+                # the loss, but the square root's slope at 0 is infinite, and infinity times 0 is NaN.
+                weight = self._middle.down.weight
+                loss = loss + (weight - weight.detach()).square().sum().sqrt()
+            if injection.kind == "explode" and injection.step <= step < injection.step + EXPLODE_STEPS:
+                loss = loss * 1e4
+        return loss
+
+
+def _vanish(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient * 1e-9)  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+
+class Progress(Protocol):
+    """Shows how far the training is."""
+
+    def advance(self, loss: Tensor) -> None:
+        """One more step, with its loss."""
+
+    def say(self, text: str) -> None:
+        """One line on standard output, without spoiling the display."""
+
+    def close(self) -> None:
+        """Ends the display."""
+
+
+class _Bar:
+    """A tqdm progress bar. Reads the loss twice a second: on a GPU, reading it means waiting for it."""
+
+    def __init__(self, steps: int) -> None:
+        from tqdm import tqdm  # noqa: PLC0415 - optional
+
+        self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
+        self._shown = 0.0
+
+    def advance(self, loss: Tensor) -> None:
+        self._bar.update()
+        now = time.monotonic()
+        if now - self._shown >= 0.5:
+            self._shown = now
+            self._bar.set_postfix(loss=f"{loss.item():.3f}")
+
+    def say(self, text: str) -> None:
+        with self._bar.external_write_mode():
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """A plain line every second, where tqdm is not installed."""
+
+    def __init__(self, steps: int) -> None:
+        self._end = f"/{steps}" if steps else ""
+        self._step = 0
+        self._shown = time.monotonic()
+
+    def advance(self, loss: Tensor) -> None:
+        self._step += 1
+        now = time.monotonic()
+        if now - self._shown >= 1.0:
+            self._shown = now
+            self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _progress(steps: int) -> Progress:
+    try:
+        return _Bar(steps)
+    except ImportError:
+        return _Lines(steps)
+
+
+def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter, progress: Progress) -> None:
+    """An ordinary training loop, with one line for the exporter."""
+    trouble = Trouble(model, options.inject, progress.say)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
+    generator = torch.Generator().manual_seed(options.seed)
+    for step in range(1, options.steps + 1) if options.steps else itertools.count(1):
+        trouble.begin(step)
+        text = draw(corpus, options.batch_size, options.context, generator).to(options.device)
+        inputs, targets = text[:, :-1], text[:, 1:]
+
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        trouble.spoil(loss, step).backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        exporter.observe(loss=loss, tokens=inputs.numel(), grad_norm=norm)
+
+        # A step with a NaN in it would spoil the weights for good.
+        if norm.isfinite():
+            optimizer.step()
+            schedule.step()
+        optimizer.zero_grad()
+        progress.advance(loss)
+
+
+def run(options: Options) -> int:
+    """Trains, serves and sums up. Returns the exit code: 0, or 130 where Ctrl-C came before the last step."""
+    torch.manual_seed(options.seed)
+    corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
+    model = ByteTransformer(width=options.width, layers=options.layers, context=options.context).to(options.device)
+    try:
+        exporter = start_exporter(model, port=options.port, every=options.every, **options.serving)
+    except (TypeError, ValueError) as error:
+        raise DemoError(str(error)) from error
+    interrupted = False
+    with exporter:
+        print(_introduction(model, corpus, options, exporter.url), flush=True)
+        progress = _progress(options.steps)
+        try:
+            train(model, corpus, options, exporter, progress)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            progress.close()
+        print(summary(exporter.collect()), flush=True)
+    return 130 if interrupted and options.steps else 0
+
+
+def _introduction(model: nn.Module, corpus: Tensor, options: Options, url: str | None) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = f"{parameters:,} parameters learn {len(corpus) / 1e6:.1f} MB of Python source on {options.device}"
+    end = "Ctrl-C ends it" if options.steps == 0 else f"{options.steps:,} steps, Ctrl-C ends it earlier"
+    if url is None:
+        return f"{size}; {end}. No port could be opened, so nothing is served."
+    scheme, _, address = url.partition("://")
+    target = address.removesuffix("/metrics")
+    secured = ", scheme: https" if scheme == "https" else ""
+    more = (
+        "\n    # and tls_config and basic_auth, as your web configuration asks for them"
+        if options.serving.get("web_config_file")
+        else ""
+    )
+    return f"""{size}; {end}.
+
+Open     {url}
+or have it scraped, in prometheus.yml:
+
+scrape_configs:
+  - {{job_name: torch, honor_labels: true, scrape_interval: 5s{secured}, static_configs: [{{targets: ["{target}"]}}]}}{more}
+"""
+
+
+SUMMARY = (
+    ("optimizer steps", "torch_train_steps_total", "{:,.0f}"),
+    ("loss", "torch_train_loss", "{:.3f}"),
+    ("gradient norm", "torch_grad_global_norm", "{:.3g}"),
+    ("non-finite steps", "torch_grad_nonfinite_steps_total", "{:,.0f}"),
+    ("overhead", "torch_grad_exporter_overhead_ratio", "{:.2%}"),
+)
+
+
+def summary(families: Iterable[Family]) -> str:
+    """The last values, as a scrape would show them now; several series of a metric are added up."""
+    shown = {family.spec.name: samples.table(family) for family in families if family.series}
+    lines = [
+        f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
+        for title, name, form in SUMMARY
+    ]
+    return "\n".join(["The last values:", *lines])

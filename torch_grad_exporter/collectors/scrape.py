@@ -1,0 +1,204 @@
+"""Scrape: runs all collectors, each behind its own guard.
+
+A collector that fails costs only itself: its families of this scrape are missing and
+`torch_grad_exporter_collector_success` says 0. One that takes longer than `PATIENCE` costs the scrape no more than that,
+and is left out of the next ones until it has come to an end. One that keeps failing is tried once a minute.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Collector, Family, RowCache
+
+SOURCE = "collector"
+
+PATIENCE = 1.0
+"""Seconds that one collector may take."""
+
+SLICES = 10
+"""Parts in which that time is waited for: whoever wakes up late, as everybody in the process did, counts one part."""
+
+RETRY_SECONDS = 60.0
+"""Between two tries of a collector that has kept failing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a collector gave, in seconds; `None` if it failed."""
+
+    families: list[Family] | None
+    seconds: float
+
+
+class Scrape:
+    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds."""
+
+    def __init__(
+        self,
+        collectors: Sequence[Collector],
+        errors: ErrorLog,
+        prepare: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._collectors = collectors
+        self._errors = errors
+        self._prepare = prepare
+        self._clock = clock
+        self._patience = patience
+        self._lock = threading.RLock()
+        self._late: dict[str, _Walk] = {}
+        self._retry_at: dict[str, float] = {}
+        self._rows = RowCache()
+        self.series: int | None = None
+
+    def __call__(self) -> list[Family]:
+        """One scrape; the last families say how each collector did."""
+        with self._lock:
+            try:
+                self._prepare()
+            except Exception as error:  # noqa: BLE001 - the boundary: the collectors then show what they have
+                self._errors.count("worker", error)
+            results = self._collect([collector for collector in self._collectors if self._may_run(collector.name)])
+            found = [family for result in results.values() for family in result.families or ()]
+            found += self._reports(results)
+            self.series = sum(family.series for family in found)
+            return found
+
+    def start(self) -> None:
+        """Has those collectors begin that do something of their own; one that cannot costs only itself."""
+        for collector in self._collectors:
+            if (start := getattr(collector, "start", None)) is not None:
+                self._errors.guard(_source(collector.name), start)
+
+    def close(self) -> None:
+        """Has those collectors give back what they hold that hold something. Waits for none that hangs."""
+        for collector in self._collectors:
+            if (close := getattr(collector, "close", None)) is not None:
+                close()
+
+    def after_fork_in_child(self) -> None:
+        """The child has none of the threads that may hold the lock, or be at work in a collector."""
+        self._lock = threading.RLock()
+        self._late = {}
+
+    def _may_run(self, name: str) -> bool:
+        if name in self._late and not self._late[name].over.is_set():
+            return False
+        self._late.pop(name, None)
+        return not self._errors.switched_off(_source(name)) or self._clock() >= self._retry_at.get(name, 0.0)
+
+    def _collect(self, collectors: Sequence[Collector]) -> dict[str, _Result]:
+        """What each collector gave. They run in another thread, since nobody can be stopped who hangs."""
+        results: dict[str, _Result] = {}
+        while collectors:
+            walk = _Walk(collectors, self._run)
+            walk.start()
+            late = self._wait(walk)
+            results |= walk.results
+            if late is None:
+                walk.end()
+                break
+            self._late[late.name] = walk
+            self._failed(late.name, TimeoutError(f"no answer within {self._patience:g} s"))
+            collectors = collectors[collectors.index(late) + 1 :]
+        for name, result in results.items():
+            if result.families is not None:
+                self._errors.succeeded(_source(name))
+        return results
+
+    def _wait(self, walk: _Walk) -> Collector | None:
+        """Returns when all collectors are done, or with the one that takes too long."""
+        current, slices = walk.current, 0
+        while not walk.over.wait(self._patience / SLICES):
+            slices = slices + 1 if walk.current is current else 0
+            current = walk.current
+            if slices >= SLICES and (late := walk.give_up(current)) is not None:
+                return late
+        return None
+
+    def _run(self, collector: Collector) -> _Result:
+        start = self._clock()
+        families: list[Family] | None = None
+        try:
+            families = list(collector.collect())
+        except Exception as error:  # noqa: BLE001 - the boundary: one collector must not cost the others
+            self._failed(collector.name, error)
+        return _Result(families, self._clock() - start)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._errors.record(_source(name), error)
+        self._retry_at[name] = self._clock() + RETRY_SECONDS
+
+    def _reports(self, results: dict[str, _Result]) -> list[Family]:
+        """Success and duration of each collector; no duration of one that was not run, or has not ended."""
+        names = [collector.name for collector in self._collectors]
+        rows = self._rows.get(tuple((name,) for name in names))
+        ran = np.array([name in results for name in names], dtype=np.bool_)
+        success = np.array([name in results and results[name].families is not None for name in names], dtype=np.float64)
+        seconds = np.array([results[name].seconds if name in results else 0.0 for name in names])
+        return [
+            Family(c.EXPORTER_COLLECTOR_SUCCESS, success, rows),
+            Family(c.EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
+        ]
+
+
+@dataclass(eq=False)
+class _Walk:
+    """One thread's way from collector to collector, until the last one or until it is given up."""
+
+    collectors: Sequence[Collector]
+    run: Callable[[Collector], _Result]
+    results: dict[str, _Result] = field(default_factory=dict)
+    current: Collector | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set at the end, also at that of a collector on which the walk was given up."""
+    _given_up: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins, in a thread of its own if the process may have one more."""
+        thread = threading.Thread(target=self._walk, name="torch-grad-exporter-collect", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._walk()
+        else:
+            self._thread = thread
+
+    def end(self) -> None:
+        """Waits for the thread, which is `over`, so that none is left behind."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def give_up(self, collector: Collector | None) -> Collector | None:
+        """Ends the walk if this collector still is its current one, and returns it."""
+        with self._lock:
+            self._given_up = collector is not None and self.current is collector
+            return collector if self._given_up else None
+
+    def _walk(self) -> None:
+        try:
+            for collector in self.collectors:
+                self.current = collector
+                result = self.run(collector)
+                with self._lock:
+                    if self._given_up:
+                        return
+                    self.results[collector.name] = result
+                    self.current = None
+        finally:
+            self.over.set()
+
+
+def _source(name: str) -> str:
+    return f"{SOURCE}_{name}"

@@ -1,0 +1,1 @@
+"""Ranks: who they are and how they find each other, without a collective."""

@@ -1,0 +1,310 @@
+"""How Prometheus finds the ranks: a file each, for `file_sd_configs`, and a list of all of them at rank 0, for `http_sd_configs`.
+
+An entry promises a rank that lives: a rank that ends cleanly takes its entry back, one that is killed leaves it, so that `up` is 0.
+Files and the job's store may hang; so all of it is done in one daemon thread, which `Discovery` owns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch_grad_exporter import files
+from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
+
+READ_SECONDS = 10.0
+"""Between two readings of what the ranks have published."""
+
+TOUCH_SECONDS = 60.0
+"""Between two looks at this rank's file."""
+
+FEW = 256
+"""Files of other ranks that are read at the start: a thousand ranks that read a thousand files each are too many."""
+
+STALE_SECONDS = 900.0
+"""The age, since its last modification, from which on nobody lives to look after a file. Prometheus learns of a new time of
+modification when it reads the file anew, by default every 5 minutes."""
+
+CLOSE_SECONDS = 2.0
+"""That the end of a rank waits until its entries are gone, at most."""
+
+_Group = dict[str, object]
+
+
+# Where a rank is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A rank as Prometheus sees it. `address`: host and port, an IPv6 address in brackets. `labels`: the user's."""
+
+    address: str
+    run: str
+    rank: int
+    local_rank: int
+    host: str
+    scheme: str = "http"
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def group(self) -> _Group:
+        """As an element of the lists that Prometheus' file_sd and http_sd read."""
+        own = {"run": self.run, "rank": str(self.rank), "local_rank": str(self.local_rank), "host": self.host}
+        scheme = {} if self.scheme == "http" else {"__scheme__": self.scheme}
+        return {"targets": [self.address], "labels": {**self.labels, **own, **scheme}}
+
+
+def address(
+    addr: str,
+    port: int,
+    advertise: str = "",
+    *,
+    hostname: Callable[[], str] = socket.gethostname,
+    resolve: Callable[[str], Iterable[str]] | None = None,
+    route: Callable[[], str] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Where Prometheus reaches a server that listens on `addr`: `advertise` if it is given, else `addr` if it is one address.
+
+    Else this host's name if that resolves to more than a loopback address, else the address from which this host reaches
+    others. In a Kubernetes pod always the latter: a pod's name is known to nobody else.
+    """
+    host = advertise or ("" if addr in ("", "0.0.0.0", "::") else addr)  # noqa: S104 - these are what is left out
+    if not host:
+        name = hostname()
+        known = not environment.get("KUBERNETES_SERVICE_HOST") and any(map(_reachable, (resolve or _addresses)(name)))
+        host = name if known else (route or _outward)() or name
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _reachable(text: str) -> bool:
+    found = ipaddress.ip_address(text.partition("%")[0])
+    return not (found.is_loopback or found.is_link_local or found.is_unspecified)
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []
+
+
+def _outward() -> str:
+    """This host's address on the way out, empty if there is no way. Nothing is sent: connecting UDP only chooses a route."""
+    # Addresses that are set aside for documentation take the default route.
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            found = str(probe.getsockname()[0])
+            if _reachable(found):
+                return found
+    return ""
+
+
+# A file for each rank
+
+
+class Entry(Protocol):
+    """Something that says where this rank is. Each method may hang, and raise."""
+
+    def refresh(self) -> None:
+        """Makes it be there and right; called again and again."""
+
+    def close(self) -> None:
+        """Takes it back."""
+
+
+class TargetFile:
+    """This rank's file in a directory that Prometheus watches as `DIRECTORY/*.json`.
+
+    The same rank of the same run overwrites it after a restart, wherever it then is. As long as the rank lives, the file is never
+    older than `TOUCH_SECONDS`; see `STALE_SECONDS`. Raises `OSError`.
+    """
+
+    def __init__(self, directory: str, target: Target, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(directory) / files.file_name(target.run, target.rank, ".json")
+        self._target = target
+        self._content = json.dumps([target.group()], indent=1).encode()
+        self._clock = clock
+        self._inode: int | None = None
+        self._next = -float("inf")
+
+    def refresh(self) -> None:
+        """Writes the file, or one that is gone; else, once in a while, renews its time of modification.
+
+        A file of another process at the same address is removed: whoever had the port is gone.
+        """
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + TOUCH_SECONDS
+        first = self._inode is None
+        if first or not self.path.exists() or _age(self.path) > STALE_SECONDS:
+            self._inode = files.write(self.path, self._content)
+        elif self._is_ours():
+            os.utime(self.path)
+        self._remove_predecessors(fresh_ones=first)
+
+    def _remove_predecessors(self, *, fresh_ones: bool) -> None:
+        """Removes other files with this address: stale ones, and of fresh ones only where there are few, each of which is read."""
+        others = [file for file in self.path.parent.glob("*.json") if file != self.path]
+        for file in others:
+            # It may go at any moment, and another user's may not be ours to read or to remove.
+            with contextlib.suppress(OSError, ValueError):
+                stale = _age(file) > 2 * TOUCH_SECONDS
+                if (stale or (fresh_ones and len(others) <= FEW)) and self._is_of_this_address(file.read_bytes()):
+                    file.unlink()
+
+    def _is_of_this_address(self, content: bytes) -> bool:
+        group = _parsed(content.strip().removeprefix(b"[").removesuffix(b"]"))
+        return group is not None and _place(group) == _place(self._target.group())
+
+    def close(self) -> None:
+        """Removes the file, unless a later process has written it anew."""
+        if self._inode is not None and self._is_ours():
+            self.path.unlink(missing_ok=True)
+
+    def _is_ours(self) -> bool:
+        # The content alone may be that of a restarted rank on the same port, the inode alone one that is used again.
+        try:
+            return self.path.stat().st_ino == self._inode and self.path.read_bytes() == self._content
+        except FileNotFoundError:
+            return False
+
+
+def _place(group: _Group) -> tuple[object, object]:
+    """Where a target is: its address, and the host that it gives as its own."""
+    labels = group["labels"]
+    return group["targets"], labels.get("host") if isinstance(labels, dict) else None
+
+
+def _age(file: Path) -> float:
+    """Seconds since it was modified."""
+    return time.time() - file.stat().st_mtime
+
+
+# A list of all ranks
+
+
+class RankList:
+    """The ranks as published in the job's store; rank 0 reads all of them. Raises `StoreError`."""
+
+    def __init__(self, store: JobStore, target: Target, world_size: int) -> None:
+        self._store = store
+        self._target = target
+        self._world_size = world_size if target.rank == 0 else 0
+        self._content = json.dumps(target.group()).encode()
+        self._published = False
+        self._read: Mapping[int, _Group] = {}
+
+    def refresh(self) -> None:
+        """Publishes this rank, and reads the others if this is rank 0. Does nothing where there is no store (yet)."""
+        with contextlib.suppress(NoStoreError):
+            self._publish()
+            self._collect()
+
+    def _publish(self) -> None:
+        if not self._published:
+            self._store.publish(_key(self._target.rank), self._content)
+            self._published = True
+
+    def _collect(self) -> None:
+        if self._world_size > 1:
+            ranks = {_key(rank): rank for rank in range(1, self._world_size)}
+            found = self._store.collect(ranks, seconds=READ_SECONDS)
+            self._read = {ranks[key]: group for key, value in found.items() if (group := _parsed(value)) is not None}
+
+    def groups(self) -> list[_Group]:
+        """This rank's group and those that were last read, by rank; at once."""
+        return [self._target.group(), *(group for _, group in sorted(self._read.items()))]
+
+    def close(self) -> None:
+        """Takes this rank out of the list. Where the store is gone, so is the list."""
+        if self._published:
+            with contextlib.suppress(StoreError):
+                self._store.remove(_key(self._target.rank))
+
+
+def _key(rank: int) -> str:
+    return f"target/{rank}"
+
+
+def _parsed(value: bytes) -> _Group | None:
+    """A group as published, `None` if it is none."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(value)
+        if isinstance(found, dict) and isinstance(found.get("targets"), list) and isinstance(found.get("labels"), dict):
+            return found
+    return None
+
+
+# The threads
+
+
+class Discovery:
+    """Keeps this rank's entries as long as it lives; `close()` takes them back. Nothing here waits, but `close` for a while."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        file: TargetFile | None = None,
+        ranks: RankList | None = None,
+        on_error: Callable[[BaseException], None],
+        interval: float = READ_SECONDS,
+    ) -> None:
+        self._target = target
+        self._ranks = ranks
+        self._entries: tuple[Entry, ...] = tuple(entry for entry in (file, ranks) if entry is not None)
+        self._on_error = on_error
+        self._interval = interval
+        self._ended = threading.Event()
+        self._leave = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Starts a thread for each entry: one may hang. Raises `RuntimeError` where there are no more threads to be had."""
+        for entry in self._entries:
+            thread = threading.Thread(target=self._keep, args=(entry,), name="torch_grad_exporter_discovery", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def body(self) -> bytes:
+        """What `/sd` answers, as `application/json`: the list of the ranks known here."""
+        return json.dumps([self._target.group()] if self._ranks is None else self._ranks.groups()).encode()
+
+    def close(self, seconds: float = CLOSE_SECONDS, *, leave: bool = False) -> None:
+        """Takes the entries back, unless they are to be left; idempotent, from any thread, never raises.
+
+        What hangs is left behind after `seconds`.
+        """
+        self._leave |= leave
+        self._ended.set()
+        give_up_at = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, give_up_at - time.monotonic()))
+
+    def after_fork_in_child(self) -> None:
+        """The entries are the parent's."""
+        self._entries, self._threads = (), []
+
+    def _keep(self, entry: Entry) -> None:
+        while not self._ended.is_set():
+            self._guarded(entry.refresh)
+            self._ended.wait(self._interval)
+        if not self._leave:
+            self._guarded(entry.close)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the boundary: the other entry, and the next time, do not depend on it
+            self._on_error(error)

@@ -1,0 +1,266 @@
+"""The job's own key-value store, used so that the training never waits for it.
+
+The agent of torchrun has one, and so has every default process group. We use a connection of our own: on one that is shared,
+an operation of the training would wait behind ours. torch puts no limit on the time that a host which is stopped (SIGSTOP) or
+unreachable takes to answer; so all operations run in one daemon thread, and who asks waits for a given time at most. While the
+thread is stuck, every question fails at once; when the host goes on, so do we. A connection that broke is not made anew: the
+job ends with its store.
+
+Every failure is a `StoreError`. No operation waits for another rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from torch_grad_exporter.distributed.identity import Identity, new_run_name
+from torch_grad_exporter.errors import say
+
+logger = logging.getLogger("torch_grad_exporter")
+
+PREFIX = "torch_grad_exporter/"
+"""Of all our keys."""
+
+START_SECONDS = 5.0
+"""That the start of an exporter waits for the store, at most, all together."""
+
+SECONDS = 2.0
+"""That anything else waits for an answer, at most."""
+
+_ABSENT = "\x00absent"
+"""Nobody's value."""
+
+_T = TypeVar("_T")
+
+
+class Connection(Protocol):
+    """What we need of `torch.distributed.Store`. Neither operation ever waits for a key."""
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
+        """Sets a key to the second value if it has the first, or has none and the first is empty; returns its value.
+
+        For a key that has none and is not set, it returns the first value.
+        """
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Sets a key."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Removes a key; whether it was there."""
+
+
+class StoreError(RuntimeError):
+    """There is no store, or it does not answer."""
+
+
+class NoStoreError(StoreError):
+    """There is none, which may change: the process group may come."""
+
+
+class JobStore:
+    """Our connection to the store, made at the first question; that may fail, and the next one tries again. Thread-safe."""
+
+    def __init__(self, connect: Callable[[], Connection] | None = None) -> None:
+        self._connect = connect or functools.partial(connected, os.environ)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        # Reentrant: a signal's handler may close while its own thread asks.
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._connection: Connection | None = None
+        self._stuck: Future[None] | None = None
+        self._over = ""
+
+    def agree(self, key: str, value: str, *, seconds: float = SECONDS) -> str:
+        """The value that the first rank to ask proposed, the same for all ranks."""
+        return self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds).decode()
+
+    def publish(self, key: str, value: bytes, *, seconds: float = SECONDS) -> None:
+        """Sets a key, for `collect` of other ranks."""
+        self._ask(lambda store: store.set(PREFIX + key, value), seconds)
+
+    def collect(self, keys: Iterable[str], *, seconds: float = SECONDS) -> dict[str, bytes]:
+        """The values of those keys that are there."""
+        wanted = tuple(keys)
+
+        def read(store: Connection) -> dict[str, bytes]:
+            # Not `get`, which waits for a key; nor after `check`: the key may be gone by then.
+            values = {key: store.compare_set(PREFIX + key, _ABSENT, _ABSENT) for key in wanted}
+            return {key: value for key, value in values.items() if value != _ABSENT.encode()}
+
+        return self._ask(read, seconds)
+
+    def remove(self, key: str, *, seconds: float = SECONDS) -> None:
+        """Removes a key, if it is there. To be done at the end, when the store's host may have ended first."""
+
+        def delete(store: Connection) -> None:
+            _knock(store)  # torch would write pages about a host that is gone
+            store.delete_key(PREFIX + key)
+
+        self._ask(delete, seconds)
+
+    def close(self, seconds: float = SECONDS) -> None:
+        """Ends the connection and its thread; waits for what is under way. Idempotent, from any thread, never raises."""
+        with self._lock:
+            self._over = self._over or "closed"
+            thread = self._thread
+            self._calls.put(None)
+        # To the end of the program as well: a thread that comes back from torch into an interpreter that ends, aborts it.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+
+    def after_fork_in_child(self) -> None:
+        """The connection is the parent's. It is not even freed: a file's store would count this as a rank that ended."""
+        _inherited.append(self._connection)
+        self._lock, self._thread, self._over = threading.RLock(), None, "of another process"
+
+    def _ask(self, question: Callable[[Connection], _T], seconds: float) -> _T:
+        """The answer; what fails is a `StoreError`."""
+        answers: list[_T] = []
+        future = self._submit(lambda store: answers.append(question(store)))
+        try:
+            future.result(seconds)
+        except TimeoutError:
+            if not future.cancel():
+                self._stuck = future
+            raise StoreError(f"the job's store did not answer within {seconds:g} s") from None
+        return answers[0]
+
+    def _submit(self, question: Callable[[Connection], None]) -> Future[None]:
+        with self._lock:
+            if self._over:
+                raise StoreError(f"the connection to the job's store is {self._over}")
+            if self._stuck is not None and not self._stuck.done():
+                raise StoreError("the job's store has not answered an earlier question yet")
+            self._stuck = None
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="torch_grad_exporter_store", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads to be had
+                    raise StoreError(str(error)) from error
+                self._thread = thread
+            future: Future[None] = Future()
+            self._calls.put((future, question))
+        return future
+
+    def _work(self) -> None:
+        """The thread: answers questions in their order, those that nobody waits for any more left out."""
+        while (call := self._calls.get()) is not None:
+            future, question = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._answer(question)
+                except Exception as error:  # noqa: BLE001 - the boundary: it is raised again where the question was asked
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            del call, future, question
+        self._connection = None
+
+    def _answer(self, question: Callable[[Connection], None]) -> None:
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            question(self._connection)
+        except StoreError:
+            raise
+        except Exception as error:
+            if self._connection is not None and isinstance(error, _broken()):
+                self._over = "broken"
+            # torch appends where in its own code that was.
+            raise StoreError(f"the job's store failed: {str(error).partition(chr(10))[0]}") from error
+
+
+_Call = tuple[Future[None], Callable[[Connection], None]]
+
+_inherited: list[Connection | None] = []
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """What says that a connection has broken."""
+    return (ConnectionRefusedError, dist.DistNetworkError) if dist.is_available() else ()
+
+
+class Store(Protocol):
+    """A process group's store."""
+
+    def clone(self) -> Connection:
+        """Another connection to it, with the same prefixes."""
+
+
+def groups_store() -> Store | None:
+    """The default process group's store, with the group's prefix; `None` if there is no group. Private: torch has no other way."""
+    if not dist.is_initialized():
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
+    return store
+
+
+def connected(environment: Mapping[str, str], *, group: Callable[[], Store | None] = groups_store) -> Connection:
+    """A connection of our own to the store of torchrun's agent, else of the default process group. Raises `NoStoreError`.
+
+    The agent's store comes first: it is there before the process group is, and it outlives a restart of the ranks.
+    """
+    if not dist.is_available():
+        raise NoStoreError("this build of torch has no torch.distributed")
+    port = environment.get("MASTER_PORT", "")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
+        return _agents_store(environment.get("MASTER_ADDR", ""), int(port))
+    store = group()
+    if store is None:
+        raise NoStoreError("there is no torchrun, and no process group yet")
+    return store.clone()
+
+
+def _agents_store(host: str, port: int) -> Connection:
+    limit = timedelta(seconds=START_SECONDS)
+    connection: Connection = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined, assignment]
+    return connection
+
+
+def _knock(connection: object) -> None:
+    """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
+    bare = getattr(connection, "_underlying_non_prefix_store", connection)
+    host, port = getattr(bare, "host", None), getattr(bare, "port", None)
+    if host is not None and port is not None:
+        socket.create_connection((host, port), timeout=SECONDS).close()
+
+
+def run_name(
+    identity: Identity,
+    chosen: str,
+    store: JobStore,
+    *,
+    seconds: float = START_SECONDS,
+    now: Callable[[], float] = time.time,
+) -> str:
+    """The run's name: as chosen, else the launcher's, else a new one that all ranks agree on. Waits for `seconds` at most.
+
+    Where they cannot agree, this rank has a name of its own, and a warning says so.
+    """
+    if chosen or identity.run:
+        return chosen or identity.run
+    name = new_run_name(now())
+    if identity.world_size == 1:
+        return name
+    try:
+        return store.agree("run", name, seconds=seconds)
+    except StoreError as error:
+        message = (
+            "this rank's run is called %s, and other ranks' are not: %s; pass run= or TORCH_GRAD_EXPORTER_RUN, or start the "
+            "exporter after init_process_group"
+        )
+        say(logger, logging.WARNING, message, name, error)
+        return name

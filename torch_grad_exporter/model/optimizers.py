@@ -1,0 +1,182 @@
+"""Optimizers: which of the process' optimizers concern us, their names, and who owns which parameter.
+
+PyTorch's step hooks are global, so every optimizer of the process comes by; only those that own a tracked
+parameter get a number. Held weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.model.layers import LayerIndex, Plan
+
+MANUAL = "manual"
+"""The name under which `exporter.step()` counts where no optimizer's hook fires."""
+
+
+class Optimizers:
+    """Numbers optimizers in the order in which they first step, or are named by the user."""
+
+    def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
+        self._index = index
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Plan, int]] = weakref.WeakKeyDictionary()
+        self._silent: dict[int | None, weakref.ref[torch.optim.Optimizer]] = {}
+        self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
+        self._shared: dict[str, int] = {}
+        self.names: list[str] = []
+        self.copying: set[int] = set()
+        """Those that own copies of the parameters: what they see is in no gradient of the model."""
+        self.settled = False
+        """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
+        self._overlap = False
+        """Whether two optimizers own the same parameter."""
+        self._plan: Plan | None = None
+        self._groups_seen = -1
+        self._owners = self._groups = np.zeros(0, dtype=np.int64)
+        for name, optimizer in (named or {}).items():
+            self.names.append(name)
+            self._numbers[optimizer] = len(self.names) - 1
+            self._silent[len(self.names) - 1] = weakref.ref(optimizer)
+
+    def number(
+        self, optimizer: torch.optim.Optimizer, *, within_backward: bool = False, inside: frozenset[int] = frozenset()
+    ) -> int | None:
+        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer and plan.
+
+        Optimizers of one kind that step within the backward, as one per parameter does, share a number. One that steps
+        `inside` the step of another, on nothing but what that one owns, is its tool and has none.
+        """
+        if self._last is not None and self._last[0]() is optimizer:
+            return self._last[1]
+        found = self._numbers.get(optimizer)
+        if found is None:
+            found = self._look_closely(optimizer, within_backward=within_backward, inside=inside)
+        self._silent.pop(found, None)
+        self._last = None if found is None else (weakref.ref(optimizer), found)
+        return found
+
+    def _look_closely(self, optimizer: torch.optim.Optimizer, *, within_backward: bool, inside: frozenset[int]) -> int | None:
+        """Numbers an optimizer that has not stepped before, or has been a stranger; under a new plan that may change."""
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == (self._index.plan, parameters):
+            return None
+        if any(number in inside and _parameters(optimizer) <= _parameters(outer) for number, outer in self.numbered()):
+            self._strangers[optimizer] = (self._index.plan, parameters)
+            return None
+        if not self.concerns(optimizer):
+            self._index.refresh(within_step=within_backward)
+            if not self.concerns(optimizer):
+                self._strangers[optimizer] = (self._index.plan, parameters)
+                return None
+        self._strangers.pop(optimizer, None)
+        number = self._of_wrapper(optimizer)
+        if number is None:
+            number = self._new(type(optimizer).__name__, within_backward=within_backward)
+        if self.has_copies(optimizer):
+            self.copying.add(number)
+        self._numbers[optimizer] = number
+        return number
+
+    def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
+        owned = _parameters(optimizer)
+        for number, reference in self._silent.items():
+            wrapper = reference()
+            if wrapper is not None and wrapper is not optimizer and _parameters(wrapper) == owned:
+                self._numbers.pop(wrapper, None)
+                return number
+        return None
+
+    @property
+    def reporting(self) -> bool:
+        """Whether any optimizer's steps were seen by a hook."""
+        return any(number not in self._silent for number, _ in self.numbered())
+
+    def manual(self) -> int:
+        """The number under which steps are counted that no optimizer's hook reports."""
+        if MANUAL not in self.names:
+            self.names.append(MANUAL)
+        return self.names.index(MANUAL)
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer owns a tracked parameter, or copies of all of them."""
+        tracked = {t.identity for t in self._index.plan.tracked}
+        return not tracked.isdisjoint(_parameters(optimizer)) or self.has_copies(optimizer)
+
+    def has_copies(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer owns a copy in another type of each tracked parameter: a half-precision model's master weights."""
+        copies = [p for group in optimizer.param_groups for p in group["params"]]
+        models = [t.parameter() for t in self._index.plan.tracked]
+        return len(copies) == len(models) and all(
+            m is not None and m.shape == c.shape and m.dtype != c.dtype for m, c in zip(models, copies, strict=True)
+        )
+
+    def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers that have a number and are alive."""
+        return [(number, optimizer) for optimizer, number in self._numbers.items()]
+
+    def owners(self, plan: Plan, stepped: Collection[int] = ()) -> tuple[IntArray, IntArray]:
+        """For each parameter of the plan its optimizer's number and its group's number, -1 for none.
+
+        Groups are numbered over all optimizers. Both have shape (parameters,). Where several own a parameter, one of those
+        that `stepped` does.
+        """
+        groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
+        seen = hash((self._adopter, *((number, *map(id, parameters)) for number, parameters in groups)))
+        if plan is self._plan and seen == self._groups_seen and not (self._overlap and stepped):
+            return self._owners, self._groups
+        position = {t.identity: i for i, t in enumerate(plan.tracked)}
+        owners, numbers = np.full((2, len(plan.tracked)), -1, dtype=np.int64)
+        overlap = False
+        for group, (number, parameters) in sorted(enumerate(groups), key=lambda one: one[1][0] in stepped):
+            for parameter in parameters:
+                where = position.get(id(parameter))
+                if where is not None:
+                    overlap |= bool(owners[where] not in (-1, number))
+                    owners[where], numbers[where] = number, group
+        if self._adopter is not None:
+            owners[owners == -1] = self._adopter
+        self._overlap = overlap
+        self._plan, self._groups_seen, self._owners, self._groups = plan, seen, owners, numbers
+        return owners, numbers
+
+    @property
+    def _adopter(self) -> int | None:
+        """The optimizer that parameters without one are counted with: the only one there is.
+
+        Not with several models, of which one may be trained before the other's optimizer is seen.
+        """
+        if len(self.names) != 1:
+            return None
+        alone = self.names == [MANUAL] or bool(self.copying)
+        return 0 if alone or (self.settled and self._index.models == 1) else None
+
+    def _new(self, name: str, *, within_backward: bool) -> int:
+        if not within_backward:
+            return self._add(name)
+        if name not in self._shared:
+            self._shared[name] = self._add(name)
+        return self._shared[name]
+
+    def _add(self, name: str) -> int:
+        """A number for an optimizer; that of a dead one of the same name, if there is one.
+
+        A loop that makes its optimizer anew every epoch must not make new series every epoch.
+        """
+        alive = set(self._numbers.values())
+        variants = [number for number, other in enumerate(self.names) if other == name or other.startswith(f"{name}-")]
+        for number in variants:
+            if number not in alive and self.names[number] != MANUAL:
+                return number
+        self.names.append(f"{name}-{len(variants) + 1}" if variants else name)
+        return len(self.names) - 1
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,85 @@
+"""Replicas: which models are copies of those on other ranks, whose gradients are equal, so that one rank tells of them.
+
+A rank that is not the first of its copies shows no series per layer: a thousand ranks would all show the same. What says
+that gradients are equal is `DistributedDataParallel`: around the model, within it, or around the module that holds it.
+Nothing else does: ranks may train different stages of a pipeline, or different models. There the user may say so.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.model import wrappers
+
+
+class Ranks(enum.Enum):
+    """Which ranks show series per layer of gradients that are not sharded.
+
+    `AUTO`: the first of those whose gradients are known to be equal, and all others. `ALL`: all. `FIRST`: rank 0.
+    """
+
+    AUTO = "auto"
+    ALL = "all"
+    FIRST = "first"
+
+
+class Replicas:
+    """What is known of one process' models. Until it is looked for nothing is: then only rank 0 shows a model's layers.
+
+    A wrapper that was found is there to stay; where there was none, there may be one later: a model may be run before it is
+    wrapped.
+    """
+
+    def __init__(self, ranks: Ranks = Ranks.AUTO, rank: int = 0, world_size: int = 1) -> None:
+        self.all_shown = ranks is Ranks.ALL
+        self._first = rank == 0
+        self._alone = world_size == 1
+        self._told = ranks is Ranks.FIRST
+        self._copied: dict[int, bool] = {}
+        """By model that was looked at: whether all of it is a copy of another rank's."""
+        self._wrapped: set[int] = set()
+        """The models around which there is a wrapper."""
+        self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Modules that are copies, in models that are not as a whole."""
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Changes with what is known."""
+        return (*self._copied.items(), len(self._parts))
+
+    def undecided(self, models: int) -> bool:
+        """Whether something is still to be looked for."""
+        return not (self._alone or self._told) and len(self._wrapped) < models
+
+    def is_copy(self, module: torch.nn.Module | None, model: int) -> bool:
+        """Whether another rank tells of this module's parameters, as far as they are no DTensors."""
+        if self._alone:
+            return False
+        if self._told:
+            return not self._first
+        return self._copied.get(model, not self._first) or module in self._parts
+
+    def look(self, model: int, root: torch.nn.Module) -> None:
+        """Looks for a wrapper of a model whose root's forward is running, on the training thread."""
+        if model not in self._wrapped and not self._found(model, wrappers.around(root)):
+            self._parts.update(part for module, wrapper in wrappers.within(root) if _is_later(wrapper) for part in module.modules())
+
+    def search(self, model: int, root: torch.nn.Module) -> None:
+        """Looks for a wrapper of a model of which no forward was seen, once: its parts are called, and it is not."""
+        if model not in self._copied:
+            self._found(model, wrappers.wrapper_of(root) or wrappers.anywhere(root))
+
+    def _found(self, model: int, wrapper: Any) -> bool:  # noqa: ANN401 - a wrapper
+        self._copied[model] = wrapper is not None and _is_later(wrapper)
+        if wrapper is not None:
+            self._wrapped.add(model)
+        return wrapper is not None
+
+
+def _is_later(wrapper: Any) -> bool:  # noqa: ANN401 - what wraps may look like one only
+    """Whether this rank is not the first of those that have the same gradients. No collective."""
+    return torch.distributed.get_rank(wrapper.process_group) > 0

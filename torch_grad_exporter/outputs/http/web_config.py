@@ -1,0 +1,135 @@
+"""A web configuration file that is followed while the server runs.
+
+Guarantees: what is in force is the last state of the files that could be loaded; a state that could not is
+reported once; protection that was there at the start (TLS, verified client certificates, users) is never lost by a
+change, as a file that is just being written may look empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.outputs.http import tls
+from torch_grad_exporter.outputs.http.web_settings import WebSettings
+
+_LOOK_SECONDS = 1.0
+
+_log = logging.getLogger("torch_grad_exporter")
+
+# When and how big a file is, and which one: enough to see that it was written anew. None: it is not there.
+_Stamp = tuple[int, int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration with all that its files held; `tls` is `None` where plain HTTP is served."""
+
+    settings: WebSettings
+    tls: tls.Tls | None
+
+
+class WebConfigFile:
+    """The configuration in force, `current`, which may be read from any thread at any time."""
+
+    def __init__(self, path: str) -> None:
+        """Reads everything. Raises ValueError with the file, the line and the fix."""
+        self.path = os.path.abspath(path)  # noqa: PTH100 - the same file after a chdir, and symbolic links stay
+        self._seen: dict[str, _Stamp] = {}
+        self._looking = threading.Lock()
+        self._look_again_at: float | None = None
+        self._refused = False
+        self.current = self._load()
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether clients have to say who they are, by password or certificate."""
+        return any(_protection(self.current.settings).values())
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a `look`: once in a second at most. By one thread only."""
+        if self._look_again_at is not None and now < self._look_again_at:
+            return False
+        self._look_again_at = now + _LOOK_SECONDS
+        return True
+
+    def look(self, on_error: Callable[[str, BaseException], None]) -> None:
+        """Loads what has changed since the last look; a failure goes to `on_error` with the source `"web_config"`.
+
+        Reads files, which may take its time; while one thread does so, others return at once.
+        """
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            if any(_stamp(path) != seen for path, seen in self._seen.items()):
+                loaded = self._load()
+                _refuse_weaker(self.path, self.current, loaded)
+                self.current = loaded
+                if self._refused:
+                    self._refused = False
+                    say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
+        except Exception as error:  # noqa: BLE001 - the boundary: the server goes on with what it had
+            self._refused = True
+            on_error("web_config", error)
+        finally:
+            self._looking.release()
+
+    def _load(self) -> Loaded:
+        # Stamped before they are read: what changes meanwhile is then another change. If this fails, what was
+        # watched before is watched on, and with it what the new state names: a file of it may yet appear.
+        self._seen = {path: _stamp(path) for path in (self.path, *self._seen)}
+        settings = _parse(self.path)
+        self._seen = {self.path: self._seen[self.path], **{path: _stamp(path) for path in settings.files()}}
+        return Loaded(settings, None if settings.tls is None else tls.load(settings.tls))
+
+
+def load_web_config(path: str) -> WebConfigFile:
+    """A web configuration file, read and checked with all that it names.
+
+    Raises ValueError with the file, the line and the fix; also where the packages that it needs are missing.
+    """
+    return WebConfigFile(path)
+
+
+def _parse(path: str) -> WebSettings:
+    try:
+        import bcrypt  # noqa: F401, PLC0415 - optional; its absence is to show now and not at the first request
+
+        from torch_grad_exporter.outputs.http import web_yaml  # noqa: PLC0415 - needs PyYAML, which is optional
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: a web configuration needs the package {error.name}; install it with pip install 'torch-grad-exporter[web]'"
+        ) from None
+    return web_yaml.parse(path)
+
+
+def _stamp(path: str) -> _Stamp:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a string here, as everywhere in this file
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def _refuse_weaker(path: str, old: Loaded, new: Loaded) -> None:
+    """Raises ValueError where the new state protects less than the old one, or in another way."""
+    if (old.tls is None) is not (new.tls is None):
+        raise ValueError(f"{path}: TLS is not turned on or off while running; start the training again for that")
+    before, after = _protection(old.settings), _protection(new.settings)
+    lost = [name for name, there in before.items() if there and not after[name]]
+    if lost:
+        raise ValueError(f"{path}: {', '.join(lost)} not removed while running; start the training again for that")
+
+
+def _protection(settings: WebSettings) -> dict[str, bool]:
+    section = settings.tls
+    return {
+        "basic_auth_users are": bool(settings.users),
+        "required client certificates are": section is not None and section.verify is ssl.CERT_REQUIRED,
+        "client_allowed_sans are": section is not None and section.allowed_sans is not None,
+    }

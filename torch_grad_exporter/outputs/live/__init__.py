@@ -1,0 +1,1 @@
+"""The live page: the history of the run and its picture."""

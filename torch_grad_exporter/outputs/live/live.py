@@ -1,0 +1,353 @@
+"""The JSON behind the live page; its shape is in `docs/live.md`.
+
+Everything is read-only and comes from the history and from one scrape that all who look share for a second.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, Spec
+from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part
+from torch_grad_exporter.rules import THRESHOLDS, Values, Watch
+
+MAX_AGE = 1.0
+"""Seconds for which a scrape is shown."""
+
+FIRST_SECONDS = 1.0
+"""That somebody waits for the first scrape, if another one is at it."""
+
+LOG = frozenset({"norm"})
+"""Quantities that are shown by their logarithm."""
+
+NONFINITE = 65535
+"""The code of what has no finite value, but one that is not; 0 is that of no value."""
+
+ZERO = 1
+"""The code of 0 where the scale is logarithmic."""
+
+LONGER = 1.001
+"""A clip coefficient above this is none of clipping, but of something that makes gradients longer."""
+
+FORMAT = "torch_grad_exporter history"
+VERSION = 1
+
+Json = dict[str, object]
+
+
+class UnknownLayerError(Exception):
+    """There is no layer of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whose page it is. `targets`: the ranks as http_sd has them, as JSON."""
+
+    name: str
+    rank: int
+    world_size: int
+    host: str
+    version: str
+    targets: Callable[[], bytes] = lambda: b"[]"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is asked for: the whole run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
+
+    whole: bool
+    since: int = 0
+    stride: int = 0
+
+
+class Live:
+    """Answers of the page's interface, from any thread. `now` is Unix time."""
+
+    def __init__(
+        self, run: Run, history: History, scrape: Callable[[], Iterable[Family]], *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._run = run
+        self._history = history
+        self._scrape = scrape
+        self._now = now
+        self._watch = Watch()
+        self._lock = threading.Lock()  # of the watch, held for moments
+        self._scraping = threading.Lock()
+        self._values: Values | None = None
+        self._taken = float("-inf")
+        self._ended: float | None = None
+        self._ended_by: str | None = None
+
+    def end(self, error: str | None = None) -> None:
+        """Says that the run ends now, by an exception of type `error` if there is one; it may still be looked at. Idempotent."""
+        if self._ended is None:
+            self._ended, self._ended_by = self._now(), error
+
+    def remember(self) -> None:
+        """Has the counters remembered by which problems are judged, whether anybody looks or not."""
+        self._latest()
+
+    def status(self) -> Json:
+        """`api/v1/status`."""
+        values, now = self._latest(), self._now()
+        state = values.state()
+        with self._lock:
+            problems = self._watch.problems(values, now)
+            rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
+        found: Json = {
+            "now": now,
+            "run": self._run.name,
+            "rank": self._run.rank,
+            "world_size": self._run.world_size,
+            "host": self._run.host,
+            "version": self._run.version,
+            "state": state,
+            "step": None if state is None else max((steps for _, steps in values.rows(c.TRAIN_STEPS)), default=0),
+            "ended": self._ended,
+            "ended_by": self._ended_by,
+            "samples": self._history.samples,
+            **{f"{name}_per_second": _number(rates.get(name)) for name in ("steps", "samples", "tokens")},
+            **{name: _number(values.one(spec)) for name, spec in _NUMBERS.items()},
+            **{name: _number(_sum(values, spec)) for name, spec in _SUMS.items()},
+            "dead_layers": sum(1 for _, ratio in values.rows(c.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
+            "resources": list(_resources(values)),
+            "problems": [{**asdict(one), "others": list(one.others)} for one in problems],
+            "ranks": list(self._others()),
+        }
+        return found
+
+    def run(self, window: Window) -> Json:
+        """`api/v1/run`."""
+        part = self._history.run(whole=window.whole, since=window.since, stride=window.stride)
+        return {**_frame(part, window), **_columns(self._clipped(part), SCALARS)}
+
+    def layers(self, quantity: str, window: Window) -> Json:
+        """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
+        names = self._history.layers  # before the values: there may be more of these by then
+        part = self._history.quantity(quantity, whole=window.whole, since=window.since, stride=window.stride)
+        part = part.columns(slice(len(names)))
+        codes, low, high = encoded(part.values, log=quantity in LOG)
+        flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
+        sharded = self._history.sharded
+        return {
+            "quantity": quantity,
+            **_frame(part, window),
+            "layers": names[: codes.shape[1]],
+            "sharded": [name for name in names[: codes.shape[1]] if name in sharded],
+            "scale": "log" if quantity in LOG else "linear",
+            "low": low,
+            "high": high,
+            "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode(),
+            "nonfinite": base64.b64encode(flags).decode(),
+        }
+
+    def layer(self, name: str) -> Json:
+        """`api/v1/layer`. Raises `UnknownLayerError` where there is no such layer."""
+        if name not in self._history.layers:
+            raise UnknownLayerError
+        parts = {view: self._history.layer(name, whole=view == "whole") for view in ("whole", "recent")}
+        series = {
+            view: {"stride": part.stride, "times": part.times.tolist(), "steps": part.steps.tolist(), **_columns(part, QUANTITIES)}
+            for view, part in parts.items()
+        }
+        return {**self._of_layer(self._latest(), name), **series}
+
+    def everything(self, *, fresh: bool = False) -> Json:
+        """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
+        if fresh:
+            self._taken = float("-inf")
+        values = self._latest()
+        views = (("whole", Window(whole=True)), ("recent", Window(whole=False)))
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "status": self.status(),
+            "run": {view: self.run(window) for view, window in views},
+            "layers": {name: {view: self.layers(name, window) for view, window in views} for name in QUANTITIES},
+            "layer": {name: self._of_layer(values, name) for name in self._history.layers},
+        }
+
+    def _clipped(self, part: Part) -> Part:
+        """The same, with norms that are no smaller than those after clipping, unless what is there makes gradients longer.
+
+        Not all that has the one norm has the other, and the sample that tells the other may be of the record before.
+        """
+        coefficient = None if self._values is None else self._values.one(c.GRAD_CLIP_COEFFICIENT)
+        if coefficient is not None and coefficient > LONGER:
+            return part
+        values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
+        higher = np.isfinite(values[:, after]) & (values[:, norm] < values[:, after])
+        values[higher, norm] = values[higher, after]
+        return replace(part, values=values)
+
+    def _of_layer(self, values: Values, name: str) -> Json:
+        """What is known of a layer beside its history."""
+        return {**_of_layer(values, name), "sharded": name in self._history.sharded}
+
+    def _latest(self) -> Values:
+        """The values of a scrape that is no older than `MAX_AGE`, or of the one before while somebody else scrapes.
+
+        Raises `ScrapeBusyError` where there was none yet and the first one takes its time: the server has few workers.
+        """
+        now, values = self._now(), self._values
+        if values is not None and 0 <= now - self._taken < MAX_AGE:
+            return values
+        if not self._scraping.acquire(timeout=0 if values is not None else FIRST_SECONDS):
+            if values is None:
+                raise ScrapeBusyError
+            return values
+        try:
+            values = Values(self._scrape())
+            with self._lock:
+                self._watch.remember(values, now)
+            self._values, self._taken = values, now
+            return values
+        finally:
+            self._scraping.release()
+
+    def _others(self) -> Iterable[Json]:
+        """The other ranks as links, by what they said of themselves."""
+        for group in json.loads(self._run.targets()):
+            labels = group["labels"]
+            if labels.get("rank") != str(self._run.rank):
+                scheme = labels.get("__scheme__", "http")
+                yield {"rank": int(labels["rank"]), "host": labels.get("host", ""), "url": f"{scheme}://{group['targets'][0]}/"}
+
+
+_NUMBERS: Mapping[str, Spec] = {
+    "started": c.TRAIN_START_TIMESTAMP,
+    "epoch": c.TRAIN_EPOCH,
+    "loss": c.TRAIN_LOSS,
+    "learning_rate": c.TRAIN_LEARNING_RATE,
+    "global_norm": c.GRAD_GLOBAL_NORM,
+    "global_norm_after_clip": c.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    "clip_coefficient": c.GRAD_CLIP_COEFFICIENT,
+    "skipped_steps": c.TRAIN_SKIPPED_STEPS,
+    "loss_spikes": c.TRAIN_LOSS_SPIKES,
+    "layers": c.EXPORTER_LAYERS,
+    "last_step": c.TRAIN_LAST_STEP_TIMESTAMP,
+    "last_sample_step": c.GRAD_SAMPLE_STEP,
+    "overhead_ratio": c.EXPORTER_OVERHEAD_RATIO,
+    "overhead_budget_ratio": c.EXPORTER_OVERHEAD_BUDGET,
+    "sampling_interval_steps": c.EXPORTER_SAMPLING_INTERVAL,
+    "series": c.EXPORTER_SERIES,
+}
+"""What is shown as it is, of the first optimizer where there are several."""
+
+_SUMS: Mapping[str, Spec] = {
+    "nonfinite_elements": c.GRAD_NONFINITE_ELEMENTS,
+    "nonfinite_steps": c.GRAD_NONFINITE_STEPS,
+    "spikes": c.GRAD_GLOBAL_NORM_SPIKES,
+}
+
+
+def _sum(values: Values, spec: Spec) -> float:
+    return sum(value for _, value in values.rows(spec))
+
+
+def _frame(part: Part, window: Window) -> Json:
+    return {
+        "view": "whole" if window.whole else "recent",
+        "first": part.first,
+        "stride": part.stride,
+        "times": part.times.tolist(),
+        "steps": part.steps.tolist(),
+    }
+
+
+def _columns(part: Part, names: Sequence[str]) -> Json:
+    """The values by name, and where they were not finite."""
+    places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
+    values = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
+    return {**values, "nonfinite": {name: found for name, found in places.items() if found}}
+
+
+def _number(value: float | None) -> float | str | None:
+    """A number in JSON, which has none that are not finite."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
+    """A column of the history: NaN means there that there is no value."""
+    return [None if math.isnan(value) else _number(float(f"{value:.6g}")) for value in column.tolist()]
+
+
+NOTHING = {False: (0.0, 1.0), True: (-46.0, -45.0)}
+"""The lowest and the highest of no number: by logarithm less than 32 bits can hold, since all may be zeros."""
+
+
+def encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: bool) -> tuple[np.ndarray, float, float]:
+    """Values as codes, and the values, or their logarithms to base 10, of the lowest and the highest code of a number."""
+    numbers = values.astype(np.float64)
+    if log:
+        with np.errstate(divide="ignore"):
+            numbers = np.where(np.isinf(numbers), np.inf, np.log10(numbers))  # -inf is a norm of 0
+    finite = np.isfinite(numbers)
+    low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else NOTHING[log]
+    span = high - low if high > low else max(1.0, abs(low))
+    if log:  # the first code is that of 0
+        step = span / (NONFINITE - 3)
+        low, span = low - step, span + step
+    with np.errstate(invalid="ignore"):
+        codes = np.where(finite, 1 + np.rint((numbers - low) / span * (NONFINITE - 2)), 0)
+    codes[np.isneginf(numbers)] = ZERO if log else NONFINITE
+    codes[np.isposinf(numbers)] = NONFINITE
+    return codes.astype(np.uint16), low, low + span
+
+
+def _of_layer(values: Values, name: str) -> Json:
+    bounds, counts = c.GRAD_NORM_DISTRIBUTION.buckets, values.histogram(c.GRAD_NORM_DISTRIBUTION, name)
+    kinds = [values.one(c.GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
+    return {
+        "layer": name,
+        "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
+        "nonfinite_elements": sum(kinds),
+        **{key: _number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
+    }
+
+
+_LAYER_NUMBERS: Mapping[str, Spec] = {
+    "captures": c.GRAD_CAPTURES,
+    "spikes": c.GRAD_NORM_SPIKES,
+    "units": c.GRAD_UNITS,
+    "dead_ratio": c.GRAD_DEAD_RATIO,
+    "zero_ratio": c.GRAD_ZERO_RATIO,
+    "max_magnitude": c.GRAD_MAX_MAGNITUDE,
+    "norm": c.GRAD_NORM,
+    "shard_norm": c.GRAD_SHARD_NORM,
+}
+
+
+def _resources(values: Values) -> Iterable[Json]:
+    """Name, value, limit and unit of what the machine around the training has."""
+
+    def row(name: str, value: float | None, limit: float | None, unit: str) -> Iterable[Json]:
+        if value is not None:
+            yield {"name": name, "value": _number(value), "limit": _number(limit), "unit": unit}
+
+    total, available = values.one(c.HOST_MEMORY_TOTAL), values.one(c.HOST_MEMORY_AVAILABLE)
+    yield from row("Process memory", values.one(c.PROCESS_RESIDENT_MEMORY), total, "bytes")
+    yield from row("Worker processes' memory", values.one(c.PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
+    if total is not None and available is not None:
+        yield from row("Host memory", total - available, total, "bytes")
+    limit = values.one(c.CONTAINER_MEMORY_LIMIT)
+    yield from row("Container memory", values.one(c.CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
+    yield from row("Host processors", values.one(c.HOST_CPU), 1.0, "ratio")
+    for labels, reserved in values.rows(c.CUDA_MEMORY_RESERVED):
+        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(c.CUDA_MEMORY_TOTAL, *labels), "bytes")
+    for labels, used in values.rows(c.GPU_UTILIZATION):
+        yield from row(f"GPU {labels[0]} in use", used, 1.0, "ratio")
+        yield from row(f"GPU {labels[0]} temperature", values.one(c.GPU_TEMPERATURE, *labels), None, "celsius")
+        yield from row(f"GPU {labels[0]} power", values.one(c.GPU_POWER, *labels), None, "watts")

@@ -1,0 +1,169 @@
+"""The live page over HTTP: its files, and its JSON by path and query."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from http import HTTPStatus
+from importlib.resources import files
+from urllib.parse import parse_qs
+
+from torch_grad_exporter.outputs.http.message import Request, Response, plain
+from torch_grad_exporter.outputs.live.history import QUANTITIES
+from torch_grad_exporter.outputs.live.live import Json, Live, UnknownLayerError, Window
+from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing from elsewhere, nothing inline, and nobody who frames it."""
+
+HEADERS = (("Content-Security-Policy", CSP), ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Opener-Policy", "same-origin"))
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+FOLDER = "page"
+INDEX = "index.html"
+BUNDLE = "page"
+STATIC = "/static/"
+API = "/api/v1/"
+
+
+SCRIPT = re.compile(r'<script src="static/([^"]+)"></script>')
+STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
+"""How the page names its files, in the order in which they need each other."""
+
+
+@cache
+def names() -> frozenset[str]:
+    """All that can be asked for."""
+    here = files(__package__).joinpath(FOLDER)
+    return frozenset(one.name for one in here.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
+
+
+def source(name: str) -> bytes | None:
+    """A file of the page as it is in the package, `None` where there is none of this name."""
+    found = files(__package__).joinpath(FOLDER).joinpath(name)
+    return found.read_bytes() if name in names() and found.is_file() else None
+
+
+@cache
+def served(name: str) -> tuple[bytes, bytes] | None:
+    """What is sent under a name, as it is and compressed; `None` where there is nothing."""
+    content = _made(name)
+    return None if content is None else (content, gzip.compress(content, 9, mtime=0))
+
+
+def _made(name: str) -> bytes | None:
+    """The page with one script and one style, which are all of its own one after the other: a request costs more than bytes."""
+    index = (source(INDEX) or b"").decode()
+    body = index.index("<body")
+    if name == INDEX:
+        head = _first(STYLE, f'<link rel="stylesheet" href="static/{BUNDLE}.css">', index[:body])
+        return (head + _first(SCRIPT, f'<script src="static/{BUNDLE}.js"></script>', index[body:])).encode()
+    if name == f"{BUNDLE}.js":
+        return b"\n".join(source(one) or b"" for one in SCRIPT.findall(index[body:]))
+    if name == f"{BUNDLE}.css":
+        return b"\n".join(source(one) or b"" for one in STYLE.findall(index))
+    return source(name)
+
+
+def _first(pattern: re.Pattern[str], text: str, page: str) -> str:
+    """The page with `text` in the place of the first match, and without the others."""
+    number = itertools.count()
+    return pattern.sub(lambda _: "" if next(number) else text, page)
+
+
+class Pages:
+    """Answers requests for the page and what is behind it."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._answers: Mapping[str, Callable[[Mapping[str, str]], Json]] = {
+            "status": lambda _: live.status(),
+            "run": lambda query: live.run(_window(query)),
+            "layers": lambda query: live.layers(_quantity(query), _window(query)),
+            "saved": lambda _: live.everything(),
+            "layer": lambda query: live.layer(query.get("name", "")),
+        }
+
+    def answer(self, request: Request) -> Response | None:
+        """The response; `None` where the path is none of the page's."""
+        if request.path == "/":
+            return _file(request, INDEX)
+        if request.path.startswith(STATIC):
+            return _file(request, request.path.removeprefix(STATIC))
+        if request.path.startswith(API):
+            return self._data(request, request.path.removeprefix(API))
+        return None
+
+    def _data(self, request: Request, name: str) -> Response:
+        if name not in self._answers:
+            return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
+        try:
+            query = _query(request.query)
+            found = self._answers[name](query)
+        except UnknownLayerError:
+            return plain(HTTPStatus.NOT_FOUND, "there is no such layer", HEADERS)
+        except WrongQueryError as error:
+            return plain(HTTPStatus.BAD_REQUEST, f"this cannot be answered: {error}", HEADERS)
+        body = json.dumps(found, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        if not accepts_gzip(request.headers.get("accept-encoding", "")):
+            return _response("application/json", body, compressed=False)
+        return _response("application/json", gzip.compress(body, 1, mtime=0), compressed=True)
+
+
+class WrongQueryError(Exception):
+    """What is wrong with a query."""
+
+
+def _query(text: str) -> Mapping[str, str]:
+    """The last value of each key."""
+    try:
+        return {key: found[-1] for key, found in parse_qs(text, max_num_fields=10, errors="strict").items()}
+    except ValueError as error:
+        raise WrongQueryError(error) from None
+
+
+def _quantity(query: Mapping[str, str]) -> str:
+    quantity = query.get("quantity", "norm")
+    if quantity not in QUANTITIES:
+        raise WrongQueryError("quantity is one of " + ", ".join(QUANTITIES))
+    return quantity
+
+
+def _window(query: Mapping[str, str]) -> Window:
+    """Which records are wanted."""
+    view = query.get("view", "recent")
+    if view not in ("recent", "whole"):
+        raise WrongQueryError("view is recent or whole")
+    given = [query.get(name, "0") for name in ("since", "stride")]
+    if not all(re.fullmatch(r"[0-9]{1,4000}", text) for text in given):
+        raise WrongQueryError("since and stride are whole numbers from 0 on")
+    since, stride = map(int, given)
+    return Window(whole=view == "whole", since=since, stride=stride)
+
+
+def _file(request: Request, name: str) -> Response:
+    found = served(name) if name in names() else None  # which keeps what it is asked for
+    if found is None:
+        return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
+    kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")
+    compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
+    return _response(kind, found[compressed], compressed=compressed)
+
+
+def _response(kind: str, body: bytes, *, compressed: bool) -> Response:
+    encoding = (("Content-Encoding", "gzip"),) if compressed else ()
+    return Response(HTTPStatus.OK, kind, body, (("Vary", "Accept-Encoding"), *encoding, *HEADERS))

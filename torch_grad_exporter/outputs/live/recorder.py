@@ -1,0 +1,162 @@
+"""Recorder: fills the history, in a thread of its own, whether anybody looks at it or not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import numpy as np
+
+from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.totals import TotalsSnapshot
+from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
+from torch_grad_exporter.transfer.events import Outcome
+
+REMEMBER_SECONDS = 15.0
+"""Between two looks at the counters by which problems are judged."""
+
+_ROUNDS = round(REMEMBER_SECONDS / RECORD_SECONDS)
+
+
+class Recorder:
+    """Calls `look` each second and `remember` each fifteen, from `start` until `close`, and then `last`.
+
+    `on_error` takes what they raise.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], None],
+        remember: Callable[[], None],
+        *,
+        on_error: Callable[[BaseException], None],
+        last: Callable[[], None] | None = None,
+        interval: float = RECORD_SECONDS,
+    ) -> None:
+        self._look = look
+        self._remember = remember
+        self._last = last or look
+        self._on_error = on_error
+        self._interval = interval
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torch-grad-exporter-history", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        self._thread.start()
+
+    def close(self, seconds: float = 0.5) -> None:
+        """Ends it after a last record; waits for so long at most. Idempotent."""
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        rounds = 0
+        while not self._over.wait(self._interval):
+            self._guarded(self._look)
+            if rounds % _ROUNDS == 0:
+                self._guarded(self._remember)
+            rounds += 1
+        self._guarded(self._last)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except TimeoutError:
+            pass  # somebody else takes long with the same values, as on a machine that is busy: the next record has them
+        except Exception as error:  # noqa: BLE001 - the boundary: the next record does not depend on this one
+            self._on_error(error)
+
+
+class Moments:
+    """What a snapshot says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
+
+    What is of samples is only there if there was one since the moment before: the largest norm and z-score, the last ratios.
+    """
+
+    def __init__(self, dead_from: int) -> None:
+        self._dead_from = dead_from
+        self._steps = (0.0, 0.0)
+        self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
+
+    def of(self, snapshot: Snapshot, steps: int) -> Moment:
+        """The moment of a snapshot that was a look, after so many steps."""
+        gradients = snapshot.gradients
+        shown = gradients.plan.shown
+        table = gradients.table[shown]
+        names = list(compress(gradients.plan.layers, shown.tolist()))
+        new = self._captured.since(names, table["captures"])
+        norm, zscore = gradients.peaks[:, shown]
+        values = {
+            "norm": norm,
+            "zero_ratio": np.where(new, table["zero_ratio"], np.nan),
+            "dead_ratio": np.where(new & (table["captures"] >= self._dead_from), table["dead_ratio"], np.nan),
+            "zscore": zscore,
+        }
+        nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
+        spoiled = self._spoiled.since(names, table["nans"] + table["infs"])
+        nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & table["sized"] & ~np.isfinite(table["norm"]))
+        scalars, of_the_run = self._scalars(gradients, snapshot.totals)
+        return Moment(
+            gradients.samples,
+            steps,
+            names,
+            _narrowed([values[name] for name in QUANTITIES]).T,
+            _narrowed([scalars[name] for name in SCALARS]),
+            nonfinite,
+            of_the_run,
+            _sample_step(gradients),
+            frozenset(compress(names, gradients.plan.sharded[shown].tolist())),
+        )
+
+    def _scalars(self, gradients: GradientSnapshot, totals: TotalsSnapshot) -> tuple[dict[str, float], Flags]:
+        """The values of the run by name, and which of them were not finite since the moment before."""
+        # One rank alone cannot know the norm of a gradient that is sharded.
+        whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.plan.sharded.any())
+        norm, after = gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
+        skipped_or_not = sum(float(gradients.totals[f"nonfinite_{one.value}"][0]) for one in Outcome) if whole else 0.0
+        counts = {"loss": float(totals.loss_nonfinite), "norm": skipped_or_not}
+        values = {
+            "loss": np.nan if totals.mean_loss is None else totals.mean_loss,
+            "norm": norm,
+            "norm_after_clip": after,
+            "step_seconds": self._step_seconds(totals),
+            "learning_rate": next(iter(totals.learning_rates.values()), np.nan),
+        }
+        grown = self._of_the_run.since(list(SCALARS), np.array([counts.get(name, 0.0) for name in SCALARS]))
+        return values, grown
+
+    def _step_seconds(self, totals: TotalsSnapshot) -> float:
+        """The mean since the last moment."""
+        count, seconds = float(totals.duration_buckets.sum()), totals.duration_sum
+        before, self._steps = self._steps, (count, seconds)
+        return (seconds - before[1]) / (count - before[0]) if count > before[0] else np.nan
+
+
+class _Growth:
+    """Says which counters have grown since they were looked at last, at first since they were 0."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def since(self, names: Sequence[str], counts: FloatArray) -> Flags:
+        before = np.array([self._before.get(name, 0.0) for name in names])
+        self._before.update(zip(names, counts.tolist(), strict=True))
+        grown: Flags = counts > before
+        return grown
+
+
+def _narrowed(values: Sequence[FloatArray] | Sequence[float]) -> Values:
+    """In 32 bits, of which the largest number stands for what they cannot hold."""
+    most = float(np.finfo(np.float32).max)
+    return np.clip(np.array(values, dtype=np.float64), -most, most).astype(np.float32)
+
+
+def _sample_step(gradients: GradientSnapshot) -> int | None:
+    """The step of the last sample, if one is known."""
+    seen = gradients.totals["sample_step"][gradients.totals["seen"]]
+    return int(seen.max()) if len(seen) else None

@@ -1,0 +1,274 @@
+"""A run's history from a running exporter or from a file of `exporter.save`: nothing is drawn of what has not been checked."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import http.client
+import json
+import re
+import ssl
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS
+from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
+
+TIMEOUT = 30.0
+"""Seconds for the answer of a running exporter."""
+
+VIEWS = ("whole", "recent")
+
+Saved = dict[str, Any]
+BoolArray = NDArray[np.bool_]
+
+
+class PlotError(Exception):
+    """What is wrong with the source or the target, for the user."""
+
+
+def loaded(source: str, cacert: str | None = None) -> Saved:
+    """What is saved in a file, or what a running exporter says: of this shape, so that it can be drawn. Raises `PlotError`."""
+    content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(Path(source))
+    try:
+        text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        found = json.loads(text, parse_constant=_refused)
+    except (ValueError, OSError, EOFError, zlib.error, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise PlotError(f"{source} is no history of torch_grad_exporter; exporter.save(path) writes one")
+    if found.get("version") != VERSION:
+        raise PlotError(f"{source} has version {found.get('version')!r} of the format; this program reads version {VERSION}")
+    try:
+        _check(found)
+    except KeyError as error:
+        raise PlotError(f"{source} is damaged: it has no {error.args[0]!r}") from None
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise PlotError(f"{source} is damaged: {error}") from None
+    return found
+
+
+def _refused(name: str) -> Never:
+    """What Python alone takes for JSON would be none for the page."""
+    raise ValueError(f"{name} is no JSON")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlotError(f"cannot read {path}: {error}") from None
+
+
+# From a running exporter
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the password is for the server that was named, and for no other."""
+
+    def redirect_request(self, *_arguments: object) -> None:
+        """As of `HTTPRedirectHandler`: `None` makes it an error."""
+
+
+def _fetched(address: str, cacert: str | None) -> bytes:
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018 - raises, too
+    except ValueError as error:
+        raise PlotError(f"{address} is no address: {error}") from None
+    path = re.sub(r"(/metrics)?/?$", "", parts.path)
+    where = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path, query="", fragment="").geturl()
+    headers = {"Accept-Encoding": "gzip"}
+    if parts.username is not None:
+        credentials = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
+        headers["Authorization"] = f"Basic {credentials}"
+    request = urllib.request.Request(f"{where}/api/v1/saved", headers=headers)  # noqa: S310 - http and https alone come here
+    opener = urllib.request.build_opener(_Stay, urllib.request.HTTPSHandler(context=_context(cacert)))
+    try:
+        with opener.open(request, timeout=TIMEOUT) as answer:
+            found: bytes = answer.read()
+            return found
+    except urllib.error.HTTPError as error:
+        fix = _fix(error)
+        error.close()
+        raise PlotError(f"{where} answers {error.code} {error.reason}{fix}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own are, too
+        fix = "; --cacert names the authority of its certificate" if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+        raise PlotError(f"{where} does not answer: {error}{fix}") from None
+
+
+def _fix(error: urllib.error.HTTPError) -> str:
+    """What can be done about an answer."""
+    if error.code in (401, 403):
+        return "; give user and password in the address: https://user:password@host:9100"
+    if 300 <= error.code < 400:
+        return f", which is not followed; it points to {error.headers.get('Location', 'nothing')[:200]!r}"
+    return ""
+
+
+def _context(cacert: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    try:
+        if cacert is not None:
+            context.load_verify_locations(cacert)
+    except OSError as error:  # ssl's own are, too
+        raise PlotError(f"cannot read certificates from {cacert}: {error}") from None
+    return context
+
+
+# What is in it. Its shape is in `docs/live.md`.
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whose history it is. `state`, `step`: `None` where the collector of training is off."""
+
+    run: str
+    rank: int
+    world_size: int
+    state: str | None
+    step: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """Values of the run by name, each of shape (n,), NaN where none is finite; `nonfinite`: where any record was not."""
+
+    steps: FloatArray
+    values: Mapping[str, FloatArray]
+    nonfinite: Mapping[str, BoolArray]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """A quantity of all layers: `values` of shape (layers, n), NaN where none is finite; `nonfinite`: where any record was not.
+
+    `stride`: records in a column. `sharded`: layers whose values are those of this rank's part.
+    """
+
+    layers: list[str]
+    steps: FloatArray
+    values: FloatArray
+    nonfinite: BoolArray
+    stride: int
+    log: bool
+    sharded: frozenset[str]
+
+
+def status(saved: Saved) -> Status:
+    """Raises `KeyError`, `TypeError` or `ValueError` where it is damaged, as the others do."""
+    found = saved["status"]
+    state, step = found["state"], found["step"]
+    for name in ("resources", "problems", "ranks"):
+        _list(found[name], name)
+    return Status(
+        _text(found["run"]),
+        int(found["rank"]),
+        int(found["world_size"]),
+        None if state is None else _text(state),
+        None if step is None else float(_finite([step], "step")[0]),
+    )
+
+
+def lines(saved: Saved, view: str) -> Lines:
+    """The values of the run."""
+    answer = saved["run"][view]
+    steps, flagged = _steps(answer), answer.get("nonfinite") or {}
+    values, nonfinite = dict[str, FloatArray](), dict[str, BoolArray]()
+    for name in SCALARS:
+        column = _list(answer[name], name, len(steps))
+        found = np.array([np.nan if value is None else float(value) for value in column])
+        nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(found)
+        places = np.array(_list(flagged.get(name, []), "nonfinite"), dtype=np.float64)
+        if not np.isin(places, np.arange(len(steps))).all():
+            raise ValueError(f"there is no such place in {name}")
+        nonfinite[name][places.astype(int)] = True
+        values[name] = np.where(np.isfinite(found), found, np.nan)
+    return Lines(steps, values, nonfinite)
+
+
+def grid(saved: Saved, quantity: str, view: str) -> Grid:
+    """A quantity of all layers."""
+    answer = saved["layers"][quantity][view]
+    steps, layers = _steps(answer), [_text(name) for name in _list(answer["layers"], "layers")]
+    shape = len(steps), len(layers)
+    codes = np.frombuffer(_bytes(answer["codes"], 2 * shape[0] * shape[1]), dtype="<u2").reshape(shape).T
+    low, high = _finite([answer["low"], answer["high"]], "low and high")
+    log = {"log": True, "linear": False}[answer["scale"]]
+    if log and not -400 < low <= high < 300:
+        raise ValueError("its scale has no such norms")
+    values = low + (codes.astype(np.float64) - 1) / (NONFINITE - 2) * (high - low)
+    values = np.where((codes == 0) | (codes == NONFINITE), np.nan, 10**values if log else values)
+    if log:
+        values[codes == ZERO] = 0
+    return Grid(
+        layers,
+        steps,
+        values,
+        (codes == NONFINITE) | _flags(answer.get("nonfinite") or "", shape),
+        int(answer["stride"]),
+        log,
+        frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded")),
+    )
+
+
+def _check(saved: Saved) -> None:
+    """Reads all of it once."""
+    status(saved)
+    known = set(saved["layer"].keys())
+    for view in VIEWS:
+        lines(saved, view)
+        for quantity in QUANTITIES:
+            if not known.issuperset(grid(saved, quantity, view).layers):
+                raise ValueError("it has layers of which it tells nothing")
+
+
+def _flags(text: str, shape: tuple[int, int]) -> BoolArray:
+    count = shape[0] * shape[1]
+    if not text:
+        return np.zeros(shape[::-1], dtype=bool)
+    packed = np.frombuffer(_bytes(text, -(-count // 8)), dtype=np.uint8)
+    return np.unpackbits(packed, count=count).reshape(shape).T.astype(bool)
+
+
+def _steps(answer: Saved) -> FloatArray:
+    steps = _finite(answer["steps"], "steps")
+    if len(_finite(answer["times"], "times")) != len(steps):
+        raise ValueError("times and steps differ in length")
+    return steps
+
+
+def _finite(found: object, name: str) -> FloatArray:
+    values = np.array([float(value) for value in _list(found, name)], dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} has what is no number")
+    return values
+
+
+def _bytes(text: str, length: int) -> bytes:
+    found = base64.b64decode(_text(text), validate=True)
+    if len(found) != length:
+        raise ValueError(f"{length} bytes are coded in {len(found)}")
+    return found
+
+
+def _list(found: object, name: str, length: int | None = None) -> list[Any]:
+    if not isinstance(found, list) or length not in (None, len(found)):
+        raise ValueError(f"{name} is no list" if length is None else f"{name} is no list of {length}")
+    return found
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"{found!r:.40} is no text")
+    return found

@@ -1,0 +1,75 @@
+"""View: the history of this run, the page that shows it, and the file that keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.http.message import Request, Response
+from torch_grad_exporter.outputs.live.history import History
+from torch_grad_exporter.outputs.live.live import Live, Run
+from torch_grad_exporter.outputs.live.pages import Pages
+from torch_grad_exporter.outputs.live.recorder import Moments, Recorder
+
+
+class Snapshots(Protocol):
+    """All values as of now. `look`: what is largest, or a mean, since the last look begins anew."""
+
+    def __call__(self, *, look: bool) -> Snapshot:
+        """Raises `TimeoutError` where it is not to be had in time."""
+
+
+class View:
+    """Records from `start` until `close`, and shows what it has recorded as long as it is there.
+
+    `steps`: of the optimizer that took the most. `scrape`: all metrics. `now`: Unix time.
+    `dead_from`: samples from which on a dead ratio means anything.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        snapshot: Snapshots,
+        steps: Callable[[], int],
+        scrape: Callable[[], Iterable[Family]],
+        *,
+        dead_from: int,
+        now: Callable[[], float],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        moments = Moments(dead_from)
+        self.history = History(lambda: moments.of(snapshot(look=True), steps()), now=now)
+        self.live = Live(run, self.history, scrape, now=now)
+        self._pages = Pages(self.live)
+        self._recorder = Recorder(self.history.look, self.live.remember, on_error=on_error, last=self.history.finish)
+
+    def start(self) -> None:
+        """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
+        self._recorder.start()
+
+    def close(self, error: str | None = None) -> None:
+        """Says that the run has ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
+        self.live.end(error)
+        self._recorder.close()
+
+    def page(self, request: Request) -> Response | None:
+        """The page's answer to a request, `None` where it has none."""
+        return self._pages.answer(request)
+
+    def save(self, path: str) -> None:
+        """Writes all of it as JSON, compressed where the name ends in `.gz`; the file is whole or not there. Raises `OSError`."""
+        content = json.dumps(self.live.everything(fresh=True), allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        part = Path(f"{path}.part")
+        try:
+            part.write_bytes(gzip.compress(content, 6) if path.endswith(".gz") else content)
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,152 @@
+"""Families as what was added since the last export that arrived, for receivers that want differences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
+
+
+class Deltas:
+    """Subtracts what has arrived. What was not known to have arrived is part of the next difference.
+
+    `kinds`: the kinds of metrics that are differences; the others pass as they are. `began`: when everything began to be counted.
+    Times are in nanoseconds since 1970. A row of a counter that is older than the exporter begins with its second export: what it
+    counted before the first one is nobody's difference.
+    """
+
+    def __init__(self, kinds: Collection[Kind], *, began: int) -> None:
+        self._kinds = kinds
+        self._at = began
+        self._tables: dict[Spec, _Table] = {}
+        self._sent: dict[Family, tuple[_Table, _Part, IntArray]] = {}
+
+    def of(self, families: Iterable[Family], *, at: int) -> list[Family]:
+        """The families to be sent, with the numbers as of `at`."""
+        self._sent = {}
+        found = [self._difference(family, at) if family.spec.kind in self._kinds else family for family in families]
+        self._at = at
+        return found
+
+    def since(self, family: Family) -> IntArray:
+        """From when on each row of a difference that `of` gave last counts: the time of its last export that arrived.
+
+        If none has, that of the last export before it was there.
+        """
+        return self._sent[family][2]
+
+    def arrived(self, family: Family, rows: slice) -> None:
+        """Says that rows of a family have arrived, by their numbers among the present ones.
+
+        Of a family that `of` has not given last, or not as a difference, it says nothing.
+        """
+        if family in self._sent:
+            table, part, _ = self._sent[family]
+            table.take(part.some(rows))
+
+    def _difference(self, family: Family, at: int) -> Family:
+        table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
+        places, now = table.places(family.labels, self._at), _numbers(family)
+        present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
+        known, before = table.known[places], table.numbers[places]
+        if family.spec.older:
+            table.take(_Part.of(present & ~known, places, now, family, at))
+            present &= known
+        goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began anew
+        added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
+        difference = replace(
+            family,
+            values=added[:, :-1].reshape(family.values.shape),
+            sums=None if family.sums is None else added[:, -1],
+            present=present,
+            exponential=None if family.exponential is None else tuple(table.exponential_since(family.exponential, places, goes_on)),
+            exemplars=None if family.exemplars is None else tuple(table.exemplars_since(family.exemplars, places)),
+        )
+        self._sent[difference] = table, _Part.of(present, places, now, family, at), table.since[places]
+        return difference
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a metric at an export: their places in its table and their numbers; `exponential`, `exemplars` as of `Family`."""
+
+    places: IntArray
+    numbers: FloatArray
+    exponential: tuple[Mapping[int, int], ...]
+    exemplars: tuple[Mapping[int, Exemplar], ...]
+    at: int
+
+    @classmethod
+    def of(cls, chosen: BoolArray, places: IntArray, numbers: FloatArray, family: Family, at: int) -> _Part:
+        """The chosen rows."""
+        rows = np.flatnonzero(chosen).tolist()
+        exponential = () if family.exponential is None else tuple(family.exponential[row] for row in rows)
+        exemplars = () if family.exemplars is None else tuple(family.exemplars[row] for row in rows)
+        return cls(places[chosen], numbers[chosen], exponential, exemplars, at)
+
+    def some(self, rows: slice) -> _Part:
+        """Some of them."""
+        return _Part(self.places[rows], self.numbers[rows], self.exponential[rows], self.exemplars[rows], self.at)
+
+
+class _Table:
+    """What has arrived of a metric. A row keeps its place from the first export on that has it, whatever `LabelRows` it is in.
+
+    `known`: which places have arrived; `numbers`: values and sum of each; `since`: when that was, and before it has, from when on
+    it counts.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.known: BoolArray = np.zeros(0, dtype=np.bool_)
+        self.numbers: FloatArray = np.zeros((0, width))
+        self.since: IntArray = np.zeros(0, dtype=np.int64)
+        self._exponential: dict[int, Mapping[int, int]] = {}
+        self._exemplars: dict[int, Mapping[int, Exemplar]] = {}
+        self._rows: dict[tuple[str, ...], int] = {}
+        self._places: WeakKeyDictionary[LabelRows, IntArray] = WeakKeyDictionary()
+
+    def places(self, labels: LabelRows, since: int) -> IntArray:
+        """Where the rows are; those that are new count since then."""
+        found = self._places.get(labels)
+        if found is None:
+            places = [self._rows.setdefault(row, len(self._rows)) for row in labels.rows]
+            found = self._places[labels] = np.array(places, dtype=np.int64)
+            more = len(self._rows) - len(self.known)
+            self.known = np.pad(self.known, (0, more))
+            self.numbers = np.pad(self.numbers, ((0, more), (0, 0)))
+            self.since = np.pad(self.since, (0, more), constant_values=since)
+        return found
+
+    def take(self, part: _Part) -> None:
+        """Notes rows as arrived."""
+        self.known[part.places] = True
+        self.numbers[part.places] = part.numbers
+        self.since[part.places] = part.at
+        places = part.places.tolist()
+        self._exponential.update(zip(places, part.exponential, strict=False))
+        self._exemplars.update(zip(places, part.exemplars, strict=False))
+
+    def exponential_since(
+        self, now: Iterable[Mapping[int, int]], places: IntArray, goes_on: BoolArray
+    ) -> Iterable[Mapping[int, int]]:
+        """What was added to exponential counts."""
+        for counts, place, subtract in zip(now, places.tolist(), goes_on.tolist(), strict=True):
+            before = self._exponential.get(place, {}) if subtract else {}
+            yield {i: more for i, n in counts.items() if (more := n - before.get(i, 0))}
+
+    def exemplars_since(self, now: Iterable[Mapping[int, Exemplar]], places: IntArray) -> Iterable[Mapping[int, Exemplar]]:
+        """The exemplars that are new."""
+        for found, place in zip(now, places.tolist(), strict=True):
+            before = self._exemplars.get(place, {})
+            yield {bucket: one for bucket, one in found.items() if before.get(bucket) != one}
+
+
+def _numbers(family: Family) -> FloatArray:
+    """The numbers of each row, and its sum, 0 where there is none."""
+    rows = len(family.labels)
+    sums = np.zeros(rows) if family.sums is None else family.sums
+    return np.column_stack((family.values.reshape(rows, len(family.spec.buckets) + 1), sums))

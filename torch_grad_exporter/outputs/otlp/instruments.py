@@ -1,0 +1,188 @@
+"""A few values as observable instruments of a `MeterProvider` of the user's: global ones, progress and resources.
+
+Nothing per layer is among them: OpenTelemetry's SDKs fold what has more than 2000 sets of attributes. A provider keeps an
+instrument for good, so there is one of each name per provider, for all exporters that come and go. The last values of one that has
+gone are shown once more: a provider whose readers collect every minute, or only at its end, has no others of a short run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
+from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
+from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.version import __version__
+
+SPECS = (
+    c.GRAD_GLOBAL_NORM,
+    c.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    c.GRAD_CLIP_COEFFICIENT,
+    c.GRAD_NONFINITE_STEPS,
+    c.GRAD_CLIPPED_STEPS,
+    c.TRAIN_STATE,
+    c.TRAIN_STEPS,
+    c.TRAIN_SKIPPED_STEPS,
+    c.TRAIN_SAMPLES,
+    c.TRAIN_TOKENS,
+    c.TRAIN_LOSS,
+    c.TRAIN_EPOCH,
+    c.TRAIN_LEARNING_RATE,
+    c.TRAIN_SLOWEST_STEP,
+    c.TRAIN_LAST_STEP_TIMESTAMP,
+    c.CUDA_MEMORY_ALLOCATED,
+    c.CUDA_MEMORY_RESERVED,
+    c.GPU_UTILIZATION,
+    c.PROCESS_RESIDENT_MEMORY,
+    c.PROCESS_CPU_SECONDS,
+    c.HOST_CPU,
+    c.HOST_MEMORY_AVAILABLE,
+    c.EXPORTER_OVERHEAD_RATIO,
+)
+"""What the instruments show, by the names that the metrics have everywhere."""
+
+MAX_AGE = 1.0
+"""Seconds for which all instruments show the values of one scrape, as those of one collection are to."""
+
+
+class Source(Protocol):
+    """Somebody whose values the instruments of a provider show."""
+
+    def observations(self, spec: Spec) -> Iterable[Observation]:
+        """The values of one metric as of now; never raises."""
+
+
+_of_provider: WeakKeyDictionary[MeterProvider, list[Source]] = WeakKeyDictionary()
+
+# Reentrant: a signal's handler may close while its own thread is at it.
+_lock = threading.RLock()
+
+
+class Instruments:
+    """The values of one exporter in the instruments of `provider`, from now on until `close`. `labels`: of every value."""
+
+    def __init__(
+        self,
+        provider: MeterProvider,
+        scrape: Callable[[], list[Family]],
+        labels: Mapping[str, str],
+        *,
+        on_error: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scrape = scrape
+        self._labels = dict(labels)
+        self._on_error = on_error
+        self._clock = clock
+        self._scraping = threading.Lock()
+        self._families: dict[Spec, list[Family]] = {}
+        self._scraped = -float("inf")
+        self._provider = weakref.ref(provider)
+        self._sources = _sources(provider)
+        with _lock:
+            _forget(self._sources, self._labels)
+            self._sources.append(self)
+
+    def observations(self, spec: Spec) -> list[Observation]:
+        """As of `Source`."""
+        try:
+            return [observation for family in self._latest().get(spec, ()) for observation in self._observed(family)]
+        except Exception as error:  # noqa: BLE001 - the boundary: the collection is the user's
+            self._on_error(error)
+            return []
+
+    def close(self) -> None:
+        """Leaves the values as of now in the instruments, for each reader's next collection and no further one; idempotent."""
+        if self not in self._sources:
+            return
+        try:
+            # Without our own lock: whoever holds it may be what this one has interrupted.
+            families = by_spec(self._scrape())
+            values = {spec: [one for family in families.get(spec, ()) for one in self._observed(family)] for spec in SPECS}
+        except Exception as error:  # noqa: BLE001 - the boundary: the end of a run goes on
+            self._on_error(error)
+            values = {}
+        with _lock:
+            if self in self._sources:
+                last = _Last(values, self._labels, _readers(self._provider()), self._sources)
+                self._sources[self._sources.index(self)] = last
+
+    def drop(self) -> None:
+        """Takes the values out of the instruments at once, without a lock, as a forked child needs it; idempotent."""
+        if self in self._sources:
+            self._sources.remove(self)
+
+    def _latest(self) -> dict[Spec, list[Family]]:
+        with self._scraping:
+            if self._clock() - self._scraped >= MAX_AGE:
+                self._families = by_spec(self._scrape())
+                self._scraped = self._clock()
+            return self._families
+
+    def _observed(self, family: Family) -> Iterable[Observation]:
+        for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
+            own = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
+            yield Observation(value, {**self._labels, **own})
+
+
+class _Last:
+    """The last values of an exporter that is closed: each instrument shows them so many times, and then they are gone."""
+
+    def __init__(
+        self, values: Mapping[Spec, list[Observation]], labels: Mapping[str, str], times: int, sources: list[Source]
+    ) -> None:
+        self.labels = labels
+        self._left = {spec: [shown] * times for spec, shown in values.items() if shown}
+        self._sources = sources
+        self._process = os.getpid()
+
+    def observations(self, spec: Spec) -> list[Observation]:
+        """As of `Source`. A forked child has nothing to say of its parent."""
+        if os.getpid() != self._process:
+            return []
+        with _lock:
+            left = self._left.get(spec, [])
+            shown = left.pop() if left else []
+            if not any(self._left.values()) and self in self._sources:
+                self._sources.remove(self)
+            return shown
+
+
+def _forget(sources: list[Source], labels: Mapping[str, str]) -> None:
+    """Drops the last values of the same rank of the same run: who comes after it has newer ones."""
+    who = labels.get("run"), labels.get("rank")
+    sources[:] = [one for one in sources if not (isinstance(one, _Last) and (one.labels.get("run"), one.labels.get("rank")) == who)]
+
+
+def _readers(provider: MeterProvider | None) -> int:
+    """How many readers a provider has that its end collects for: 1 where it does not say, as the interface has no word for it."""
+    older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
+    return max(1, len(getattr(provider, "_metric_readers", older)))
+
+
+def _sources(provider: MeterProvider) -> list[Source]:
+    """Those that the instruments of this provider show; the instruments are made with the first."""
+    with _lock:
+        if provider not in _of_provider:
+            sources = _of_provider[provider] = []
+            meter = provider.get_meter(SCOPE, __version__)
+            for spec in SPECS:
+                make = meter.create_observable_counter if spec.kind is Kind.COUNTER else meter.create_observable_gauge
+                callback = functools.partial(_observe, spec, sources)
+                make(spec.name, callbacks=[callback], unit=UNITS.get(spec.unit, ""), description=spec.help)
+        return _of_provider[provider]
+
+
+def _observe(spec: Spec, sources: list[Source], _options: CallbackOptions) -> list[Observation]:
+    """What an instrument shows at a collection."""
+    return [observation for source in list(sources) for observation in source.observations(spec)]

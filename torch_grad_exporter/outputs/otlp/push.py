@@ -1,0 +1,268 @@
+"""Push: the metrics on their way to an OTLP receiver, in a thread of their own.
+
+A receiver may be dead, slow or full of lies: each export is left to a thread that may hang, and what takes longer than an
+export may is left behind. No export waits in a queue: the next one carries the same totals, and newer ones. An export of several
+requests may arrive in part; of differences the next one carries what has not. The end of the run has its own, which carries how
+the run ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
+
+from torch_grad_exporter.distributed import identity as distributed
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.outputs.otlp import delivery
+from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError
+from torch_grad_exporter.outputs.otlp.delta import Deltas
+from torch_grad_exporter.outputs.otlp.otlp import Encoder, Request, Temporality
+from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings, without_password
+from torch_grad_exporter.version import __version__
+
+logger = logging.getLogger("torch_grad_exporter")
+
+SERVICE = "training"
+"""The `service.name` of a process to which nobody gave one, as the job is called in the shipped configuration of Prometheus."""
+
+FIRST_SECONDS = 2.0
+"""Until the first export, where the interval is longer: a wrong endpoint is told while somebody still looks at the run."""
+
+LAST_SECONDS = 1.1
+"""For the last export of a run, all of its requests together."""
+
+LAST_REQUEST_SECONDS = 0.05
+"""What has to be left of them for one more request."""
+
+GRACE = 0.25
+"""For an export that is under way when the run ends: differences that it carries are not to be sent twice."""
+
+LEFT_BEHIND = 3
+"""Exports that hang, at most; where there are so many, there is no further one until one of them has come to its end."""
+
+_inherited: list[object] = []
+"""In a forked child: connections of the parent, which gRPC must not end here."""
+
+
+class Push:
+    """Exports what `scrape` gives: soon after `start`, every `interval` seconds, and once more at `close`.
+
+    `labels`: of every point. `on_error` takes what an export has failed of. `connect` makes the way to the receiver, for exports
+    of so many seconds; it does not connect yet. Raises what it raises, as where a certificate cannot be used.
+    """
+
+    def __init__(
+        self,
+        scrape: Callable[[], list[Family]],
+        settings: PushSettings,
+        labels: Mapping[str, str],
+        *,
+        on_error: Callable[[BaseException], None],
+        connect: Callable[[float], Delivery] | None = None,
+    ) -> None:
+        self._scrape = scrape
+        self._settings = settings
+        self._on_error = on_error
+        self._connect = connect or (lambda seconds: connected(settings, seconds))
+        self._encoder = Encoder(
+            labels,
+            resource(labels["run"], labels["rank"]),
+            version=__version__,
+            temporality=settings.temporality,
+            on_error=on_error,
+        )
+        self._began = self._at = time.time_ns()
+        kinds = [kind for kind, chosen in settings.temporality.items() if chosen is Temporality.DELTA]
+        self._deltas = Deltas(kinds, began=self._began)
+        self._delivery: Delivery | None = self._connect(settings.timeout)
+        self._hanging: list[threading.Thread] = []
+        self._over, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torch-grad-exporter-push", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        self._thread.start()
+        say(
+            logger,
+            logging.INFO,
+            "pushing metrics to %s every %g s",
+            without_password(self._settings.endpoint),
+            self._settings.interval,
+        )
+
+    def end(self) -> None:
+        """Says that the run is over; the last export begins, with the values as of now."""
+        self._over.set()
+
+    def close(self, seconds: float) -> None:
+        """Waits for the last export, for so long at most. Idempotent."""
+        self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._done.wait(seconds)
+
+    def after_fork_in_child(self) -> None:
+        """The child has no thread that would send anything, and keeps its hands off the parent's connection."""
+        _inherited.append(self._delivery)
+
+    # The thread
+
+    def _run(self) -> None:
+        due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
+        while not self._over.wait(max(0.0, due - time.monotonic())):
+            # Missed exports are not made up for.
+            due = max(due, time.monotonic() - self._settings.interval) + self._settings.interval
+            self._guarded(self._export)
+        self._guarded(self._export_last)
+        self._done.set()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the boundary: the next export does not depend on this one
+            self._on_error(error)
+
+    def _export(self) -> None:
+        """One export, in a thread that is left behind where it takes too long, or the run is over."""
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        if len(self._hanging) >= LEFT_BEHIND:
+            raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
+        way = self._delivery = self._delivery or self._connect(self._settings.timeout)
+        transfer = _Transfer(self._over)
+        requests = list(self._encoded(self._values()))
+        thread = threading.Thread(target=transfer.run, args=(way, requests), name="torch-grad-exporter-export", daemon=True)
+        thread.start()
+        limit = 2 * self._settings.timeout + 1
+        while thread.is_alive() and not self._over.is_set() and time.monotonic() < transfer.began_at + limit:
+            thread.join(0.05)
+        if self._over.is_set():
+            thread.join(GRACE)
+        ended = transfer.stop()
+        if not ended:
+            self._hanging.append(thread)
+            if not self._over.is_set():  # else the last export closes the connection, which ends a pause between two tries
+                self._delivery = None
+                way.close()
+                transfer.failed(TimeoutError(f"a request has not come to its end within {limit:g} s"))
+        self._judge(transfer)
+
+    def _export_last(self) -> None:
+        """The end of the run: first what there is of the whole process, with its state, and then what there is of each layer.
+
+        Each request goes over a connection of its own, which has what is left of the time: the one of the exports before may be at
+        it, or have a pause between two tries.
+        """
+        transfer = _Transfer(self._over)
+        with ExitStack() as ways:
+            if self._delivery is not None:
+                ways.callback(self._delivery.close)
+            families = self._values()
+            parts = [[one for one in families if ("layer" in one.spec.labels) is by_layer] for by_layer in (False, True)]
+            give_up_at = time.monotonic() + LAST_SECONDS
+            for request in itertools.chain.from_iterable(map(self._encoded, parts)):
+                left = give_up_at - time.monotonic()
+                if left < LAST_REQUEST_SECONDS:
+                    transfer.failed(TimeoutError("there was no time left for all of the last export"))
+                    break
+                way = self._connect(left)
+                ways.callback(way.close)
+                if not transfer.sent(way, request):
+                    break
+            self._judge(transfer)
+
+    def _values(self) -> list[Family]:
+        """All metrics as of now. Where the clock is set back, that is the time of the export before."""
+        self._at = max(time.time_ns(), self._at)
+        return self._deltas.of(self._scrape(), at=self._at)
+
+    def _encoded(self, families: list[Family]) -> Iterator[Request]:
+        """Metrics that `_values` gave last."""
+        return self._encoder.requests(families, start=self._began, since=self._deltas.since, at=self._at)
+
+    def _judge(self, transfer: _Transfer) -> None:
+        """Notes what has become of an export."""
+        for request in transfer.settled:
+            for family, rows in request.rows:
+                self._deltas.arrived(family, rows)
+        if transfer.failure is not None:
+            self._on_error(transfer.failure)
+
+
+class _Transfer:
+    """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: that the run is.
+
+    `settled`: those that are not to be sent again, as they have arrived or are refused for good; `failure`: the first one;
+    `began_at`: since when the one that is on its way is, in monotonic time.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+        self.settled: list[Request] = []
+        self.failure: BaseException | None = None
+        self.began_at = time.monotonic()
+        self._stopped = self._ended = False
+        self._lock = threading.Lock()
+
+    def run(self, way: Delivery, requests: list[Request]) -> None:
+        """Sends requests, up to one that may be taken later, or until the run is over: the last export has what is left."""
+        for request in requests:
+            if self._over.is_set() or self._stopped or not self.sent(way, request):
+                break
+        with self._lock:
+            self._ended = True
+
+    def sent(self, way: Delivery, request: Request) -> bool:
+        """Sends a request. False where the next one would have no better luck."""
+        self.began_at = time.monotonic()
+        failure: Exception | None = None
+        try:
+            way.send(request.body)
+        except Exception as error:  # noqa: BLE001 - the boundary: it is told in the thread of `Push`
+            failure = error
+        settled = failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
+        with self._lock:
+            if self._stopped:
+                return False
+            if settled:
+                self.settled.append(request)
+            if failure is not None:
+                self.failed(failure)
+        return settled
+
+    def failed(self, failure: BaseException) -> None:
+        """Notes what went wrong."""
+        self.failure = self.failure or failure
+
+    def stop(self) -> bool:
+        """From now on nothing is sent or noted. Whether there is nothing on its way."""
+        with self._lock:
+            self._stopped = True
+            return self._ended
+
+
+def connected(settings: PushSettings, seconds: float) -> Delivery:
+    """A way to the receiver for exports that take so long at most."""
+    make = delivery.grpc if settings.protocol is Protocol.GRPC else delivery.http
+    return make(settings.endpoint, settings.headers, timeout=min(seconds, settings.timeout), compression=settings.compression.value)
+
+
+def resource(run: str, rank: str) -> dict[str, object]:
+    """The attributes of this process: run and rank, what OpenTelemetry's variables say, and host, process and runtime."""
+    own: dict[str, object] = {
+        SERVICE_NAME: SERVICE,
+        SERVICE_INSTANCE_ID: f"{run}/{rank}",
+        "host.name": distributed.hostname(),
+        "process.pid": os.getpid(),
+        "process.runtime.name": platform.python_implementation().lower(),
+        "process.runtime.version": platform.python_version(),
+    }
+    told = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if value != ""}
+    return {**own, **told, "run": run, "rank": rank}

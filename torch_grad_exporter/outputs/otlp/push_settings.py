@@ -1,0 +1,394 @@
+"""What to push and where: OpenTelemetry's own environment variables, and the arguments that win over them.
+
+Push is on where an endpoint is given. What is wrong in an argument raises, before anything is registered; what is wrong in a
+variable costs the push and a warning, or, if it is no more than a number or a choice, itself: a run must not die of a variable.
+Variables of the form `OTEL_EXPORTER_OTLP_METRICS_<NAME>` win over `OTEL_EXPORTER_OTLP_<NAME>`.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.metrics.families import Kind
+from torch_grad_exporter.outputs.otlp.otlp import Temporality
+
+logger = logging.getLogger("torch_grad_exporter")
+
+PATH = "/v1/metrics"
+"""Where a receiver takes metrics over HTTP, below its endpoint."""
+
+INTERVAL = 60.0
+"""Seconds between two exports, as in OpenTelemetry's SDKs."""
+
+TIMEOUT = 10.0
+"""Seconds for one request of an export, with all its tries, as in OpenTelemetry's exporters."""
+
+LONGEST = 60.0
+"""Seconds for one request, at most."""
+
+OFF = "no metrics are pushed: "
+
+_Value = TypeVar("_Value")
+
+
+class Protocol(enum.Enum):
+    """How requests are sent, by the names that `OTEL_EXPORTER_OTLP_PROTOCOL` has."""
+
+    HTTP = "http/protobuf"
+    GRPC = "grpc"
+
+
+class Compression(enum.Enum):
+    """How requests are compressed, by the names that `OTEL_EXPORTER_OTLP_COMPRESSION` has."""
+
+    NONE = "none"
+    GZIP = "gzip"
+    DEFLATE = "deflate"
+
+
+_TEMPORALITIES = {
+    "cumulative": {Kind.COUNTER: Temporality.CUMULATIVE, Kind.HISTOGRAM: Temporality.CUMULATIVE},
+    "delta": {Kind.COUNTER: Temporality.DELTA, Kind.HISTOGRAM: Temporality.DELTA},
+    # Our counters are read when there is an export, which is what OpenTelemetry calls asynchronous.
+    "lowmemory": {Kind.COUNTER: Temporality.CUMULATIVE, Kind.HISTOGRAM: Temporality.DELTA},
+}
+
+_HISTOGRAMS = {"explicit_bucket_histogram": False, "base2_exponential_bucket_histogram": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSettings:
+    """All choices, valid. `endpoint`: as the exporter of the protocol wants it. `headers`: all of them, names in lower case.
+
+    `interval`, `timeout`: in seconds. `exponential`: whether distributions of norms have exponential buckets.
+    """
+
+    endpoint: str
+    protocol: Protocol = Protocol.HTTP
+    headers: Mapping[str, str] = field(default_factory=dict)
+    interval: float = INTERVAL
+    timeout: float = TIMEOUT
+    compression: Compression = Compression.NONE
+    temporality: Mapping[Kind, Temporality] = field(default_factory=lambda: _TEMPORALITIES["cumulative"])
+    exponential: bool = False
+
+
+class _UnusableError(Exception):
+    """A variable makes it impossible to push."""
+
+
+def resolve(
+    endpoint: object = None,
+    protocol: object = None,
+    headers: object = None,
+    interval: object = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+) -> PushSettings | None:
+    """The settings, `None` where nothing is to be pushed. `None` as an argument: what the environment says.
+
+    Raises `TypeError` and `ValueError` for an argument, and `ImportError` where it asks for gRPC and that is not installed.
+    """
+    given = _given(endpoint, protocol, headers, interval)
+    switch = _switched_off(environment)
+    if switch:
+        if given.endpoint is not None:
+            say(logger, logging.INFO, OFF + "%s", switch)
+        return None
+    try:
+        return _resolved(given, _Variables(environment))
+    except _UnusableError as error:
+        say(logger, logging.WARNING, OFF + "%s", error)
+        return None
+
+
+# Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The arguments, checked; `None` where the environment decides."""
+
+    endpoint: str | None
+    protocol: Protocol | None
+    headers: Mapping[str, str] | None
+    interval: float | None
+
+
+def _given(endpoint: object, protocol: object, headers: object, interval: object) -> _Given:
+    chosen = None if protocol is None else _checked_protocol(protocol)
+    return _Given(
+        None if endpoint is None else _checked_endpoint(endpoint, chosen),
+        chosen,
+        None if headers is None else _checked_headers(headers),
+        None if interval is None else _checked_interval(interval),
+    )
+
+
+def _checked_protocol(protocol: object) -> Protocol:
+    if not isinstance(protocol, str):
+        raise TypeError(f"otlp_protocol={protocol!r}: {_PROTOCOLS}")
+    if protocol not in {one.value for one in Protocol}:
+        raise ValueError(f"otlp_protocol={protocol!r}: {_PROTOCOLS}")
+    if protocol == Protocol.GRPC.value and not grpc_installed():
+        raise ImportError(f"otlp_protocol={protocol!r}: {_NO_GRPC}")
+    return Protocol(protocol)
+
+
+def _checked_endpoint(endpoint: object, protocol: Protocol | None) -> str:
+    if not isinstance(endpoint, str):
+        raise TypeError(f"otlp_endpoint={without_password(repr(endpoint))}: {_ENDPOINT}")
+    if not (_is_url(endpoint) or (protocol is Protocol.GRPC and _is_address(endpoint))):
+        raise ValueError(f"otlp_endpoint={without_password(endpoint)!r}: {_ENDPOINT}")
+    if protocol is Protocol.GRPC and _has_user(endpoint):
+        raise ValueError(f"otlp_endpoint={without_password(endpoint)!r}: {_NO_USER}")
+    return endpoint
+
+
+def _checked_interval(interval: object) -> float:
+    if isinstance(interval, bool) or not isinstance(interval, int | float):
+        raise TypeError(f"otlp_interval={interval!r}: {_INTERVAL}")
+    if not 0.1 <= interval <= 86400:
+        raise ValueError(f"otlp_interval={interval!r}: {_INTERVAL}")
+    return float(interval)
+
+
+def _checked_headers(headers: object) -> dict[str, str]:
+    if not isinstance(headers, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in headers.items()):
+        raise TypeError(f"otlp_headers={type(headers).__name__}: {_HEADERS}")
+    # A header may be a password: a message shows its name and not its value.
+    for name, value in headers.items():
+        if not _is_header(name, value):
+            raise ValueError(f"otlp_headers: {name!r} is no header that can be sent; {_HEADERS}")
+    return {name.lower(): value for name, value in headers.items()}
+
+
+_PROTOCOLS = "expected 'http/protobuf' or 'grpc'"
+_ENDPOINT = "expected a URL such as 'http://localhost:4318', or with otlp_protocol='grpc' also 'host:port'"
+_INTERVAL = "expected a number of seconds from 0.1 to 86400"
+_HEADERS = "expected a mapping of header names to printable ASCII texts"
+_OWN_SESSION = "requests are sent over a session of the exporter's own; expected a header or a certificate"
+_NO_USER = "over gRPC an endpoint has no user and no password; such as these belong in a header"
+_NO_GRPC = "OTLP over gRPC needs the extra 'grpc'; pip install 'torch-grad-exporter[grpc]'"
+
+
+def grpc_installed() -> bool:
+    """Whether OpenTelemetry's exporter for gRPC can be imported."""
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.grpc") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def without_password(endpoint: str) -> str:
+    """An endpoint as it may be shown, without user and query. Of what is no URL nobody knows where in it a password begins."""
+    user = r"^([a-z]+://)[^/?#]*@" if _is_url(endpoint) else r"^([a-z]+:/+)?.*@"
+    return re.sub(user, r"\1...@", endpoint, flags=re.IGNORECASE | re.DOTALL).partition("?")[0]
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and text.isprintable()
+            and " " not in text
+        )
+    except ValueError:
+        return False
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is a host and a port."""
+    return not set("/@?#") & set(text) and _is_url(f"http://{text}") and urlsplit(f"http://{text}").port is not None
+
+
+def _has_user(endpoint: str) -> bool:
+    """Whether a user or a password is part of it, which gRPC would not send, but log."""
+    return "@" in urlsplit(endpoint).netloc
+
+
+def _is_header(name: str, value: str) -> bool:
+    return (
+        bool(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name))
+        and value.isascii()
+        and value.isprintable()
+        and value == value.strip()
+    )
+
+
+# Variables
+
+
+class _Variables:
+    """OpenTelemetry's variables for an exporter of metrics over OTLP. An empty one is as good as none."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, name: str) -> str:
+        """A variable, empty if it is not set."""
+        return self._environment.get(name, "").strip()
+
+    def found(self, name: str) -> tuple[str, str]:
+        """The variable for metrics or else the one for all signals: its name and text."""
+        own = f"OTEL_EXPORTER_OTLP_METRICS_{name}"
+        variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
+        return variable, self.text(variable)
+
+    def number(self, variable: str, text: str, default: float) -> float:
+        """A number above 0; of another text a warning is all that becomes."""
+        try:
+            number = float(text) if text else default
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            self._ignored(variable, text, f"expected a number above 0, and {default:g} is taken")
+            return default
+        return number
+
+    def choice(self, variable: str, text: str, choices: Mapping[str, _Value], default: _Value) -> _Value:
+        """One of several texts, in whatever case; of another one a warning is all that becomes."""
+        if text and text.lower() not in choices:
+            self._ignored(variable, text, f"expected one of {', '.join(choices)}")
+        return choices.get(text.lower(), default)
+
+    def unused(self, variable: str, why: str) -> None:
+        """Says of a variable that the official exporters know that it counts for nothing here, if it is set."""
+        if text := self.text(variable):
+            self._ignored(variable, text, why)
+
+    @staticmethod
+    def _ignored(variable: str, text: str, why: str) -> None:
+        say(logger, logging.WARNING, "environment variable %s=%r is ignored: %s", variable, text, why)
+
+
+def _switched_off(environment: Mapping[str, str]) -> str:
+    """Which variable forbids all metrics, empty if none does."""
+    variables = _Variables(environment)
+    if variables.text("OTEL_SDK_DISABLED").lower() == "true":
+        return "OTEL_SDK_DISABLED=true"
+    exporters = {name.strip().lower() for name in variables.text("OTEL_METRICS_EXPORTER").split(",")}
+    return "OTEL_METRICS_EXPORTER=none" if "none" in exporters else ""
+
+
+def _resolved(given: _Given, variables: _Variables) -> PushSettings | None:
+    variable, text = variables.found("ENDPOINT")
+    if given.endpoint is None and (not text or not _otlp_is_asked_for(variables)):
+        return None
+    protocol = given.protocol or _protocol(variables)
+    if protocol is Protocol.GRPC and not grpc_installed():
+        raise _UnusableError(_NO_GRPC)
+    endpoint = _endpoint(given, variable, text, protocol)
+    headers = given.headers
+    if headers is None:
+        headers = _headers_of_variable(*variables.found("HEADERS"))
+    if protocol is Protocol.GRPC:
+        _check_metadata(headers, given)
+    else:
+        variables.unused("OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER", _OWN_SESSION)
+        variables.unused("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", _OWN_SESSION)
+    _check_files(variables)
+    return PushSettings(
+        endpoint=endpoint,
+        protocol=protocol,
+        headers=headers,
+        interval=given.interval or _interval(variables),
+        timeout=_timeout(variables),
+        compression=variables.choice(*variables.found("COMPRESSION"), {one.value: one for one in Compression}, Compression.NONE),
+        temporality=_chosen(variables, "TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
+        exponential=_chosen(variables, "DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
+    )
+
+
+def _endpoint(given: _Given, variable: str, text: str, protocol: Protocol) -> str:
+    """Where to, as the exporter of the protocol wants it; a variable says so where there is no argument."""
+    if given.endpoint is None and not (_is_url(text) or (protocol is Protocol.GRPC and _is_address(text))):
+        raise _UnusableError(f"environment variable {variable}={without_password(text)!r}: {_ENDPOINT}")
+    endpoint = text if given.endpoint is None else given.endpoint
+    if protocol is Protocol.GRPC:
+        if _has_user(endpoint):
+            raise _UnusableError(f"endpoint {without_password(endpoint)!r}: {_NO_USER}")
+        return endpoint
+    return with_path(endpoint) if given.endpoint is not None or "METRICS" not in variable else endpoint
+
+
+def with_path(endpoint: str) -> str:
+    """An endpoint for all signals as the one for metrics, which one that ends so is already."""
+    parts = urlsplit(endpoint)
+    path = parts.path.rstrip("/")
+    return parts._replace(path=path if path.endswith(PATH) else path + PATH).geturl()
+
+
+def _otlp_is_asked_for(variables: _Variables) -> bool:
+    """Whether the variable that lists exporters of metrics, if it is set, lists OTLP."""
+    exporters = variables.text("OTEL_METRICS_EXPORTER").lower()
+    return not exporters or "otlp" in {name.strip() for name in exporters.split(",")}
+
+
+def _protocol(variables: _Variables) -> Protocol:
+    variable, text = variables.found("PROTOCOL")
+    if text.lower() not in {"", *(one.value for one in Protocol)}:
+        raise _UnusableError(f"environment variable {variable}={text!r}: {_PROTOCOLS}")
+    return Protocol(text.lower()) if text else Protocol.HTTP
+
+
+def _check_metadata(headers: Mapping[str, str], given: _Given) -> None:
+    """GRPC takes fewer names of headers than HTTP does."""
+    wrong = [name for name in headers if not re.fullmatch(r"[0-9a-z_.-]+", name) or name.endswith("-bin")]
+    if wrong and given.headers is not None:
+        raise ValueError(f"otlp_headers: {wrong[0]!r} is no header that can be sent over gRPC")
+    if wrong:
+        raise _UnusableError(f"header {wrong[0]!r} cannot be sent over gRPC")
+
+
+def _headers_of_variable(variable: str, text: str) -> dict[str, str]:
+    from opentelemetry.util.re import parse_env_headers  # noqa: PLC0415 - only who pushes needs it
+
+    pairs = [pair for pair in text.split(",") if pair.strip()]
+    quiet = logging.getLogger("opentelemetry.util.re")
+    was, quiet.disabled = quiet.disabled, True  # what it would say shows the values, which may be passwords
+    try:
+        found = [header for pair in pairs for header in parse_env_headers(pair, liberal=True).items()]
+    finally:
+        quiet.disabled = was
+    if len(found) != len(pairs) or not all(_is_header(name, value) for name, value in found):
+        raise _UnusableError(f"environment variable {variable}: expected header=value, several with commas, each value URL-encoded")
+    return dict(found)
+
+
+def _check_files(variables: _Variables) -> None:
+    for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
+        variable, path = variables.found(name)
+        if path and not os.access(path, os.R_OK):
+            raise _UnusableError(f"environment variable {variable}={path!r}: this file cannot be read")
+
+
+def _interval(variables: _Variables) -> float:
+    variable = "OTEL_METRIC_EXPORT_INTERVAL"
+    # No thread can wait for 2 ** 63 ms, which some write for "never".
+    return min(max(0.1, variables.number(variable, variables.text(variable), 1000 * INTERVAL) / 1000), 86400.0)
+
+
+def _timeout(variables: _Variables) -> float:
+    """Of one export. OpenTelemetry's Python exporters read their own variable in seconds, and the reader's in milliseconds."""
+    variable = "OTEL_METRIC_EXPORT_TIMEOUT"
+    reader = variables.number(variable, variables.text(variable), 1000 * LONGEST) / 1000
+    return min(variables.number(*variables.found("TIMEOUT"), TIMEOUT), reader, LONGEST)
+
+
+def _chosen(variables: _Variables, name: str, choices: Mapping[str, _Value], default: str) -> _Value:
+    variable = f"OTEL_EXPORTER_OTLP_METRICS_{name}"
+    return variables.choice(variable, variables.text(variable), choices, choices[default])

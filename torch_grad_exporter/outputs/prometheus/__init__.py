@@ -1,0 +1,1 @@
+"""Prometheus text, the client's registry and the text file."""

@@ -1,0 +1,95 @@
+"""The families as a `prometheus_client` collector, for users who serve a registry of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import prometheus_client.samples
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from torch_grad_exporter.metrics.families import Exemplar, Family, Spec, by_spec
+from torch_grad_exporter.outputs.prometheus import samples
+
+
+class RegistryCollector:
+    """Shows the same samples as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
+
+    A scrape that raises yields nothing here and goes to `on_error` with the source `"request"`: the
+    user's own metrics in the registry stay. Where a family has a label of the same name as a constant
+    one, the family's own is shown. `common`: specs that are left to the registry where it has some of these names.
+    """
+
+    def __init__(
+        self,
+        scrape: Callable[[], Iterable[Family]],
+        constant_labels: Mapping[str, str],
+        specs: Iterable[Spec],
+        *,
+        common: Collection[Spec] = (),
+        on_error: Callable[[str, BaseException], None],
+    ) -> None:
+        self._scrape = scrape
+        self._constant_labels = dict(constant_labels)
+        self._specs = tuple(specs)
+        self._common = common
+        self._on_error = on_error
+        self._registry: CollectorRegistry | None = None
+
+    def register(self, registry: CollectorRegistry) -> None:
+        """Adds the collector. Raises ValueError if the registry has a metric of one of these names already."""
+        try:
+            registry.register(self)
+        except ValueError:
+            # Most registries have a process collector of their own, the default one has from the start.
+            self._specs = tuple(spec for spec in self._specs if spec not in self._common)
+            registry.register(self)
+        self._registry = registry
+
+    def close(self) -> None:
+        """Takes the collector out of the registry. Idempotent."""
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.unregister(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """All metrics that may come, without samples: the registry asks for the names and must not start a scrape."""
+        return [_metric(spec) for spec in self._specs]
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics as of now, without those that have no present row."""
+        try:
+            groups = by_spec(self._scrape())
+            metrics = [self._filled(spec, groups[spec]) for spec in groups if spec in self._specs]
+        except Exception as exc:  # noqa: BLE001 the boundary of a request: the user's own metrics must not go with ours
+            self._on_error("request", exc)
+            return []
+        return [metric for metric in metrics if metric.samples]
+
+    def _filled(self, spec: Spec, members: list[Family]) -> Metric:
+        metric = _metric(spec)
+        for family in members:
+            exemplars, place = samples.exemplars(family), itertools.count()
+            for labels, values in zip(self._labels(family), samples.table(family).tolist(), strict=True):
+                for (suffix, le), value in zip(samples.columns(spec), values, strict=True):
+                    exemplar = _exemplar(exemplars.get(next(place)))
+                    own = labels if le is None else {**labels, "le": le}
+                    metric.add_sample(spec.name + suffix, own, value, exemplar=exemplar)
+        return metric
+
+    def _labels(self, family: Family) -> Iterator[dict[str, str]]:
+        for row in samples.present_rows(family):
+            own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
+            yield {**self._constant_labels, **own}
+
+
+def _exemplar(one: Exemplar | None) -> prometheus_client.samples.Exemplar | None:
+    if one is None:
+        return None
+    labels = {"trace_id": one.trace_id.hex(), "span_id": one.span_id.hex()}
+    return prometheus_client.samples.Exemplar(labels, one.value, one.at)
+
+
+def _metric(spec: Spec) -> Metric:
+    return Metric(samples.family_name(spec), spec.help, spec.kind.value, samples.unit(spec))

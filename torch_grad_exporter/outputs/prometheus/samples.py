@@ -1,0 +1,83 @@
+"""How a family becomes samples: what the Prometheus outputs have in common.
+
+A row of a family yields one sample per column: one for a gauge or a counter, and for a histogram its
+cumulated buckets, `_sum` and `_count`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec
+
+
+class Column(NamedTuple):
+    """One sample of a row: what is added to the metric's name, and the `le` label of a bucket."""
+
+    suffix: str
+    le: str | None = None
+
+
+@cache
+def columns(spec: Spec) -> tuple[Column, ...]:
+    """The samples that each row of the metric yields, in the order of the scrape."""
+    if spec.kind is not Kind.HISTOGRAM:
+        return (Column(""),)
+    bounds = (*(bound_text(bound) for bound in spec.buckets), "+Inf")
+    return (*(Column("_bucket", bound) for bound in bounds), Column("_sum"), Column("_count"))
+
+
+def bound_text(bound: float) -> str:
+    """A finite bucket bound as `le` value, in the canonical form of OpenMetrics: `0.0001`, `1.0`, `1e+06`.
+
+    Two spellings of one bound would be two series, so the one that all official clients use it is.
+    """
+    if abs(bound) < 1e6:
+        return repr(float(bound))
+    digits = len(repr(float(bound)).split("e")[0].replace(".", "").strip("-").rstrip("0"))
+    return f"{bound:.{max(digits, 1) - 1}e}"
+
+
+def table(family: Family) -> FloatArray:
+    """The values of all present rows, shape (present rows, columns); buckets are cumulated."""
+    if family.spec.kind is not Kind.HISTOGRAM:
+        values = family.values[:, np.newaxis]
+    elif family.sums is None:
+        raise ValueError(f"{family.spec.name}: a histogram has sums")
+    else:
+        counts = np.cumsum(family.values, axis=1)
+        values = np.column_stack((counts, family.sums, counts[:, -1]))
+    return values if family.present is None else values[family.present]
+
+
+def exemplars(family: Family) -> dict[int, Exemplar]:
+    """The exemplars of present rows by their place in the flattened `table`."""
+    if family.exemplars is None:
+        return {}
+    width = len(columns(family.spec))
+    return {
+        number * width + bucket: one
+        for number, row in enumerate(family.row_numbers)
+        for bucket, one in family.exemplars[row].items()
+    }
+
+
+def present_rows(family: Family) -> Iterable[tuple[str, ...]]:
+    """The label values of all present rows, in the order of `table`."""
+    rows = family.labels.rows
+    return rows if family.present is None else compress(rows, family.present.tolist())
+
+
+def family_name(spec: Spec) -> str:
+    """The name of the metric family in OpenMetrics: a counter's without `_total`."""
+    return spec.name.removesuffix("_total") if spec.kind is Kind.COUNTER else spec.name
+
+
+def unit(spec: Spec) -> str:
+    """The unit if it may be declared, which needs a family name that ends in it, else an empty text."""
+    return spec.unit if spec.unit and family_name(spec).endswith(f"_{spec.unit}") else ""

@@ -1,0 +1,127 @@
+"""Families as Prometheus text 0.0.4 and OpenMetrics 1.0.0.
+
+The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is
+prepared once per metric and `LabelRows` object; a scrape formats the numbers and nothing else. Sample
+lines are equal in both formats but for exemplars, which only OpenMetrics has, and the comment lines differ.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, LabelRows, Spec, by_spec
+from torch_grad_exporter.outputs.prometheus import samples
+
+
+class Format(enum.Enum):
+    """The text formats of a scrape; the value is the content type."""
+
+    TEXT = "text/plain; version=0.0.4; charset=utf-8"
+    OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+_NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+class Renderer:
+    """Renders families, each sample with the constant labels first and the family's own labels after.
+
+    Every metric's lines stand together, even if several families bring them. A metric without a
+    present row does not appear at all. Where a family has a label of the same name as a constant one,
+    the family's own is shown. Text that is no valid Unicode is shown with `?` in its place.
+    """
+
+    def __init__(self, constant_labels: Mapping[str, str]) -> None:
+        self._constant_labels = dict(constant_labels)
+        self._prepared: WeakKeyDictionary[LabelRows, dict[Spec, list[str]]] = WeakKeyDictionary()
+
+    def render(self, families: Iterable[Family], form: Format) -> bytes:
+        """The scrape's body. Raises what iterating `families` raises, and on arrays that do not fit their rows."""
+        blocks = [self._block(spec, members, form) for spec, members in by_spec(families).items()]
+        if form is Format.OPENMETRICS:
+            blocks.append(b"# EOF\n")
+        return b"".join(blocks)
+
+    def _block(self, spec: Spec, members: list[Family], form: Format) -> bytes:
+        lines = "".join(self._lines(family, form) for family in members)
+        return f"{_header(spec, form)}{lines}\n".encode("utf-8", "replace") if lines else b""
+
+    def _lines(self, family: Family, form: Format) -> str:
+        prefixes = self._prefixes(family.spec, family.labels)
+        if family.present is not None:
+            mask = np.repeat(family.present, len(samples.columns(family.spec)))
+            prefixes = list(compress(prefixes, mask.tolist()))
+        numbers = _numbers(samples.table(family).ravel())
+        if form is Format.OPENMETRICS:
+            for place, exemplar in samples.exemplars(family).items():
+                numbers[place] += _exemplar(exemplar)
+        parts = [""] * (2 * len(numbers))
+        parts[0::2] = prefixes
+        parts[1::2] = numbers
+        return "".join(parts)
+
+    def _prefixes(self, spec: Spec, labels: LabelRows) -> list[str]:
+        prepared = self._prepared.setdefault(labels, {})
+        if spec not in prepared:
+            prepared[spec] = self._prepare(spec, labels)
+        return prepared[spec]
+
+    def _prepare(self, spec: Spec, labels: LabelRows) -> list[str]:
+        constant = [_pair(name, value) for name, value in self._constant_labels.items() if name not in spec.labels]
+        frames = {labelled: _frames(spec, labelled=labelled) for labelled in (False, True)}
+        prefixes: list[str] = []
+        for row in labels.rows:
+            # An empty value is the same as no label, to Prometheus and to a reader.
+            own = [_pair(name, value) for name, value in zip(spec.labels, row, strict=True) if value]
+            pairs = ",".join((*constant, *own))
+            prefixes += [before + pairs + after for before, after in frames[bool(pairs)]]
+        return prefixes
+
+
+def _frames(spec: Spec, *, labelled: bool) -> list[tuple[str, str]]:
+    """What stands before and after the labels of a row, per column.
+
+    Each line begins with the line break that ends the one before: one piece less to join per sample.
+    """
+    frames = []
+    for suffix, le in samples.columns(spec):
+        bucket = "" if le is None else _pair("le", le)
+        opening, closing = ("{", "} ") if labelled or bucket else ("", " ")
+        comma = "," if labelled and bucket else ""
+        frames.append((f"\n{spec.name}{suffix}{opening}", f"{comma}{bucket}{closing}"))
+    return frames
+
+
+def _pair(name: str, value: str) -> str:
+    return f'{name}="{_escape(value, quotes=True)}"'
+
+
+def _escape(text: str, *, quotes: bool) -> str:
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n")
+    return escaped.replace('"', r"\"") if quotes else escaped
+
+
+def _header(spec: Spec, form: Format) -> str:
+    openmetrics = form is Format.OPENMETRICS
+    name = samples.family_name(spec) if openmetrics else spec.name
+    # OpenMetrics wants quotes in HELP escaped; in the older format a backslash before a quote would be shown.
+    help_line = f"# HELP {name} {_escape(spec.help, quotes=openmetrics)}\n"
+    unit = samples.unit(spec) if openmetrics else ""
+    return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
+
+
+def _exemplar(one: Exemplar) -> str:
+    """What follows a bucket's number."""
+    return f' # {{trace_id="{one.trace_id.hex()}",span_id="{one.span_id.hex()}"}} {one.value!r} {one.at!r}'
+
+
+def _numbers(values: FloatArray) -> list[str]:
+    texts = list(map(repr, values.tolist()))
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        texts[index] = _NON_FINITE[texts[index]]
+    return texts

@@ -1,0 +1,133 @@
+"""Rules on gradients, as `dashboards/prometheus/gradients.alerts.yml` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.rules.look import BUSY, GOING, THRESHOLDS, Found, Look, by_layer, either, rule, times
+from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.values import Table
+
+OF_SAMPLES, OF_LAYERS, FEW_LAYERS = 0.01, 0.25, 3
+"""`GradientExploding`: a layer does if more than so many of its samples spiked; so many of the layers; of more than so few."""
+
+CLIPPED, SAMPLES = 0.01, 3
+"""`GradientExploding`: so much is left of the gradients, at so many samples at least."""
+
+HALF_DEAD = 0.5
+"""`LayerDead` as an information."""
+
+NAMED = 3
+"""Layers that one sentence names, at most."""
+
+ROUNDING = 2.0**-23
+"""What is remembered of layers is rounded by less than so much of itself."""
+
+SKIPPED = "skipped"
+"""What became of a step, as a label."""
+
+
+@rule("TrainingNonFiniteGradients", GOING)
+def nonfinite(look: Look) -> Iterator[Found]:
+    """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
+    taken = _sum(look.lately(c.GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
+    if taken > 0:
+        text = f"Gradients were NaN or Inf in {times(taken)} that nobody skipped, {look.since(MINUTES_5)}"
+        yield _with_layers(look, look.lately(c.GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
+    elif _mostly_skipped(look):
+        skipped, steps = look.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10), look.growth(c.TRAIN_STEPS, MINUTES_10)
+        text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {look.within(MINUTES_10)}"
+        yield _with_layers(look, look.increase(c.GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
+
+
+def _with_layers(look: Look, grown: Table, text: str) -> Found:
+    """Adds in which layers it was, in the order of the model; of a step that was not sampled none are known."""
+    whole = look.values.table(c.GRAD_NONFINITE_ELEMENTS).numbers
+    chosen = {grown.rows[row][0] for row in np.flatnonzero(grown.numbers > ROUNDING * whole).tolist()}
+    layers = tuple(dict.fromkeys(layer for layer, _ in grown.rows if layer in chosen))
+    if not layers:
+        return Found("critical", f"{text}.")
+    rest = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    return Found("critical", f"{text}, in {', '.join(layers[:NAMED])}{rest}.", layers[0], layers[1:])
+
+
+def _mostly_skipped(look: Look) -> bool:
+    return (
+        look.growth(c.TRAIN_SKIPPED_STEPS, HOUR) >= THRESHOLDS["TrainingNonFiniteGradients"]
+        and look.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10) > look.growth(c.TRAIN_STEPS, MINUTES_10)
+        and _sum(look.increase(c.GRAD_NONFINITE_STEPS, HOUR), skipped=True) > 0
+    )
+
+
+def _sum(table: Table, *, skipped: bool) -> float:
+    """Of the steps that were skipped, or of all others."""
+    return float(sum(count for (_, outcome), count in table.items() if count > 0 and (outcome == SKIPPED) == skipped))
+
+
+@rule("GradientExploding", GOING)
+def exploding(look: Look) -> Iterator[Found]:
+    """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
+    spikes, layers = look.growth(c.GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(look)
+    if spikes >= THRESHOLDS["GradientExploding"]:
+        yield Found("warning", f"The global gradient norm spiked {times(spikes, 'time')} {look.within(MINUTES_10)}.")
+    elif layers:
+        yield Found("warning", f"The norms of {times(layers, 'layer')} spiked again and again {look.within(MINUTES_10)}.")
+    elif _clipped(look):
+        yield Found("warning", "All gradients of the last 10 minutes were clipped to less than a hundredth.")
+
+
+def _spiking(look: Look) -> int:
+    """How many layers do, if these are many."""
+    spikes = look.increase(c.GRAD_NORM_SPIKES, MINUTES_10)
+    samples = look.increase(c.GRAD_CAPTURES, MINUTES_10).at(spikes.rows)
+    known = int(np.count_nonzero(~np.isnan(spikes.numbers)))
+    many = (spikes.numbers >= THRESHOLDS["GradientExploding"]) & (spikes.numbers > OF_SAMPLES * samples)
+    layers = int(np.count_nonzero(many))
+    return layers if known > FEW_LAYERS and layers >= OF_LAYERS * known else 0
+
+
+def _clipped(look: Look) -> bool:
+    highest = look.highest(c.GRAD_CLIP_COEFFICIENT, MINUTES_10)
+    known = ~np.isnan(look.was(c.GRAD_CLIP_COEFFICIENT, MINUTES_10))
+    steps = look.over(c.GRAD_SAMPLE_STEP, MINUTES_10)
+    changes = (steps[1:] != steps[:-1]) & ~np.isnan(steps[1:]) & ~np.isnan(steps[:-1])
+    sampled = Table(look.values.table(c.GRAD_SAMPLE_STEP).rows, changes.sum(axis=0).astype(np.float64)).at(highest.rows)
+    return bool(((highest.numbers < CLIPPED) & known & (sampled >= SAMPLES)).any())
+
+
+@rule("GradientVanishing", BUSY)
+def vanishing(look: Look) -> Iterator[Found]:
+    """The largest norm of a layer within five minutes is next to nothing beside the global one, or else the largest layer's."""
+    layers = either(*(look.highest(spec, MINUTES_5) for spec in (c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM)))
+    whole, beside = look.values.table(c.GRAD_GLOBAL_NORM).largest(), "global norm"
+    if whole is None:
+        whole = either(look.values.table(c.GRAD_NORM), look.values.table(c.GRAD_SHARD_NORM)).largest()
+        beside = "largest layer's norm"
+    if whole is not None:
+        small = layers.numbers < THRESHOLDS["GradientVanishing"] * whole
+        missing = look.values.table(c.GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
+        small, zero = small & ~missing, layers.numbers == 0
+        yield from by_layer("warning", layers, small & zero, "its norm is zero")
+        yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {beside}")
+
+
+@rule("LayerDead", BUSY)
+def dead(look: Look) -> Iterator[Found]:
+    """Nine tenths of a layer's units are dead, or half of them."""
+    ratios = look.values.table(c.GRAD_DEAD_RATIO)
+    gone = ratios.numbers > THRESHOLDS["LayerDead"]
+    yield from by_layer("warning", ratios, gone, "more than 90 % of its units are dead")
+    yield from by_layer("info", ratios, (ratios.numbers > HALF_DEAD) & ~gone, "more than half of its units are dead")
+
+
+@rule("LayerWithoutGradient", BUSY)
+def without_gradient(look: Look) -> Iterator[Found]:
+    """Parameters of a layer got no gradient."""
+    missing = look.values.table(c.GRAD_MISSING_PARAMETERS)
+    yield from by_layer("warning", missing, missing.numbers > 0, "parameters got no gradient")
+
+
+RULES = (nonfinite, exploding, vanishing, dead, without_gradient)

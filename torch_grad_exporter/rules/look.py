@@ -1,0 +1,201 @@
+"""What a rule is, and what it may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
+from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memories
+from torch_grad_exporter.rules.values import Table, Values
+
+THRESHOLDS: Mapping[str, float] = {
+    "TrainingNonFiniteGradients": 20,
+    "TrainingStalled": 300,
+    "TrainingNeverStarted": 1200,
+    "LossSpike": 3,
+    "DataLoaderStarvation": 0.2,
+    "GradientExploding": 3,
+    "GradientVanishing": 1e-7,
+    "LayerDead": 0.9,
+    "CudaMemoryNearLimit": 0.95,
+    "CudaMemoryFragmented": 0.3,
+    "GpuThrottled": 0.1,
+    "GpuUnderused": 0.5,
+    "HostMemoryPressure": 0.9,
+    "ExporterOverBudget": 1.2,
+    "ExporterBlind": 4096,
+    "ExporterSkippingSamples": 0.1,
+}
+"""The number in each alert's expression that is its threshold, in seconds, shares, factors or counts. Others stand by the rule."""
+
+LAYERS = 8
+"""Problems of one kind that are told layer by layer; more are summed up."""
+
+YOUNG = MINUTES_10
+"""So long after the start some counters count as a whole: their increase is not known from the first moment on."""
+
+BUSY = frozenset({"training", "evaluating", None})
+"""The states in which a run makes steps. `None`: it is not known, and judged as the process does at least live."""
+
+GOING = BUSY | {"initialising"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong: the name of its alert, how bad it is, a sentence, and the layer that it is about.
+
+    `others`: layers that it is about, too.
+    """
+
+    alert: str
+    severity: str
+    text: str
+    layer: str | None = None
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rule has to say; the rule knows the alert."""
+
+    severity: str
+    text: str
+    layer: str | None = None
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Everything that a rule may look at: a scrape, its time, the state of the run and what is remembered of the scrapes before."""
+
+    values: Values
+    now: float
+    state: str | None
+    memories: Memories
+
+    def age(self, spec: Spec) -> float | None:
+        """Seconds since the moment that a metric tells of."""
+        at = self.values.one(spec)
+        return None if at is None else self.now - at
+
+    @property
+    def young(self) -> bool:
+        """Whether the exporter was started within `YOUNG`."""
+        age = self.age(c.TRAIN_START_TIMESTAMP)
+        return age is not None and age < YOUNG
+
+    def increase(self, spec: Spec, seconds: float) -> Table:
+        """By how much a counter has grown within so many seconds.
+
+        What is not remembered for so long has grown from nothing if it began with the exporter, else from where it was first seen.
+        """
+        table, memory = self.values.table(spec), self.memories.of(spec, seconds)
+        before = memory.before(spec, self.now - seconds)
+        known = before[1] if before else Table()
+        if spec.older:
+            known = either(known, *(earlier for _, earlier in memory.between(spec, self.now - seconds, self.now)), table)
+        return table.since(known)
+
+    def lately(self, spec: Spec, seconds: float) -> Table:
+        """The same, but in a young process the whole count."""
+        return self.values.table(spec) if self.young else self.increase(spec, seconds)
+
+    def since(self, seconds: float) -> str:
+        """Since when `lately` counts, in words."""
+        return "since the start" if self.young else f"in the last {span(seconds)}"
+
+    def within(self, seconds: float) -> str:
+        """Since when `increase` counts, in words."""
+        age = self.age(c.TRAIN_START_TIMESTAMP)
+        return "since the start" if age is not None and age < seconds else f"in the last {span(seconds)}"
+
+    def growth(self, spec: Spec, seconds: float) -> float:
+        """The largest increase of any row, 0 if there is none."""
+        return self.increase(spec, seconds).largest() or 0.0
+
+    def over(self, spec: Spec, seconds: float) -> FloatArray:
+        """What a gauge was within so many seconds: a row for each moment, the last one now, a column for each row of its table."""
+        table = self.values.table(spec)
+        earlier = self.memories.of(spec, seconds).between(spec, self.now - seconds, self.now)
+        return np.array([*(moment.at(table.rows) for _, moment in earlier), table.numbers], dtype=np.float64)
+
+    def highest(self, spec: Spec, seconds: float) -> Table:
+        """The largest number of each row within so many seconds."""
+        return Table(self.values.table(spec).rows, np.fmax.reduce(self.over(spec, seconds)))
+
+    def mean(self, spec: Spec, seconds: float) -> Table:
+        """The mean of each row over the moments within so many seconds."""
+        numbers = self.over(spec, seconds)
+        known = ~np.isnan(numbers)
+        counts = known.sum(axis=0)
+        means = np.where(known, numbers, 0.0).sum(axis=0) / np.maximum(counts, 1)
+        return Table(self.values.table(spec).rows, np.where(counts > 0, means, np.nan))
+
+    def remembers(self, spec: Spec, seconds: float) -> bool:
+        """Whether a metric was there so many seconds ago."""
+        before = self.memories.of(spec, seconds).before(spec, self.now - seconds)
+        return before is not None and bool(before[1].rows)
+
+    def was(self, spec: Spec, seconds: float) -> FloatArray:
+        """The numbers so many seconds ago of the rows that there are now; NaN where that is not known."""
+        rows, before = self.values.table(spec).rows, self.memories.of(spec, seconds).before(spec, self.now - seconds)
+        return np.full(len(rows), np.nan) if before is None else before[1].at(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Judges by the expression of an alert, in the states of the run that it is for."""
+
+    alert: str
+    states: frozenset[str | None]
+    judge: Callable[[Look], Iterator[Found]]
+
+    def problems(self, look: Look) -> Iterator[Problem]:
+        """What is wrong by it."""
+        if look.state in self.states:
+            for found in self.judge(look):
+                yield Problem(self.alert, found.severity, found.text, found.layer, found.others)
+
+
+def rule(alert: str, states: frozenset[str | None]) -> Callable[[Callable[[Look], Iterator[Found]]], Rule]:
+    """Makes a rule of a function."""
+    return lambda judge: Rule(alert, states, judge)
+
+
+def either(first: Table, *others: Table) -> Table:
+    """The number of the first table that has one, for each row of any."""
+    rows = first.rows
+    if any(other.rows != rows for other in others):
+        rows = tuple(dict.fromkeys(row for table in (first, *others) for row in table.rows))
+    numbers = first.at(rows)
+    for other in others:
+        numbers = np.where(np.isnan(numbers), other.at(rows), numbers)
+    return Table(rows, numbers)
+
+
+def by_layer(severity: str, table: Table, chosen: BoolArray, what: str) -> Iterator[Found]:
+    """One for each layer that is chosen, and one for all that are too many to be told."""
+    names = [table.rows[row][0] for row in np.flatnonzero(chosen).tolist()]
+    for name in names[:LAYERS]:
+        yield Found(severity, f"Layer {name}: {what}.", name)
+    if rest := tuple(names[LAYERS:]):
+        yield Found(severity, f"{times(len(rest), 'more layer')}: {what}.", others=rest)
+
+
+def times(count: float, what: str = "step") -> str:
+    """A count and what is counted."""
+    return f"{count:g} {what}" + ("" if count == 1 else "s")
+
+
+def span(seconds: float) -> str:
+    """A window of an alert, which is a whole number of minutes."""
+    return "hour" if seconds == HOUR else f"{seconds / 60:g} minutes"
+
+
+def duration(seconds: float) -> str:
+    """A duration as one says it."""
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"

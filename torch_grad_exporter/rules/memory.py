@@ -1,0 +1,109 @@
+"""What rules have to remember: counters of some minutes ago, gauges since then, the slowest step of a day."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Spec
+from torch_grad_exporter.rules.values import Table, Values
+
+MINUTES_5, MINUTES_10, MINUTES_15, MINUTES_30, HOUR, DAY = 300.0, 600.0, 900.0, 1800.0, 3600.0, 86400.0
+
+OFTEN, SELDOM = 15.0, 60.0
+"""Seconds between two memories."""
+
+_MINUTES: tuple[Spec, ...] = (
+    c.TRAIN_STATE, c.TRAIN_STEPS, c.TRAIN_SAMPLES, c.TRAIN_TOKENS, c.TRAIN_PHASE_SECONDS, c.TRAIN_LOSS_NONFINITE,
+    c.TRAIN_LOSS_SPIKES, c.TRAIN_SKIPPED_STEPS, c.GRAD_NONFINITE_STEPS, c.GRAD_GLOBAL_NORM_SPIKES, c.GRAD_CLIP_COEFFICIENT,
+    c.GRAD_SAMPLE_STEP, c.CUDA_OOMS, c.CUDA_ALLOC_RETRIES, c.GPU_THROTTLED, c.GPU_UTILIZATION, c.EXPORTER_OVERHEAD_SECONDS,
+)  # fmt: skip
+
+_LAYERS: tuple[Spec, ...] = (
+    c.GRAD_NORM_SPIKES, c.GRAD_CAPTURES, c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM, c.GRAD_NONFINITE_ELEMENTS,
+)  # fmt: skip
+"""Many rows each, so seldom, in half as many bits, and no more of them than minutes."""
+
+_AN_HOUR: tuple[Spec, ...] = (
+    c.TRAIN_STEPS, c.TRAIN_SKIPPED_STEPS, c.GRAD_NONFINITE_STEPS, c.GPU_ECC_ERRORS, c.EXPORTER_CAPTURES,
+    c.EXPORTER_CAPTURES_SKIPPED,
+)  # fmt: skip
+
+
+class Memory:
+    """Remembers all rows of some metrics, once in `every` seconds, for `seconds` and a little longer. `now` is Unix time."""
+
+    def __init__(self, specs: Iterable[Spec], every: float, seconds: float, kind: type[np.floating] = np.float64) -> None:
+        self.specs = frozenset(specs)
+        self.seconds = seconds
+        self._every = every
+        self._kind = kind
+        self._moments: deque[tuple[float, Mapping[Spec, Table]]] = deque()
+
+    def remember(self, values: Values, now: float) -> None:
+        """Takes the numbers as of now, unless it did so just now."""
+        if self._moments and now < self._moments[-1][0]:  # the clock was set back
+            back = self._moments[-1][0] - now
+            self._moments = deque((at - back, tables) for at, tables in self._moments)
+        if self._moments and now - self._moments[-1][0] < self._every:
+            return
+        tables = {spec: table for spec in self.specs if (table := values.table(spec)).rows}
+        with np.errstate(over="ignore"):  # copies: the originals may be views of much more
+            copies = {spec: Table(table.rows, table.numbers.astype(self._kind)) for spec, table in tables.items()}
+        self._moments.append((now, copies))
+        while len(self._moments) > 1 and self._moments[1][0] <= now - self.seconds:
+            self._moments.popleft()
+
+    def before(self, spec: Spec, at: float) -> tuple[float, Table] | None:
+        """The last moment up to then, and what the metric was."""
+        return next(((time, tables.get(spec, Table())) for time, tables in reversed(self._moments) if time <= at), None)
+
+    def oldest(self, spec: Spec) -> tuple[float, Table] | None:
+        """The first moment that is remembered, and what the metric was."""
+        return next(((time, tables.get(spec, Table())) for time, tables in self._moments), None)
+
+    def between(self, spec: Spec, first: float, last: float) -> Iterator[tuple[float, Table]]:
+        """The moments after the first time and before the last, the oldest one first."""
+        return ((time, tables[spec]) for time, tables in self._moments if first < time < last and spec in tables)
+
+
+class Longest:
+    """The slowest step of the last 24 hours, and of the hour in which they began."""
+
+    def __init__(self) -> None:
+        self._hours: dict[int, float] = {}
+
+    def remember(self, values: Values, now: float) -> None:
+        """Takes that of the last steps."""
+        slowest, hour = values.one(c.TRAIN_SLOWEST_STEP), int(now // HOUR)
+        if slowest is not None:
+            self._hours[hour] = max(slowest, self._hours.get(hour, 0.0))
+        self._hours = {then: longest for then, longest in self._hours.items() if hour - DAY / HOUR <= then <= hour}
+
+    def seconds(self) -> float | None:
+        """It, if there was any."""
+        return max(self._hours.values(), default=None)
+
+
+class Memories:
+    """All that is remembered."""
+
+    def __init__(self) -> None:
+        self._all = (
+            Memory(_MINUTES, OFTEN, MINUTES_10),
+            Memory(_LAYERS, SELDOM, MINUTES_10, np.float32),
+            Memory(_AN_HOUR, SELDOM, HOUR),
+        )
+        self.slowest_step = Longest()
+
+    def remember(self, values: Values, now: float) -> None:
+        """Takes the numbers as of now."""
+        for memory in (*self._all, self.slowest_step):
+            memory.remember(values, now)
+
+    def of(self, spec: Spec, seconds: float) -> Memory:
+        """The one that reaches so far back for this metric."""
+        return next(memory for memory in self._all if spec in memory.specs and seconds <= memory.seconds)

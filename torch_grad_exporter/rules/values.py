@@ -1,0 +1,90 @@
+"""The families of one scrape, by metric and labels, as rules ask for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.families import Family, FloatArray, Spec, by_spec
+
+Rows = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The rows of a gauge or counter, by their labels, and the number of each; NaN: it has none."""
+
+    rows: Rows = ()
+    numbers: FloatArray = field(default_factory=lambda: np.zeros(0))
+
+    def at(self, rows: Rows) -> FloatArray:
+        """The numbers of these rows; NaN for those that are not here."""
+        if rows is self.rows or rows == self.rows:  # a collector keeps its rows, so this is the usual case
+            return self.numbers
+        found = dict(zip(self.rows, self.numbers.tolist(), strict=True))
+        return np.array([found.get(row, np.nan) for row in rows], dtype=np.float64)
+
+    def items(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The rows that have a number."""
+        return ((row, number) for row, number in zip(self.rows, self.numbers.tolist(), strict=True) if not math.isnan(number))
+
+    def since(self, before: Table) -> Table:
+        """By how much the rows have grown; what is new has grown from nothing."""
+        then = before.at(self.rows)
+        return Table(self.rows, self.numbers - np.where(np.isnan(then), 0.0, then))
+
+    def largest(self) -> float | None:
+        """The largest finite number."""
+        finite = self.numbers[np.isfinite(self.numbers)]
+        return float(finite.max()) if len(finite) else None
+
+
+class Values:
+    """Families by metric and labels, as far as they are asked for. From any thread."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._by_spec = by_spec(families)
+        self._found: dict[Spec, dict[tuple[str, ...], float]] = {}
+        self._histograms: dict[Spec, dict[tuple[str, ...], FloatArray]] = {}
+
+    def rows(self, spec: Spec) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The labels and the value of each present row of a gauge or counter."""
+        for family in self._by_spec.get(spec, ()):
+            for row in family.row_numbers:
+                yield family.labels.rows[row], float(family.values[row])
+
+    def one(self, spec: Spec, *labels: str) -> float | None:
+        """The value of the row with these labels, or of the first one; `None` if it is absent."""
+        found = self._found.get(spec)
+        if found is None:
+            found = self._found[spec] = dict(self.rows(spec))
+        return found.get(labels) if labels else next(iter(found.values()), None)
+
+    def table(self, spec: Spec) -> Table:
+        """All rows of a gauge or counter."""
+        tables = [Table(family.labels.rows, _numbers(family)) for family in self._by_spec.get(spec, ())]
+        if len(tables) == 1:
+            return tables[0]
+        rows = tuple(row for table in tables for row in table.rows)
+        return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else Table()
+
+    def histogram(self, spec: Spec, *labels: str) -> FloatArray | None:
+        """The counts by bucket of the row with these labels; `None` if it is absent. All rows are gone through only once."""
+        found = self._histograms.get(spec)
+        if found is None:
+            families = self._by_spec.get(spec, ())
+            found = {family.labels.rows[row]: family.values[row] for family in families for row in family.row_numbers}
+            self._histograms[spec] = found
+        return found.get(labels)
+
+    def state(self) -> str | None:
+        """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
+        return next((labels[0] for labels, value in self.rows(c.TRAIN_STATE) if value), None)
+
+
+def _numbers(family: Family) -> FloatArray:
+    return family.values if family.present is None else np.where(family.present, family.values, np.nan)

@@ -1,0 +1,44 @@
+"""All rules together, and how fast the run is."""
+
+from __future__ import annotations
+
+from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.rules import exporter, gradients, resources, training
+from torch_grad_exporter.rules.look import Look, Problem, Rule
+from torch_grad_exporter.rules.memory import MINUTES_10, Memories
+from torch_grad_exporter.rules.values import Values
+
+RULES: tuple[Rule, ...] = (*training.RULES, *gradients.RULES, *resources.RULES, *exporter.RULES)
+"""All of them; of the same severity the first one is told first."""
+
+SEVERITIES = ("critical", "warning", "info")
+
+LEAST_SECONDS = 3.0
+"""Over which a rate is taken."""
+
+
+class Watch:
+    """Remembers what rules ask for and says what is wrong. To be used by one thread at a time. `now` is Unix time."""
+
+    def __init__(self) -> None:
+        self._memories = Memories()
+
+    def remember(self, values: Values, now: float) -> None:
+        """Takes the numbers as of now, unless it did so just now."""
+        self._memories.remember(values, now)
+
+    def problems(self, values: Values, now: float) -> list[Problem]:
+        """All of them, the worst first."""
+        look = Look(values, now, values.state(), self._memories)
+        found = [problem for rule in RULES for problem in rule.problems(look)]
+        return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
+
+    def rates(self, values: Values, now: float, seconds: float = 60.0) -> dict[str, float]:
+        """Steps, samples and tokens per second over the last minute, or for as long as is remembered."""
+        found: dict[str, float] = {}
+        for name, spec in (("steps", c.TRAIN_STEPS), ("samples", c.TRAIN_SAMPLES), ("tokens", c.TRAIN_TOKENS)):
+            memory, table = self._memories.of(spec, MINUTES_10), values.table(spec)
+            before = memory.before(spec, now - seconds) or memory.oldest(spec)
+            if before is not None and now - before[0] >= LEAST_SECONDS and (more := table.since(before[1]).largest()) is not None:
+                found[name] = more / (now - before[0])
+        return found

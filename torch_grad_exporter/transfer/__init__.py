@@ -1,0 +1,1 @@
+"""Between the training thread and the host side: buffers and records."""

@@ -1,0 +1,216 @@
+"""What the training thread hands to the host side: small frozen records in one queue, never the other way.
+
+The queue is a bounded deque, whose append costs no lock and never waits. Records are in the order in which
+things happened.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.model.layers import Plan
+from torch_grad_exporter.transfer.tracing import TraceIds
+from torch_grad_exporter.transfer.transfer import Ticket
+
+
+class Outcome(enum.Enum):
+    """What became of the step whose gradients were captured."""
+
+    STEPPED = "stepped"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One device's share of a measurement, on its way to the host; the fields are those of `Measurement`."""
+
+    positions: IntArray
+    elements: IntArray
+    units: IntArray
+    ticket: Ticket
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """Gradients were read at the end of a backward. A later one of the same round replaces it.
+
+    `missing`: positions of the parameters that require a gradient and got none in this round. `owners`: as in
+    `Closed`, as far as known at the capture. `at`: Unix time. `likely_last`: rounds usually have no more backwards
+    than this. `usual`: the optimizers that usually step after such a backward, as far as known. `scale_known`: whether it
+    is known if there is a gradient scaler, as it is from the first step on. `scale`: its loss scale at that moment.
+    `again`: the gradients of the capture before, in the same round, were thrown away.
+    """
+
+    round: int
+    plan: Plan
+    parts: tuple[Part, ...]
+    missing: IntArray
+    owners: IntArray
+    at: float
+    likely_last: bool
+    usual: frozenset[int]
+    scale_known: bool = True
+    scale: Ticket | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """Norms of one device, on their way to the host. `positions`: shape (n,), of parameters; one may have several, of its parts.
+
+    A negative one, -1 - p, is of the gradient that parameter p had before the round's first backward, and that should be zero.
+    """
+
+    positions: IntArray
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """This rank's own gradient in the backward of the `Captured` before, as it was before it was reduced over ranks.
+
+    `reduced`: shape (parameters,), which of the plan's are. `samples`: of its forwards, `None` if unknown; `ranks`: over
+    how many the mean was taken, 0 if unknown.
+    """
+
+    round: int
+    reduced: BoolArray
+    parts: tuple[LocalPart, ...]
+    samples: int | None
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AfterClip:
+    """Norms of some parameters as an optimizer saw them: all of them, or only a few probes.
+
+    `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
+    norms still contain, because the optimizer divides by it itself. `found_inf`: not zero if the optimizer itself leaves
+    this step out.
+    """
+
+    round: int
+    optimizer: int
+    parts: tuple[Part, ...]
+    full: bool
+    loss_scale: Ticket | None = None
+    own_scale: Ticket | None = None
+    found_inf: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Norms of a few layers' parameters around one optimizer step.
+
+    `vector`: shape (3 * positions,): for each parameter its norm before, its norm after, and the norm of the
+    difference.
+    """
+
+    plan: Plan
+    positions: IntArray
+    vector: Ticket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Closed:
+    """The sampled round is over.
+
+    `owners`: for each parameter of the plan the number of the optimizer that owns it, -1 for none. `groups`: the
+    same for parameter groups, numbered over all optimizers.
+    `stepped`: the optimizers that stepped in the round; `steps`: their step counts, by optimizer.
+    """
+
+    round: int
+    outcome: Outcome
+    owners: IntArray
+    groups: IntArray
+    stepped: frozenset[int]
+    steps: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What became of a round that was not sampled, but whose global norm was observed."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took.
+
+    `at`: Unix time. `trace`: the one that was active, if that was looked for.
+    """
+
+    seconds: float | None
+    own_seconds: float
+    at: float = 0.0
+    trace: TraceIds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them."""
+
+    seconds: tuple[float, ...]
+    own_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """A value that the user, the model's own output or an optimizer gave.
+
+    `labels`: optimizer and parameter group of a learning rate, else empty.
+    """
+
+    name: str
+    value: Ticket | float
+    labels: tuple[str, str] | tuple[()] = ()
+
+
+@dataclass(slots=True)
+class Hints:
+    """The one thing the host side tells the training thread: what to measure again before the next step.
+
+    Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `plan`;
+    `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale
+    value costs accuracy of nothing, only the choice of probes.
+    """
+
+    plan: Plan | None = None
+    probes: frozenset[int] = frozenset()
+    full: bool = False
+
+
+Event = Captured | Local | AfterClip | Weights | Closed | Told | Stepped | Counted | Observed
+
+ROOM = 1 << 13
+"""Records in the mailbox, at most."""
+
+
+class Mailbox(deque[Event]):
+    """The queue; bounded, so that a dead worker cannot fill the memory. What comes when it is full is left out and counted."""
+
+    __slots__ = ("left_out",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out = 0
+        """Records for which there was no room. Belongs to the training thread; it only grows."""
+
+    def append(self, event: Event) -> None:
+        """Takes a record, if there is room."""
+        if len(self) < ROOM:
+            super().append(event)
+        else:
+            self.left_out += 1
+
+
+def mailbox() -> Mailbox:
+    """An empty queue; the host side drains it several times a second."""
+    return Mailbox()

@@ -1,0 +1,199 @@
+"""HostTransfer: device vectors to the host, without anybody waiting and without CUDA calls elsewhere.
+
+A vector is copied asynchronously into a pinned buffer that was filled with a sentinel, a NaN of a bit
+pattern that no arithmetic yields. The reader polls that plain memory: when no sentinel is left, the copy is
+done. So a value arrives even if the training loop hangs right after it. A buffer is used again only after
+its event has completed, which is queried on the training thread. Vectors that are on the CPU already are
+handed over as they are.
+
+Both kinds are bounded: where nobody takes the vectors, nothing more is sent. A vector that nobody can take any more, because
+its ticket is gone, counts no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.metrics.families import FloatArray
+
+SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
+"""A quiet NaN with a payload; the hardware's own NaNs have the payload 0."""
+
+RING = 8
+"""Buffers per device unless said otherwise: vectors that may be under way at once."""
+
+HELD_BYTES = 1 << 26
+"""Of vectors that were on the CPU, at most, and one vector at least, until they are taken."""
+
+
+class Ticket(Protocol):
+    """A vector on its way to the host. Polled by the worker thread."""
+
+    def ready(self) -> FloatArray | None:
+        """The vector as a numpy array, shape (n,), or `None` while it is still under way."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Arrived:
+    """A vector that is on the host."""
+
+    values: FloatArray
+
+    def ready(self) -> FloatArray:
+        """The vector."""
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last value of another vector, which travels with it."""
+
+    ticket: Ticket
+
+    def ready(self) -> FloatArray | None:
+        """That value alone, shape (1,)."""
+        values = self.ticket.ready()
+        return None if values is None else values[-1:]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of `ticket`."""
+
+    memory: torch.Tensor
+    bits: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    taken: bool = False
+    done: torch.cuda.Event | None = None
+    ticket: weakref.ref[_UnderWay] | None = None
+    size: int = 0
+
+    def free(self) -> bool:
+        """Whether nobody will read it any more, and no copy writes to it."""
+        if self.taken and not self._given_up():
+            return False
+        return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
+
+    def lend(self, size: int) -> _UnderWay:
+        """A ticket for a vector whose copy was launched into it."""
+        ticket = _UnderWay(self, size)
+        self.taken, self.ticket, self.size = True, weakref.ref(ticket), size
+        return ticket
+
+    def clear(self) -> None:
+        """Makes it ready for another vector, if the one before was not read."""
+        if self.taken:
+            self.bits[: self.size] = SENTINEL
+            self.taken = False
+
+    def _given_up(self) -> bool:
+        """Whether the ticket is gone, without having been read, and the copy that it stood for has arrived."""
+        gone = self.ticket is not None and self.ticket() is None
+        return gone and not (self.bits[: self.size] == SENTINEL).any()
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _UnderWay:
+    """A vector whose copy was launched into `buffer`. See `Ticket`."""
+
+    buffer: _Buffer | None
+    size: int
+    _values: FloatArray | None = None
+
+    def ready(self) -> FloatArray | None:
+        """The vector once the copy is done; the buffer is free from then on."""
+        if self._values is None and self.buffer is not None:
+            bits = self.buffer.bits[: self.size]
+            if (bits == SENTINEL).any():
+                return None
+            self._values = bits.view(np.float64).copy()
+            bits[:] = SENTINEL
+            # The ring alone keeps the buffer: freeing pinned memory may be a CUDA call, and this is another thread.
+            self.buffer.taken, self.buffer = False, None
+        return self._values
+
+
+@dataclass(slots=True)
+class _Held:
+    """Vectors that were on the CPU and that somebody still holds."""
+
+    _tickets: deque[tuple[weakref.ref[Arrived], int]] = field(default_factory=deque)
+    _bytes: int = 0
+
+    def admits(self, size: int) -> bool:
+        """Whether there is room for so many bytes more."""
+        while self._tickets and self._tickets[0][0]() is None:
+            self._bytes -= self._tickets.popleft()[1]
+        if self._bytes + size > HELD_BYTES:  # one that is held for long may hide others behind it
+            self._tickets = deque(one for one in self._tickets if one[0]() is not None)
+            self._bytes = sum(held for _, held in self._tickets)
+        return not self._tickets or self._bytes + size <= HELD_BYTES
+
+    def add(self, ticket: Arrived) -> None:
+        """Remembers a vector until its ticket is gone."""
+        self._tickets.append((weakref.ref(ticket), ticket.values.nbytes))
+        self._bytes += ticket.values.nbytes
+
+
+@dataclass(slots=True)
+class HostTransfer:
+    """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker."""
+
+    ring: int = RING
+    _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
+    _held: _Held = field(default_factory=_Held)
+
+    def send(self, vector: torch.Tensor) -> Ticket | None:
+        """Starts the copy of a vector of shape (n,).
+
+        `None` when too much is under way, a graph is being captured, or there is no data to copy.
+        """
+        vector = vector.detach()
+        if vector.device.type == "meta":
+            return None
+        if vector.device.type == "cpu":
+            return self._hand_over(vector)
+        on_cuda = vector.device.type == "cuda"
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        buffer = self._free(vector.device, vector.numel())
+        if buffer is None:
+            return None
+        buffer.memory[: vector.numel()].copy_(vector.double(), non_blocking=True)
+        if on_cuda:
+            buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            buffer.done.record(torch.cuda.current_stream(vector.device))
+        return buffer.lend(vector.numel())
+
+    def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
+        if not self._held.admits(8 * vector.numel()):
+            return None
+        ticket = Arrived(vector.double().numpy())
+        self._held.add(ticket)
+        return ticket
+
+    def _free(self, device: torch.device, size: int) -> _Buffer | None:
+        ring = self._rings.setdefault(device, [])
+        for position, buffer in enumerate(ring):
+            if not buffer.free():
+                continue
+            buffer.clear()
+            if buffer.bits.size < size:
+                ring[position] = _allocate(device, size)
+            return ring[position]
+        if len(ring) == self.ring:
+            return None
+        ring.append(_allocate(device, size))
+        return ring[-1]
+
+
+def _allocate(device: torch.device, size: int) -> _Buffer:
+    memory = torch.empty(max(size, 64), dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
+    bits = memory.numpy().view(np.uint64)
+    bits[:] = SENTINEL
+    return _Buffer(memory, bits)
