@@ -143,8 +143,8 @@ def sample(arm: Arm) -> record.Table:
     device = arm.device
     with arm.hooks.there():
         arm.backward()
-    plan = LayerIndex({"": arm.model}).plan
-    gradients = [(i, g) for i, one in enumerate(plan.tracked) if (g := one.gradient()) is not None]
+    table = LayerIndex({"": arm.model}).table
+    gradients = [(i, g) for i, one in enumerate(table.tracked) if (g := one.gradient()) is not None]
     size = sum(g.numel() * g.element_size() for _, g in gradients)
     statistics, numbers = EagerStatistics(100), itertools.count()
     flat = torch.cat([g.reshape(-1) for _, g in gradients])
@@ -153,8 +153,8 @@ def sample(arm: Arm) -> record.Table:
         "one read of the bytes (sum)": flat.sum,
         "a copy of the bytes": lambda: other.copy_(flat),
         "torch._foreach_norm": lambda: torch._foreach_norm([g for _, g in gradients]),
-        "all default statistics": lambda: statistics.measure(plan, gradients, next(numbers)),
-        "norms alone, as when the optimizer steps": lambda: statistics.norms(plan, gradients),
+        "all default statistics": lambda: statistics.measure(table, gradients, next(numbers)),
+        "norms alone, as when the optimizer steps": lambda: statistics.norms(table, gradients),
     }
     times = {name: device_seconds(action, device) for name, action in actions.items()}
     read = times["one read of the bytes (sum)"]

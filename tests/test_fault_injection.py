@@ -32,8 +32,7 @@ from tests.support.models import Perceptron
 from tests.support.scrape import errors
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
-from torch_grad_exporter.capture import count_only as stretches
-from torch_grad_exporter.capture import schedule
+from torch_grad_exporter.capture import count_only, schedule
 from torch_grad_exporter.outputs.live import recorder
 from torch_grad_exporter.outputs.prometheus import samples
 
@@ -51,7 +50,7 @@ LEFT_OUT = {
     "lifecycle": "as `exporter`",
     "cli.assets": "a program of its own",
     **dict.fromkeys(("cli.plot", "cli.picture", "outputs.live.saved"), "a program of its own"),
-    "outputs.outlets": "as `exporter`",
+    "outputs.outputs": "as `exporter`",
     "model.replicas": "behind `layers.LayerIndex.find_replicas`",
     **dict.fromkeys(
         (
@@ -68,7 +67,7 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.look", "rules.memory",
+            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.memory",
             "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live", "outputs.live.pages",
         ),
         "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",
@@ -275,7 +274,7 @@ class Watched(Watch):
         """Takes back what a failing `close` has left."""
         exporter = self.exporter
         closes = [exporter.close, exporter._host.close, exporter._hooks.close, exporter._loop.close]
-        for close in [*closes, functools.partial(exporter._outlets.close, failed=False, hurried=True)]:
+        for close in [*closes, functools.partial(exporter._outputs.close, failed=False, hurried=True)]:
             close()
 
     def loader(self, batches: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -292,8 +291,8 @@ class Watched(Watch):
 
     def worker(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stretches, "STILL_SECONDS", 0.0)
-            self.exporter._host._guarded(self.exporter._loop.stretches.look)
+            patch.setattr(count_only, "STILL_SECONDS", 0.0)
+            self.exporter._host._guarded(self.exporter._loop.count_only.look)
 
     @property
     def port(self) -> int | None:
@@ -698,8 +697,8 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
     samples.columns.cache_clear()
     patch.setattr(host, "IDLE_SECONDS", 0.03)
-    patch.setattr(stretches, "STILL_SECONDS", 3600.0)
-    for module in (stretches, schedule):
+    patch.setattr(count_only, "STILL_SECONDS", 3600.0)
+    for module in (count_only, schedule):
         patch.setattr(module, "STRETCH_SECONDS", 3600.0)
 
 

@@ -223,13 +223,13 @@ def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.M
     """However much comes behind a vector that is still under way, a bounded number of records waits; those behind are taken."""
     monkeypatch.setattr(host, "MOST_WAITING", 100)
     post, errors = mailbox(), ErrorLog(("worker",))
-    plan = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).plan
+    table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
     ledger = GradientLedger(100, Hints())
-    ledger.use(plan)
+    ledger.use(table)
     side = HostSide(post, ledger, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
     zero = np.zeros(1, dtype=np.int64)
     part = Part(zero, np.array([4]), np.array([2]), Never(), len(Column))
-    post.append(Captured(1, plan, (part,), zero[:0], zero, 0.0, likely_last=True, usual=frozenset()))
+    post.append(Captured(1, table, (part,), zero[:0], zero, 0.0, likely_last=True, usual=frozenset()))
     post.append(Observed("loss", Never()))
     for _ in range(3):
         for _ in range(80):

@@ -532,7 +532,7 @@ def test_an_open_port_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, addr: str, rank: int, expected: int
 ) -> None:
     """One line says that everybody can read the metrics, if so: with the port, once in a process, on one rank of a host."""
-    monkeypatch.setattr("torch_grad_exporter.outputs.outlets._warned", False)
+    monkeypatch.setattr("torch_grad_exporter.outputs.outputs._warned", False)
     for name, number in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(number))
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_RUN", "two ranks")

@@ -53,7 +53,7 @@ from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
-from torch_grad_exporter.outputs.outlets import Outlets, Rank
+from torch_grad_exporter.outputs.outputs import Outputs, Rank
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.eager import EagerStatistics
@@ -141,13 +141,13 @@ class Exporter:
         self._registry = RegistryCollector(
             self._scrape, self._labels, CATALOGUE.values(), common=STANDARD, on_error=self._errors.count
         )
-        self._outlets: Outlets | None = None
+        self._outputs: Outputs | None = None
         self._instruments: Instruments | None = None
         self._view = self._viewed()
         try:
             self._appear(registry, meter_provider)
             self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
-            self._outlets = self._served(store, web_config, push)
+            self._outputs = self._served(store, web_config, push)
             self._scrape.start()
             self._errors.guard("history", self._view.start)
             self._install(models)
@@ -201,11 +201,11 @@ class Exporter:
             errors=self._errors,
             models=len(self._models),
             weights=WeightProbe(post) if settings.weights else None,
-            beside=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
+            periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
-        ledger.use(index.plan)
-        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, beside=self._loop.stretches.look)
+        ledger.use(index.table)
+        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
@@ -265,9 +265,9 @@ class Exporter:
             self._told_of_group = True
             say(logger, logging.WARNING, LATE_GROUP, self.rank)
 
-    def _served(self, store: JobStore, web_config: WebConfigFile | None, push: PushSettings | None) -> Outlets:
+    def _served(self, store: JobStore, web_config: WebConfigFile | None, push: PushSettings | None) -> Outputs:
         rank = Rank(self.run, self.rank, self._identity, self._labels)
-        return Outlets(
+        return Outputs(
             self._scrape,
             rank,
             self.settings,
@@ -294,7 +294,7 @@ class Exporter:
             self._identity.world_size,
             distributed.hostname(),
             __version__,
-            targets=lambda: b"[]" if self._outlets is None else self._outlets.targets(),
+            targets=lambda: b"[]" if self._outputs is None else self._outputs.targets(),
         )
         return View(
             run,
@@ -319,7 +319,7 @@ class Exporter:
 
     def _release(self) -> None:
         """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
-        for action in (self._capture.release, self._loop.stretches.release):
+        for action in (self._capture.release, self._loop.count_only.release):
             self._errors.guard("close", action)
 
     # The user's door
@@ -327,12 +327,12 @@ class Exporter:
     @property
     def port(self) -> int | None:
         """The port in use, `None` if nothing is served."""
-        return None if self._outlets is None or self._closed else self._outlets.port
+        return None if self._outputs is None or self._closed else self._outputs.port
 
     @property
     def url(self) -> str | None:
         """The address of the metrics as seen from this host, `None` if nothing is served."""
-        return None if self._outlets is None or self._closed else self._outlets.url
+        return None if self._outputs is None or self._closed else self._outputs.url
 
     def observe(
         self,
@@ -438,11 +438,11 @@ class Exporter:
             self._instruments.drop()
 
     def _close_outlets(self) -> None:
-        if self._outlets is not None:
+        if self._outputs is not None:
             failed = self._ending.state == "failed"
             # The ranks of a run that fails wait for each other, and for the launcher that is to end them.
             hurried = self._ending.interrupted or (failed and self._identity.world_size > 1)
-            self._outlets.close(failed=failed, hurried=hurried)
+            self._outputs.close(failed=failed, hurried=hurried)
 
     def __enter__(self) -> Self:
         return self
@@ -471,14 +471,14 @@ class Exporter:
         """The forked child is another process: it serves nothing, watches nothing and frees the port."""
         self._closed = True
         self._closing = threading.RLock()
-        if self._outlets is not None:
-            self._outlets.after_fork_in_child()
+        if self._outputs is not None:
+            self._outputs.after_fork_in_child()
         self._drop_instruments()
         self._store.after_fork_in_child()
         self._host.after_fork_in_child()
         self._scrape.after_fork_in_child()
         self._hooks.disconnect()
-        self._loop.stretches.release()
+        self._loop.count_only.release()
 
 
 def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) -> frozenset[str]:
@@ -486,7 +486,7 @@ def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) ->
     every = [parameter for reference in models if (module := reference()) is not None for parameter in module.parameters()]
     if any(is_lazy(parameter) or parameter.is_meta for parameter in every):
         return frozenset()
-    return frozenset(parameter.device.type for parameter in index.plan.parameters() or ())
+    return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 
 
 def _info(identity: distributed.Identity, loop: TrainingLoop, expected: frozenset[str]) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ from benchmarks.costs import profiled
 from benchmarks.interleave import compare, interleave, interval
 from benchmarks.workloads import WORKLOADS, Training
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics
 
 BARS: Mapping[str, float | None] = {"decoder": 3.0, "small_layers": 4.0, "resnet18": None}
@@ -38,13 +38,13 @@ def measure(seconds: float) -> list[record.Table]:
     tables = []
     for name, bar in BARS.items():
         training = Training(WORKLOADS[name])
-        plan, gradients = gradients_of(training)
-        tables.append(parts(name, plan, gradients, seconds, bar))
+        table, gradients = gradients_of(training)
+        tables.append(parts(name, table, gradients, seconds, bar))
         statistics, sample = EagerStatistics(100), itertools.count()
         tables.append(
             profiled.table(
                 f"Where the statistics of one sample spend their time: {WORKLOADS[name].title}",
-                lambda: statistics.measure(plan, gradients, next(sample)),  # noqa: B023 - called before the next one
+                lambda: statistics.measure(table, gradients, next(sample)),  # noqa: B023 - called before the next one
                 5 if name == "decoder" else 50,
             )
         )
@@ -52,19 +52,19 @@ def measure(seconds: float) -> list[record.Table]:
     return [_whole_table(rows), *tables]
 
 
-def gradients_of(training: Training) -> tuple[Plan, Gradients]:
-    """The plan of the model, and the gradients that a few steps have led to with their positions in it."""
+def gradients_of(training: Training) -> tuple[ParameterTable, Gradients]:
+    """The table of the model, and the gradients that a few steps have led to with their positions in it."""
     for _ in range(3):
         training.backward()
         training.optimizer.step()
     training.backward()
-    plan = LayerIndex({"": training.model}).plan
-    return plan, [(i, g) for i, one in enumerate(plan.tracked) if (g := one.gradient()) is not None]
+    table = LayerIndex({"": training.model}).table
+    return table, [(i, g) for i, one in enumerate(table.tracked) if (g := one.gradient()) is not None]
 
 
-def parts(name: str, plan: Plan, gradients: Gradients, seconds: float, bar: float | None) -> record.Table:
+def parts(name: str, table: ParameterTable, gradients: Gradients, seconds: float, bar: float | None) -> record.Table:
     """The statistics alone: all of them, and what is left when some are left out or asked for."""
-    found = _in_turns(_candidates(plan, gradients), seconds)
+    found = _in_turns(_candidates(table, gradients), seconds)
     floor = median(found[FLOOR])
     rows: list[list[record.Cell]] = []
     for label, values in found.items():
@@ -82,7 +82,7 @@ def parts(name: str, plan: Plan, gradients: Gradients, seconds: float, bar: floa
     return record.table(f"The statistics of one sample: {WORKLOADS[name].title}", columns, rows, notes)
 
 
-def _candidates(plan: Plan, gradients: Gradients) -> dict[str, Callable[[], object]]:
+def _candidates(table: ParameterTable, gradients: Gradients) -> dict[str, Callable[[], object]]:
     plain, moments = EagerStatistics(100), EagerStatistics(100, moments=True)
     broken, tiny = EagerStatistics(100), EagerStatistics(100)
     sample = itertools.count()
@@ -93,12 +93,12 @@ def _candidates(plan: Plan, gradients: Gradients) -> dict[str, Callable[[], obje
     return {
         "one read of the bytes": flat.sum,
         FLOOR: lambda: torch._foreach_norm(tensors),
-        FULL: lambda: plain.measure(plan, gradients, next(sample)),
-        "without dead units": lambda: plain.read(plan, gradients),
-        "norms alone, as when the optimizer steps": lambda: plain.norms(plan, gradients),
-        "with moments": lambda: moments.measure(plan, gradients, next(sample)),
-        "a NaN in each gradient": lambda: broken.measure(plan, with_nan, next(sample)),
-        "gradients times 1e-20": lambda: tiny.measure(plan, so_small, next(sample)),
+        FULL: lambda: plain.measure(table, gradients, next(sample)),
+        "without dead units": lambda: plain.read(table, gradients),
+        "norms alone, as when the optimizer steps": lambda: plain.norms(table, gradients),
+        "with moments": lambda: moments.measure(table, gradients, next(sample)),
+        "a NaN in each gradient": lambda: broken.measure(table, with_nan, next(sample)),
+        "gradients times 1e-20": lambda: tiny.measure(table, so_small, next(sample)),
     }
 
 

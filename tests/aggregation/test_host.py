@@ -35,7 +35,7 @@ from torch_grad_exporter.transfer.events import (
 from torch_grad_exporter.transfer.transfer import Arrived
 
 MODEL = torch.nn.Linear(2, 2, bias=False)
-PLAN = LayerIndex({"": MODEL}).plan
+PLAN = LayerIndex({"": MODEL}).table
 NOW = 1_800_000_000.0
 OWNED = np.zeros(1, dtype=np.int64)
 
@@ -96,7 +96,7 @@ class Scene:
         return ticket
 
     def norm(self) -> float:
-        return float(self.host.snapshot().gradients.table["norm"][0])
+        return float(self.host.snapshot().gradients.layer_values["norm"][0])
 
     def samples(self) -> int:
         return self.host.snapshot().gradients.samples
@@ -114,7 +114,7 @@ def test_a_snapshot_has_everything_that_was_posted_before_it() -> None:
     scene.post.append(Stepped(0.5, 0.01))
     scene.post.append(Observed("loss", 2.5))
     snapshot = scene.host.snapshot()
-    assert (snapshot.gradients.samples, float(snapshot.gradients.table["norm"][0])) == (1, 3)
+    assert (snapshot.gradients.samples, float(snapshot.gradients.layer_values["norm"][0])) == (1, 3)
     assert (snapshot.totals.duration_sum, snapshot.totals.overhead_seconds, snapshot.totals.last) == (0.5, 0.01, {"loss": 2.5})
     assert not scene.post
 
@@ -171,13 +171,13 @@ def test_weights_and_scales_are_waited_for_too() -> None:
         Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset(), scale=scale)
     )
     scene.post.append(Closed(1, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: 1}))
-    assert np.isnan(scene.host.snapshot().gradients.table["update_ratio"][0])
+    assert np.isnan(scene.host.snapshot().gradients.layer_values["update_ratio"][0])
     weights.arrived = True
     assert scene.samples() == 0
     assert scene.errors.counts() == {"worker": 0}
     scale.arrived = True
     assert (scene.samples(), scene.norm()) == (1, 4)
-    assert float(scene.host.snapshot().gradients.table["update_ratio"][0]) == 0.5
+    assert float(scene.host.snapshot().gradients.layer_values["update_ratio"][0]) == 0.5
 
 
 def test_a_vector_that_never_arrives_is_given_up() -> None:

@@ -15,7 +15,7 @@ from torch_grad_exporter.aggregation.clipping import Clipping, compare, is_unsca
 from torch_grad_exporter.aggregation.ledger import UNOWNED, GradientLedger, GradientSnapshot
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
 from torch_grad_exporter.transfer.transfer import Arrived
@@ -31,7 +31,7 @@ def model() -> nn.ModuleDict:
 
 
 MODEL = model()
-PLAN = LayerIndex({"": MODEL}).plan
+PLAN = LayerIndex({"": MODEL}).table
 OWN = np.zeros(3, dtype=np.int64)
 
 
@@ -41,13 +41,13 @@ def row(norm: float, **columns: float) -> list[float]:
     return list((values | {name.upper(): value for name, value in columns.items()}).values())
 
 
-def parts(plan: Plan, rows: Rows) -> tuple[Part, ...]:
+def parts(table: ParameterTable, rows: Rows) -> tuple[Part, ...]:
     """The rows as they arrive from a device."""
     if not rows:
         return ()
     positions = np.array(list(rows), dtype=np.int64)
-    table = np.array(list(rows.values()), dtype=np.float64)
-    return (Part(positions, plan.elements[positions], plan.units[positions], Arrived(table.reshape(-1)), table.shape[1]),)
+    rows_ = np.array(list(rows.values()), dtype=np.float64)
+    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), table.shape[1]),)
 
 
 def ticket(value: float | None) -> Arrived | None:
@@ -59,7 +59,7 @@ def captured(
     number: int,
     rows: Rows,
     *,
-    plan: Plan = PLAN,
+    table: ParameterTable = PLAN,
     at: float = NOW,
     owners: Sequence[int] = OWN,
     missing: Sequence[int] = (),
@@ -71,8 +71,8 @@ def captured(
     """A capture in round `number`."""
     return Captured(
         number,
-        plan,
-        parts(plan, rows),
+        table,
+        parts(table, rows),
         np.array(missing, dtype=np.int64),
         np.array(owners, dtype=np.int64),
         at,
@@ -111,10 +111,10 @@ def after(
     return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
 
 
-def ledger(plan: Plan = PLAN) -> GradientLedger:
-    """An empty ledger that shows the layers of the plan."""
+def ledger(table: ParameterTable = PLAN) -> GradientLedger:
+    """An empty ledger that shows the layers of the table."""
     new = GradientLedger(100, Hints())
-    new.use(plan)
+    new.use(table)
     return new
 
 
@@ -130,7 +130,7 @@ def train(to: GradientLedger, samples: Iterable[Rows], *, first: int = 1, at: Se
 
 def shown(snapshot: GradientSnapshot, layer: str, name: str) -> float:
     """One value of one layer."""
-    return float(snapshot.table[name][snapshot.plan.layers.index(layer)])
+    return float(snapshot.layer_values[name][snapshot.table.layers.index(layer)])
 
 
 def one(snapshot: GradientSnapshot, name: str, optimizer: int = 0) -> float:
@@ -247,7 +247,7 @@ def test_a_snapshot_is_a_copy() -> None:
 
 def test_there_is_no_snapshot_without_a_plan() -> None:
     """A ledger that was never told what to show says so."""
-    with pytest.raises(RuntimeError, match="plan"):
+    with pytest.raises(RuntimeError, match="table"):
         GradientLedger(100, Hints()).snapshot(NOW)
 
 
@@ -387,7 +387,7 @@ def test_histograms_and_sums_are_exact() -> None:
     generator = np.random.default_rng(0)
     norms = [*np.exp(generator.uniform(-22, 12, 450)).tolist(), 0.0, *DECADES, *HALF_DECADES, 1e5]
     snapshot = train(ledger(), [{2: row(norm)} for norm in norms])
-    for bounds, table, place in ((DECADES, snapshot.table, 1), (HALF_DECADES, snapshot.totals, 0)):
+    for bounds, table, place in ((DECADES, snapshot.layer_values, 1), (HALF_DECADES, snapshot.totals, 0)):
         buckets = [0] * (len(bounds) + 1)
         for norm in norms:
             buckets[bisect.bisect_left(bounds, norm)] += 1
@@ -403,7 +403,7 @@ def test_nothing_that_is_not_finite_enters_a_histogram_or_a_sum() -> None:
     rows = [{0: row(2.0)}, {0: row(NAN, nans=3, min=NAN, max=NAN)}, {0: row(INF, infs=2, max=INF)}, {0: row(2.0)}]
     snapshot = train(ledger(), rows)
     assert [shown(snapshot, "a", n) for n in ("captures", "nans", "infs", "bucket_sum", "squared_total")] == [4, 3, 2, 4, 8]
-    assert snapshot.table["buckets"][0].sum() == snapshot.totals["buckets"][0].sum() == 2
+    assert snapshot.layer_values["buckets"][0].sum() == snapshot.totals["buckets"][0].sum() == 2
     assert one(snapshot, "bucket_sum") == 4
     assert one(snapshot, "nonfinite_stepped") == 2
     assert snapshot.recent_max[0] == 2
@@ -524,21 +524,21 @@ def test_layers_keep_their_totals_when_they_come_and_go() -> None:
     """A layer that is frozen and unfrozen again goes on counting where it stopped, and others are not disturbed."""
     module = model()
     index = LayerIndex({"": module})
-    it = ledger(index.plan)
-    it.apply(captured(1, {0: row(3.0), 2: row(2.0)}, plan=index.plan))
+    it = ledger(index.table)
+    it.apply(captured(1, {0: row(3.0), 2: row(2.0)}, table=index.table))
     it.apply(closed(1))
     module["a"].requires_grad_(False)
     module["c"] = nn.Linear(2, 2, bias=False)
     without = index.refresh()
-    it.apply(captured(2, {0: row(5.0), 1: row(7.0)}, plan=without, owners=(0, 0)))
+    it.apply(captured(2, {0: row(5.0), 1: row(7.0)}, table=without, owners=(0, 0)))
     it.apply(closed(2, owners=(0, 0)))
     snapshot = it.snapshot(NOW)
-    assert snapshot.plan.layers == ("b", "c")
+    assert snapshot.table.layers == ("b", "c")
     assert [[shown(snapshot, layer, n) for n in ("norm", "captures", "bucket_sum")] for layer in "bc"] == [[5, 2, 7], [7, 1, 7]]
     module["a"].requires_grad_(True)
     it.use(index.refresh())
     snapshot = it.snapshot(NOW)
-    assert snapshot.plan.layers == ("a", "b", "c")
+    assert snapshot.table.layers == ("a", "b", "c")
     assert [shown(snapshot, layer, "captures") for layer in "abc"] == [1, 2, 1]
     assert shown(snapshot, "a", "bucket_sum") == 3
 
@@ -784,7 +784,7 @@ def test_the_probes_are_the_largest_of_each_group() -> None:
     it = ledger()
     it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
     it.apply(closed(1, groups=(0, 0, 1)))
-    assert (it.hints.plan, it.hints.probes) == (PLAN, {0, 1, 2})
+    assert (it.hints.table, it.hints.probes) == (PLAN, {0, 1, 2})
     it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
     it.apply(closed(2, groups=(0, 0, 0)))
     assert 1 not in it.hints.probes

@@ -152,7 +152,7 @@ def test_of_a_sharded_gradient_there_is_no_norm_that_metrics_do_not_have(sharded
     """The run's norms are there where `/metrics` has them, and layers whose metric is that of a shard are named so."""
     it = Run(ledger(replace(PLAN, sharded=np.array(sharded))))
     number = next(it.numbers)
-    it.ledger.apply(captured(number, {0: row(3.0), 2: row(4.0)}, plan=it.ledger.snapshot(NOW).plan))
+    it.ledger.apply(captured(number, {0: row(3.0), 2: row(4.0)}, table=it.ledger.snapshot(NOW).table))
     it.ledger.apply(after(number, {0: 1.5, 2: 2.0}, full=True))
     it.ledger.apply(closed(number))
     if observed:
@@ -172,7 +172,7 @@ def test_of_a_sharded_gradient_the_whole_is_not_marked() -> None:
     """A NaN in this rank's part marks the layer; the run has no norm that could be marked."""
     it = Run(ledger(replace(PLAN, sharded=np.array([True, True]))))
     number = next(it.numbers)
-    it.ledger.apply(captured(number, {0: row(NAN, nans=1)}, plan=it.ledger.snapshot(NOW).plan))
+    it.ledger.apply(captured(number, {0: row(NAN, nans=1)}, table=it.ledger.snapshot(NOW).table))
     it.ledger.apply(closed(number))
     moment = it.look()
     assert (scalar(moment, "norm")[1], of(moment, "norm")[0]) == (False, math.inf)

@@ -37,7 +37,7 @@ def measured_rows(draw: st.DrawFn) -> list[float]:
 def test_a_layer_is_the_sum_of_its_parameters(rows: dict[int, list[float]], together: bool) -> None:
     """Norm, counts and extremes of a group are those over all its parameters, whatever their size."""
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "abc"})
-    sample = Sample.of(captured(1, rows, plan=LayerIndex({"": layers}).plan, owners=[0] * 6))
+    sample = Sample.of(captured(1, rows, table=LayerIndex({"": layers}).table, owners=[0] * 6))
     with np.errstate(all="ignore"):
         groups = Groups.of(sample, sample.present, together=together)
         norms, nans, zeros = groups.norms(), groups.sum(Column.NANS), groups.sum(Column.ZEROS)

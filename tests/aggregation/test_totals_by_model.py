@@ -24,7 +24,7 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Outcome, Stepped, Told, Weights, mailbox
+from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Outcome, OutcomeResolved, Stepped, Weights, mailbox
 from torch_grad_exporter.transfer.transfer import Arrived
 
 pytestmark = no_timeout_in_a_soak
@@ -105,8 +105,8 @@ class Model:
         mine = {p: r for p, r in self.rows.items() if int(event.owners[p]) in shown}
         norms = {p: NAN if scale is None else r[Column.NORM] / scale for p, r in mine.items()}
         owner = {p: int(event.owners[p]) for p in mine}
-        for name in dict.fromkeys(event.plan.layers[event.plan.layer_of[p]] for p in mine):
-            here = [p for p in mine if event.plan.layers[event.plan.layer_of[p]] == name]
+        for name in dict.fromkeys(event.table.layers[event.table.layer_of[p]] for p in mine):
+            here = [p for p in mine if event.table.layers[event.table.layer_of[p]] == name]
             self.publish_layer(self.layers.setdefault(name, nothing()), here, owner, norms)
         known = (shown | self.optimizers.keys()) - {UNOWNED}
         for number in sorted(shown & known if known else shown):
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.index = LayerIndex({"": self.module})
         self.post = mailbox()
         self.ledger = GradientLedger(5, Hints())
-        self.ledger.use(self.index.plan)
+        self.ledger.use(self.index.table)
         self.now = NOW
         self.errors = ErrorLog(("worker",), logging.Logger("test"))  # noqa: LOG001 - one of its own, not of the process
         self.host = HostSide(self.post, self.ledger, TrainingTotals(), self.errors, now=lambda: self.now)
@@ -230,15 +230,15 @@ class Machine(RuleBasedStateMachine):
 
     def posted(self, rows: dict[int, list[float]], *, again: bool = False, **more: object) -> Captured:
         """A capture of the current round, which is in the mailbox."""
-        plan = self.index.plan
-        owners = [self.owners.get((tracked.layer, tracked.attribute), 0) for tracked in plan.tracked]
-        event = captured(self.number, rows, plan=plan, owners=owners, at=self.now, **more)
+        table = self.index.table
+        owners = [self.owners.get((tracked.layer, tracked.attribute), 0) for tracked in table.tracked]
+        event = captured(self.number, rows, table=table, owners=owners, at=self.now, **more)
         self.post.append(dataclasses.replace(event, again=again))
         return self.post[-1]
 
     @rule(data=st.data(), scale=SCALES, same_round=st.booleans())
     def backward(self, data: st.DataObject, scale: float | None, same_round: bool) -> None:
-        size = len(self.index.plan.tracked)
+        size = len(self.index.table.tracked)
         rows = data.draw(st.dictionaries(st.sampled_from(range(size)), measured_rows(), min_size=1))
         missing = [position for position in range(size) if position not in rows]
         likely_last, again, scale_known = data.draw(st.tuples(*[st.booleans()] * 3))
@@ -262,7 +262,7 @@ class Machine(RuleBasedStateMachine):
             scale = model.scale  # all that is told of one round is of one scaler
         own_scale = data.draw(st.sampled_from([None, scale]))
         event = after(model.pending.round, {}, optimizer=optimizer, full=full, loss_scale=scale, own_scale=own_scale)
-        self.post.append(dataclasses.replace(event, parts=parts(model.pending.plan, norms), found_inf=ticket(found_inf)))
+        self.post.append(dataclasses.replace(event, parts=parts(model.pending.table, norms), found_inf=ticket(found_inf)))
         model.scale = scale
         model.after.append((optimizer, bool(found_inf)))
 
@@ -278,7 +278,7 @@ class Machine(RuleBasedStateMachine):
     def ordinary_rounds(self, norm: float, count: int) -> None:
         for i in range(count):
             self.number += 1
-            rows = {position: row(norm * (1 + 0.1 * (i % 3))) for position in range(len(self.index.plan.tracked))}
+            rows = {position: row(norm * (1 + 0.1 * (i % 3))) for position in range(len(self.index.table.tracked))}
             self.model.capture(self.posted(rows), rows, None)
             self.round_ends(Outcome.STEPPED, frozenset({0, 1}))
 
@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(outcome=st.sampled_from(Outcome))
     def outcome_is_told(self, outcome: Outcome) -> None:
-        self.post.append(Told(outcome))
+        self.post.append(OutcomeResolved(outcome))
         self.model.tell(outcome)
 
     @rule(name=st.sampled_from(["loss", "samples", "tokens"]), value=OBSERVED, count=st.sampled_from([1, 22]))
@@ -324,7 +324,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(norms=st.tuples(*[st.floats(0) | st.sampled_from([NAN, INF, 1e200, 5e-324])] * 3), seconds=st.none() | st.floats(0, 1e4))
     def steps_are_taken(self, norms: tuple[float, ...], seconds: float | None) -> None:
-        self.post.append(Weights(self.index.plan, np.zeros(1, dtype=np.int64), Arrived(np.array(norms))))
+        self.post.append(Weights(self.index.table, np.zeros(1, dtype=np.int64), Arrived(np.array(norms))))
         self.post.append(Stepped(seconds, 0.001))
 
     @rule(seconds=SECONDS)
@@ -355,7 +355,7 @@ class Machine(RuleBasedStateMachine):
         assert gradients.samples == self.model.samples
         assert gradients.optimizers == tuple(self.model.shown())
         assert gradients.norm_observed == self.model.norms_are_observed
-        shown = dict(zip(gradients.plan.layers, gradients.table, strict=True))
+        shown = dict(zip(gradients.table.layers, gradients.layer_values, strict=True))
         for name, layer in self.model.layers.items():
             if name in shown:
                 assert {n: float(shown[name][n]) for n in ("captures", "nans", "infs")}.items() <= layer.items()

@@ -103,9 +103,9 @@ def test_nothing_waits_for_the_device(clip: bool, options: dict[str, bool]) -> N
 def test_statistics_against_the_reference(dtype: torch.dtype) -> None:
     """Every column of the device path equals the float64 reference, with NaN, Inf, zeros, tiny and huge values among them."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Conv1d(4, 6, 3), torch.nn.Linear(5, 5)).to(dtype)
-    plan = LayerIndex({"": model}).plan
+    table = LayerIndex({"": model}).table
     gradients = []
-    for position, parameter in enumerate(plan.parameters() or ()):
+    for position, parameter in enumerate(table.parameters() or ()):
         gradient = torch.randn_like(parameter)
         gradient.view(-1)[::7] = 0
         if position == 2:
@@ -113,10 +113,10 @@ def test_statistics_against_the_reference(dtype: torch.dtype) -> None:
         if position == 4:
             gradient.view(-1)[:2] = torch.tensor([torch.finfo(dtype).max / 2, torch.finfo(dtype).tiny], dtype=dtype)
         gradients.append((position, gradient))
-    (found,) = EagerStatistics(1, moments=True).measure(plan, gradients, 0)
+    (found,) = EagerStatistics(1, moments=True).measure(table, gradients, 0)
     rows = found.vector.cpu().numpy().reshape(-1, COLUMNS)
     for position, row in zip(found.positions, rows, strict=True):
-        expected = reference(gradients[position][1].cpu(), plan.tracked[position].units)
+        expected = reference(gradients[position][1].cpu(), table.tracked[position].units)
         exact = [Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.ZERO_UNITS]
         counted = [expected.zeros, expected.nans, expected.infs, expected.minimum, expected.maximum, expected.zero_units]
         np.testing.assert_array_equal(row[exact], counted)

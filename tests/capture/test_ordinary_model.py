@@ -709,8 +709,8 @@ def test_close_lets_go_of_the_exporter(rung: str) -> None:
     one = attach(rung, 0, moments=True, weights=True)
     out = one.model(batch())
     inside = one.exporter
-    stages = (inside, inside._capture, inside._loop, inside._host, inside._outlets, inside._index, inside._optimizers)
-    references = [weakref.ref(stage) for stage in (*stages, inside._index.plan.tracked[0])]
+    stages = (inside, inside._capture, inside._loop, inside._host, inside._outputs, inside._index, inside._optimizers)
+    references = [weakref.ref(stage) for stage in (*stages, inside._index.table.tracked[0])]
     inside.close()
     one.exporter = None  # type: ignore[assignment]
     del inside, stages

@@ -148,7 +148,7 @@ def test_wrong_models(model: object, kind: type[Exception], message: str) -> Non
 
 @pytest.mark.parametrize(("arguments", "kind", "message"), WRONG_FOR_THE_MODEL, ids=lambda value: str(value)[:40])
 def test_arguments_that_do_not_fit_the_model(arguments: Mapping[str, object], kind: type[Exception], message: str) -> None:
-    """Patterns without a layer, strangers' optimizers and wrong helpers raise and say what to pass."""
+    """Patterns without a layer, foreign' optimizers and wrong helpers raise and say what to pass."""
     with pytest.raises(kind, match=message):
         start_exporter(MODEL, 0, **arguments)  # type: ignore[arg-type]
 

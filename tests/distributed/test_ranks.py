@@ -97,8 +97,8 @@ def hsdp(rank: int) -> tuple[torch.nn.Module, int]:
 def tensor_parallel(rank: int) -> tuple[torch.nn.Module, int]:
     """Columns and rows over all four; the normalisation is whole on each."""
     model = made(outputs=4)
-    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    parallelize_module(model, mesh(WORLD, names=("tp",)), plan)
+    table = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh(WORLD, names=("tp",)), table)
     return model, 0
 
 

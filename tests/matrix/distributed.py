@@ -609,12 +609,12 @@ def sequence_parallel(run: Run) -> None:
     """A replicated weight each rank of which has a part of the sum that its gradient is."""
     mesh = init_device_mesh("cpu", (2,))
     model = Normed()
-    plan = {
+    table = {
         "norm": SequenceParallel(),
         "first": ColwiseParallel(input_layouts=Shard(1), use_local_output=True),
         "second": RowwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, table)
     optimizer = sgd(model)
     with run.watching(model, optimizer):
         for step in range(6):

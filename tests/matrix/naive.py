@@ -21,15 +21,15 @@ class AtAccumulation(AtStep):
     def __init__(self, **stages: object) -> None:
         super().__init__(**stages)
         self._copies: dict[int, torch.Tensor] = {}
-        self._registered = [p.register_post_accumulate_grad_hook(self._copy) for p in self._index.plan.parameters() or ()]
+        self._registered = [p.register_post_accumulate_grad_hook(self._copy) for p in self._index.table.parameters() or ()]
 
     def _copy(self, parameter: torch.Tensor) -> None:
         self._copies[id(parameter)] = parameter.grad.detach().clone()
 
     def _capture_at_step(self, optimizer: int) -> None:
-        plan = self._index.refresh()
-        owners, _ = self._optimizers.owners(plan, {optimizer})
-        parameters = plan.parameters() or []
+        table = self._index.refresh()
+        owners, _ = self._optimizers.owners(table, {optimizer})
+        parameters = table.parameters() or []
         kept = [p.grad for p in parameters]
         try:
             for parameter in parameters:

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, Plan, fold, unit_layout
+from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, ParameterTable, fold, unit_layout
 
 
-def by_layer(plan: Plan) -> dict[str, list[str]]:
+def by_layer(table: ParameterTable) -> dict[str, list[str]]:
     """The attribute names of the tracked parameters under each layer that is shown."""
-    found: dict[str, list[str]] = {layer: [] for layer in plan.layers}
-    for tracked, layer in zip(plan.tracked, plan.layer_of, strict=True):
-        found[plan.layers[layer]].append(tracked.attribute)
+    found: dict[str, list[str]] = {layer: [] for layer in table.layers}
+    for tracked, layer in zip(table.tracked, table.layer_of, strict=True):
+        found[table.layers[layer]].append(tracked.attribute)
     return found
 
 
 def layers(model: nn.Module, *, max_layers: int = 300, **models: nn.Module) -> list[str]:
     """The layers shown for a model, or for several."""
-    return list(LayerIndex(models or {"": model}, max_layers=max_layers).plan.layers)
+    return list(LayerIndex(models or {"": model}, max_layers=max_layers).table.layers)
 
 
 class Root(nn.Module):
@@ -51,7 +51,7 @@ class Wrapper(nn.Module):
 
 def test_a_layer_is_the_module_that_owns_the_parameter() -> None:
     """Labels are the names of modules; a parameter of the root has its own name, never an empty one."""
-    assert by_layer(LayerIndex({"": Root()}).plan) == {
+    assert by_layer(LayerIndex({"": Root()}).table) == {
         "scale": ["scale"],
         "position": ["position"],
         "encoder.0": ["weight", "bias"],
@@ -65,9 +65,9 @@ def test_the_plan_knows_elements_and_units() -> None:
     model = Root()
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     model.words = nn.Embedding(11, 2)
-    plan = LayerIndex({"": model}).plan
+    table = LayerIndex({"": model}).table
     found = {
-        (t.layer, t.attribute): (e, u) for t, e, u in zip(plan.tracked, plan.elements.tolist(), plan.units.tolist(), strict=True)
+        (t.layer, t.attribute): (e, u) for t, e, u in zip(table.tracked, table.elements.tolist(), table.units.tolist(), strict=True)
     }
     assert found == {
         ("scale", "scale"): (1, 0),
@@ -136,19 +136,19 @@ def test_hostile_names_are_kept_as_they_are(name: str) -> None:
 def test_a_mapping_puts_its_names_first() -> None:
     """With several models each label begins with the model's name, and parameters of a root have both names."""
     index = LayerIndex({"generator": Root(), "critic": nn.Linear(2, 1)})
-    assert set(index.plan.layers) == {
+    assert set(index.table.layers) == {
         *(f"generator.{layer}" for layer in layers(Root())),
         "critic.weight",
         "critic.bias",
     }
-    assert {t.model for t in index.plan.tracked if t.layer.startswith("critic")} == {1}
+    assert {t.model for t in index.table.tracked if t.layer.startswith("critic")} == {1}
 
 
 def test_a_module_shared_by_two_models_counts_once() -> None:
     """What two models share stands under the first one's name only."""
     shared = nn.Linear(2, 2)
-    plan = LayerIndex({"a": Wrapper("body", shared), "b": nn.Sequential(shared, nn.Linear(2, 2))}).plan
-    assert by_layer(plan) == {"a.body": ["weight", "bias"], "b.1": ["weight", "bias"]}
+    table = LayerIndex({"a": Wrapper("body", shared), "b": nn.Sequential(shared, nn.Linear(2, 2))}).table
+    assert by_layer(table) == {"a.body": ["weight", "bias"], "b.1": ["weight", "bias"]}
 
 
 def test_tied_parameters_count_once() -> None:
@@ -157,22 +157,22 @@ def test_tied_parameters_count_once() -> None:
     model.words = nn.Embedding(7, 3)
     model.out = nn.Linear(3, 7)
     model.out.weight = model.words.weight
-    assert by_layer(LayerIndex({"": model}).plan) == {"words": ["weight"], "out": ["bias"]}
+    assert by_layer(LayerIndex({"": model}).table) == {"words": ["weight"], "out": ["bias"]}
 
 
 # Following the model
 
 
 def test_nothing_changes_while_the_model_stays() -> None:
-    """A refresh and a rescan of an unchanged model give the very same plan, also after a step of training."""
+    """A refresh and a rescan of an unchanged model give the very same table, also after a step of training."""
     model = Root()
     index = LayerIndex({"": model})
-    plan = index.plan
+    table = index.table
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.norm(model.encoder(torch.ones(2, 3))).sum().backward()
     optimizer.step()
-    assert index.refresh() is plan
-    assert index.refresh() is plan
+    assert index.refresh() is table
+    assert index.refresh() is table
 
 
 def test_frozen_parameters_come_and_go() -> None:
@@ -180,15 +180,15 @@ def test_frozen_parameters_come_and_go() -> None:
     model = Root()
     model.norm.requires_grad_(False)
     index = LayerIndex({"": model})
-    assert "norm" not in index.plan.layers
+    assert "norm" not in index.table.layers
     model.norm.requires_grad_(True)
     assert by_layer(index.refresh())["norm"] == ["weight", "bias"]
-    before = {t.attribute: t for t in index.plan.tracked if t.layer == "encoder.0"}
+    before = {t.attribute: t for t in index.table.tracked if t.layer == "encoder.0"}
     model.encoder[2].weight.requires_grad_(False)
     assert "encoder.2" not in index.refresh().layers
     model.encoder[2].weight.requires_grad_(True)
     assert by_layer(index.refresh())["encoder.2"] == ["weight"]
-    assert {t.attribute: t for t in index.plan.tracked if t.layer == "encoder.0"} == before
+    assert {t.attribute: t for t in index.table.tracked if t.layer == "encoder.0"} == before
 
 
 def test_a_frozen_layer_is_not_forgotten_by_a_filter() -> None:
@@ -206,12 +206,12 @@ def test_a_replaced_parameter_is_followed() -> None:
     model = Root()
     index = LayerIndex({"": model})
     model.encoder[0].weight = nn.Parameter(torch.zeros(6, 3))
-    plan = index.refresh()
-    parameters = plan.parameters()
+    table = index.refresh()
+    parameters = table.parameters()
     assert parameters is not None
     assert {id(p) for p in parameters} == {id(p) for p in model.parameters()}
-    assert by_layer(plan)["encoder.0"] == ["weight", "bias"]
-    assert plan.units[[t.attribute == "weight" and t.layer == "encoder.0" for t in plan.tracked]].tolist() == [6]
+    assert by_layer(table)["encoder.0"] == ["weight", "bias"]
+    assert table.units[[t.attribute == "weight" and t.layer == "encoder.0" for t in table.tracked]].tolist() == [6]
 
 
 def test_added_and_removed_modules_are_found_by_a_rescan() -> None:
@@ -222,7 +222,7 @@ def test_added_and_removed_modules_are_found_by_a_rescan() -> None:
     assert by_layer(index.refresh())["head"] == ["weight", "bias"]
     del model.norm
     assert "norm" not in index.refresh().layers
-    assert index.refresh() is index.plan
+    assert index.refresh() is index.table
 
 
 def test_a_parameter_that_moves_is_shown_where_it_stands() -> None:
@@ -231,31 +231,31 @@ def test_a_parameter_that_moves_is_shown_where_it_stands() -> None:
     index = LayerIndex({"": model})
     model[0], model[1] = model[1], model[0]
     index.refresh()
-    assert {id(t.parameter()): t.layer for t in index.plan.tracked} == {
+    assert {id(t.parameter()): t.layer for t in index.table.tracked} == {
         id(parameter): name.partition(".")[0] for name, parameter in model.named_parameters()
     }
 
 
 def test_a_parameter_that_moves_does_not_unsettle_the_index() -> None:
-    """After a weight was handed on to another module and replaced in the first, the plan comes to rest again."""
+    """After a weight was handed on to another module and replaced in the first, the table comes to rest again."""
     model = nn.Module()
     model.old, model.new = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     index = LayerIndex({"": model})
     model.new.weight, model.old.weight = model.old.weight, nn.Parameter(torch.zeros(2, 2))
-    plan = index.refresh()
-    assert by_layer(plan) == {"old": ["weight"], "new": ["weight"]}
-    assert index.refresh() is plan
+    table = index.refresh()
+    assert by_layer(table) == {"old": ["weight"], "new": ["weight"]}
+    assert index.refresh() is table
 
 
 def test_lazy_modules_appear_when_they_are_made() -> None:
     """A lazy layer is tracked from the refresh after its first forward on, with its real size."""
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
     index = LayerIndex({"": model})
-    assert index.plan.layers == ("1",)
+    assert index.table.layers == ("1",)
     model(torch.ones(1, 3))
-    plan = index.refresh()
-    assert set(plan.layers) == {"0", "1"}
-    assert sorted(plan.elements.tolist()) == [2, 4, 8, 12]
+    table = index.refresh()
+    assert set(table.layers) == {"0", "1"}
+    assert sorted(table.elements.tolist()) == [2, 4, 8, 12]
 
 
 def test_all_layers_lists_frozen_ones_too() -> None:
@@ -282,32 +282,32 @@ def test_all_layers_lists_frozen_ones_too() -> None:
 def test_patterns_choose_layers(include: tuple[str, ...], exclude: tuple[str, ...], expected: set[str]) -> None:
     """A layer is tracked where an include pattern is found in its name and no exclude pattern is."""
     chosen = LayerFilter(tuple(map(re.compile, include)), tuple(map(re.compile, exclude)))
-    assert set(LayerIndex({"": Root()}, chosen).plan.layers) == expected
+    assert set(LayerIndex({"": Root()}, chosen).table.layers) == expected
 
 
 # Folding
 
 
 def test_layers_are_folded_into_the_finest_grouping_that_fits() -> None:
-    """Beyond the cap the labels are the longest common depth that fits, and the plan says how many are folded."""
+    """Beyond the cap the labels are the longest common depth that fits, and the table says how many are folded."""
     pair = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(12)]
     blocks = {f"block{b}": nn.ModuleDict({f"part{p}": pair[3 * b + p] for p in range(3)}) for b in range(4)}
     model = nn.ModuleDict(blocks)
-    index = {most: LayerIndex({"": model}, max_layers=most).plan for most in (24, 23, 12, 11, 4, 3, 1)}
-    assert {most: len(plan.layers) for most, plan in index.items()} == {24: 24, 23: 12, 12: 12, 11: 4, 4: 4, 3: 1, 1: 1}
-    assert {most: plan.folded for most, plan in index.items()} == {24: 0, 23: 24, 12: 24, 11: 24, 4: 24, 3: 24, 1: 24}
+    index = {most: LayerIndex({"": model}, max_layers=most).table for most in (24, 23, 12, 11, 4, 3, 1)}
+    assert {most: len(table.layers) for most, table in index.items()} == {24: 24, 23: 12, 12: 12, 11: 4, 4: 4, 3: 1, 1: 1}
+    assert {most: table.folded for most, table in index.items()} == {24: 0, 23: 24, 12: 24, 11: 24, 4: 24, 3: 24, 1: 24}
     assert index[23].layers[:2] == ("block0.part0", "block0.part1")
     assert index[4].layers == ("block0", "block1", "block2", "block3")
     assert index[1].layers == ("model",)
-    assert all(len(plan.tracked) == 48 for plan in index.values())
+    assert all(len(table.tracked) == 48 for table in index.values())
 
 
 def test_only_layers_that_share_a_label_count_as_folded() -> None:
     """A layer that keeps its own name, or is alone in its group, is not folded."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
-    plan = LayerIndex({"": model}, max_layers=3).plan
-    assert by_layer(plan) == {"0": ["weight", "bias"], "1": ["weight", "bias"] * 3}
-    assert plan.folded == 3
+    table = LayerIndex({"": model}, max_layers=3).table
+    assert by_layer(table) == {"0": ["weight", "bias"], "1": ["weight", "bias"] * 3}
+    assert table.folded == 3
 
 
 def test_folding_loses_no_name() -> None:
@@ -325,7 +325,7 @@ def test_folding_loses_no_name() -> None:
 
 
 def test_the_index_keeps_no_model_alive() -> None:
-    """A model that its user drops is freed while the index lives, and the plan says that it is gone."""
+    """A model that its user drops is freed while the index lives, and the table says that it is gone."""
     model: nn.Module | None = Root()
     assert model is not None
     index = LayerIndex({"": model})
@@ -333,14 +333,14 @@ def test_the_index_keeps_no_model_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert index.plan.parameters() is None
+    assert index.table.parameters() is None
     assert index.refresh().tracked == ()
 
 
 def test_a_copy_of_the_model_is_another_model() -> None:
     """A deep copy shares no parameter with what the index follows."""
     model = Root()
-    parameters = LayerIndex({"": model}).plan.parameters()
+    parameters = LayerIndex({"": model}).table.parameters()
     assert parameters is not None
     assert not {id(p) for p in copy.deepcopy(model).parameters()} & {id(p) for p in parameters}
 

@@ -128,8 +128,8 @@ def test_what_is_not_tracked_says_where_this_rank_is(chosen: dict[str, tuple[str
             model["base"].weight = torch.nn.Parameter(weight, requires_grad=False)
             patterns = {name: tuple(map(re.compile, some)) for name, some in chosen.items()}
             models = {"parallel": model, "other": torch.nn.Linear(2, 2)}
-            plan = LayerIndex(models, LayerFilter(**patterns), replicas=Replicas(Ranks.ALL)).plan
-            counts = {plan.layers[layer]: bool(counted) for layer, counted in zip(plan.layer_of, plan.counts, strict=True)}
+            table = LayerIndex(models, LayerFilter(**patterns), replicas=Replicas(Ranks.ALL)).table
+            counts = {table.layers[layer]: bool(counted) for layer, counted in zip(table.layer_of, table.counts, strict=True)}
             assert counts["parallel.adapter"] is (rank == 0)
             assert counts.get("other.weight", True)
 

@@ -18,8 +18,8 @@ from tests.rules.test_rules import RULES as RECORDS
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
-from torch_grad_exporter.rules import Problem, Values, Watch, exporter, gradients, look, memory, training
-from torch_grad_exporter.rules.look import LAYERS, THRESHOLDS
+from torch_grad_exporter.rules import Problem, Values, Watch, context, exporter, gradients, memory, training
+from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
 from torch_grad_exporter.rules.watch import RULES, SEVERITIES
 from torch_grad_exporter.transfer.events import Outcome
 
@@ -541,8 +541,8 @@ HOUR, DAY = memory.HOUR, memory.DAY
 CLIPPED = (M10, gradients.CLIPPED, M10, M10, gradients.SAMPLES)
 
 NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
-    ("TrainingNonFiniteGradients", "critical"): ((M5, look.YOUNG, HOUR, LIMIT, M10, M10, M10, HOUR), 7),
-    ("TrainingNonFiniteLoss", "critical"): ((M5, look.YOUNG), 3),
+    ("TrainingNonFiniteGradients", "critical"): ((M5, context.YOUNG, HOUR, LIMIT, M10, M10, M10, HOUR), 7),
+    ("TrainingNonFiniteLoss", "critical"): ((M5, context.YOUNG), 3),
     ("TrainingStalled", "critical"): ((LIMIT, training.SLOW, training.SLOWEST, training.PAUSES, DAY, training.SLOWEST), 7),
     ("TrainingNeverStarted", "warning"): ((LIMIT,), 2),
     ("TrainingFailed", "critical"): ((HOUR, HOUR, 600, HOUR, HOUR), 2),
@@ -559,7 +559,7 @@ NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
     ("LayerWithoutGradient", "warning"): ((), 1),
     ("CudaMemoryNearLimit", "warning"): ((LIMIT, M10), 2),
     ("CudaAllocRetries", "warning"): ((M10,), 1),
-    ("CudaOutOfMemory", "critical"): ((M10, look.YOUNG), 3),
+    ("CudaOutOfMemory", "critical"): ((M10, context.YOUNG), 3),
     ("CudaMemoryFragmented", "info"): ((LIMIT,), 1),
     ("GpuThrottled", "warning"): ((M5, LIMIT), 1),
     ("GpuEccErrors", "critical"): ((HOUR,), 1),

@@ -33,7 +33,7 @@ from tests.support.properties import both_formats, no_timeout_in_a_soak, totals
 from tests.support.record import Recorder, norm
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.catalogue import HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import batches
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
@@ -46,20 +46,20 @@ class OnDevice(EagerStatistics):
 
     _on_host = EagerStatistics._on_device
 
-    def norms(self, plan: Plan, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[Measurement]:
+    def norms(self, table: ParameterTable, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[Measurement]:
         return [
             Measurement(np.array(batch.positions), np.zeros(0), np.zeros(0), device.norms(batch).double(), 1)
-            for batch in batches(plan, gradients)
+            for batch in batches(table, gradients)
         ]
 
 
 both_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice], ids=["host", "device"])
 
 
-def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, Plan]:
-    """A model of all the modules, to be kept alive, and its plan, in which a parameter's position is its place here."""
+def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
+    """A model of all the modules, to be kept alive, and its table, in which a parameter's position is its place here."""
     model = torch.nn.ModuleList([one.module for one in drawn])
-    return model, LayerIndex({"": model}).plan
+    return model, LayerIndex({"": model}).table
 
 
 def table(measured: Sequence[Measurement]) -> dict[int, list[float]]:
@@ -117,9 +117,9 @@ ONE_LARGE = torch.full((64, 1024), 2.3e-4).index_fill(1, torch.tensor([0]), 1.0)
 @example([given_gradient(TWICE, torch.nn.Embedding(1, 1))])
 def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn: list[Drawn]) -> None:
     """Whatever the gradients of a model are, each one's row says what a sum by hand says, and no gradient is changed."""
-    model, plan = plan_of(drawn)
+    model, table = plan_of(drawn)
     before = [bits(one.gradient) for one in drawn]
-    measured = path(9, moments=True).measure(plan, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
+    measured = path(9, moments=True).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
     rows = table(measured)
     assert sorted(rows) == [position for position, one in enumerate(drawn) if one.values.size]
     for position, found in rows.items():
@@ -136,16 +136,16 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
 @given(models(SMALL | LARGE), st.data())
 def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: list[Drawn], data: st.DataObject) -> None:
     """All that is measured has the same bits among any other gradients and alone; only a sum may be rounded otherwise."""
-    model, plan = plan_of(drawn)
+    model, table = plan_of(drawn)
     measuring = path(9, moments=True)
     gradients = [(position, one.gradient) for position, one in enumerate(drawn)]
-    whole = table(measuring.measure(plan, gradients, 1))
+    whole = table(measuring.measure(table, gradients, 1))
     some = [pair for pair in gradients if data.draw(st.booleans())]
     for part in (gradients, some, *([pair] for pair in gradients)):
-        for position, (alone,) in table(measuring.norms(plan, part)).items():
+        for position, (alone,) in table(measuring.norms(table, part)).items():
             assert repr(alone) == repr(whole[position][Column.NORM])
     for pair in gradients:
-        for position, alone in table(measuring.measure(plan, [pair], 2)).items():
+        for position, alone in table(measuring.measure(table, [pair], 2)).items():
             for column in set(Column) - {Column.DEAD_UNITS, Column.SUM}:
                 assert repr(alone[column]) == repr(whole[position][column])
             assert_sum(alone[Column.SUM], drawn[position].flat)
@@ -155,8 +155,8 @@ def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: l
 @given(models(SMALL))
 def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
     """The statistics that the package defines in plain loops agree with a sum by hand."""
-    model, plan = plan_of(drawn)
-    for one, tracked in zip(drawn, plan.tracked, strict=True):
+    model, table = plan_of(drawn)
+    for one, tracked in zip(drawn, table.tracked, strict=True):
         if one.values.size:
             found = reference.measure(one.gradient, tracked.units)
             assert found.elements == one.values.size
@@ -176,9 +176,9 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-    plan = LayerIndex({"": module}).plan
+    table = LayerIndex({"": module}).table
     first, shuffled, negated, larger = (
-        table(path(9, moments=True).measure(plan, [(0, v.reshape(shape))], 1))[0] for v in (values, values[order], -values, scaled)
+        table(path(9, moments=True).measure(table, [(0, v.reshape(shape))], 1))[0] for v in (values, values[order], -values, scaled)
     )
     for other, times in ((shuffled, 1.0), (negated, 1.0), (larger, factor)):
         for column in (Column.ZEROS, Column.NANS, Column.INFS):
@@ -201,7 +201,7 @@ def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[Eage
     window = data.draw(st.integers(1, 4))
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     model = torch.nn.ModuleList([torch.nn.Linear(2, n, bias=False) for n in sizes])
-    plan = LayerIndex({"": model}).plan
+    table = LayerIndex({"": model}).table
     measuring = path(window)
     history: list[dict[int, list[str]]] = [{} for _ in sizes]
     number = 0
@@ -215,7 +215,7 @@ def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[Eage
             history[position][number] = list(states)
             gradients.append((position, torch.tensor([UNIT[state] for state in states])))
         cut = data.draw(st.integers(0, len(gradients)))
-        readings = [*measuring.read(plan, gradients[:cut]), *measuring.read(plan, gradients[cut:])]
+        readings = [*measuring.read(table, gradients[:cut]), *measuring.read(table, gradients[cut:])]
         for position, found in table(measuring.finish(readings, number)).items():
             units = zip(*history[position].values(), strict=True)
             known = [[state for state in states if state != "nan"] for states in units]

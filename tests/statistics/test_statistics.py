@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, batches
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
@@ -32,21 +32,23 @@ class Bare(torch.nn.Module):
             setattr(self, f"p{number:03}", torch.nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=where)))
 
 
-def plan_of(module: torch.nn.Module) -> Plan:
-    """The plan over one model."""
-    return LayerIndex({"": module}).plan
+def plan_of(module: torch.nn.Module) -> ParameterTable:
+    """The table over one model."""
+    return LayerIndex({"": module}).table
 
 
-def rows_of(statistics: EagerStatistics, plan: Plan, gradients: Sequence[torch.Tensor], sample: int = 1) -> dict[int, np.ndarray]:
+def rows_of(
+    statistics: EagerStatistics, table: ParameterTable, gradients: Sequence[torch.Tensor], sample: int = 1
+) -> dict[int, np.ndarray]:
     """The measured columns of each position."""
-    (measured,) = statistics.measure(plan, list(enumerate(gradients)), sample)
+    (measured,) = statistics.measure(table, list(enumerate(gradients)), sample)
     table = measured.vector.numpy().reshape(-1, measured.width)
     return dict(zip(measured.positions.tolist(), table, strict=True))
 
 
-def assert_agrees(row: np.ndarray, gradient: torch.Tensor, plan: Plan, position: int, rel: float | None = None) -> None:
+def assert_agrees(row: np.ndarray, gradient: torch.Tensor, table: ParameterTable, position: int, rel: float | None = None) -> None:
     """The measured row says what the reference says: counts exactly, values within the type's rounding."""
-    expected = reference.measure(gradient, plan.tracked[position].units)
+    expected = reference.measure(gradient, table.tracked[position].units)
     rel = TOLERANCE.get(gradient.dtype, 1e-6) if rel is None else rel
     counts = [int(row[c]) for c in (Column.ZEROS, Column.NANS, Column.INFS, Column.ZERO_UNITS)]
     assert counts == [expected.zeros, expected.nans, expected.infs, expected.zero_units]
@@ -60,11 +62,11 @@ def assert_agrees(row: np.ndarray, gradient: torch.Tensor, plan: Plan, position:
 
 def assert_measured(module: torch.nn.Module, gradients: Sequence[torch.Tensor], rel: float | None = None) -> None:
     """One gradient for each parameter of the module, measured together, agrees with the reference one by one."""
-    plan = plan_of(module)
-    rows = rows_of(EagerStatistics(100, moments=True), plan, gradients)
+    table = plan_of(module)
+    rows = rows_of(EagerStatistics(100, moments=True), table, gradients)
     assert sorted(rows) == list(range(len(gradients)))
     for position, gradient in enumerate(gradients):
-        assert_agrees(rows[position], gradient, plan, position, rel)
+        assert_agrees(rows[position], gradient, table, position, rel)
 
 
 def some(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0, zeros: float = 0.2) -> torch.Tensor:
@@ -105,10 +107,10 @@ def test_the_reference_agrees_with_numpy() -> None:
 def test_types_of_one_byte_are_measured_as_float32(dtype: torch.dtype) -> None:
     """A gradient of an 8-bit type, with which torch hardly computes, is measured by its values, among others."""
     gradients = [some((4, 7)).to(dtype), some((4, 7), seed=1), some((300, 200), seed=2).to(dtype)]
-    plan = plan_of(Bare((4, 7), (4, 7), (300, 200)))
-    rows = rows_of(EagerStatistics(9, moments=True), plan, gradients)
+    table = plan_of(Bare((4, 7), (4, 7), (300, 200)))
+    rows = rows_of(EagerStatistics(9, moments=True), table, gradients)
     for position, gradient in enumerate(gradients):
-        assert_agrees(rows[position], gradient.float(), plan, position)
+        assert_agrees(rows[position], gradient.float(), table, position)
 
 
 @pytest.mark.parametrize("shape", [(30, 40), (7,), (300, 400)], ids=str)
@@ -178,15 +180,15 @@ def test_gradients_that_are_not_contiguous() -> None:
 
 def test_empty_gradients_beside_others() -> None:
     """A gradient without elements is left out and disturbs no other."""
-    plan = plan_of(Bare((0, 3), (4, 3), (0,)))
-    assert sorted(rows_of(EagerStatistics(9), plan, [torch.zeros(0, 3), some((4, 3)), torch.zeros(0)])) == [1]
+    table = plan_of(Bare((0, 3), (4, 3), (0,)))
+    assert sorted(rows_of(EagerStatistics(9), table, [torch.zeros(0, 3), some((4, 3)), torch.zeros(0)])) == [1]
 
 
 def test_nothing_but_empty_gradients() -> None:
     """A model whose only gradient has no elements is measured without an exception, and yields no row."""
-    plan, statistics = plan_of(Bare((0, 3))), EagerStatistics(9)
-    assert sum(len(m.positions) for m in statistics.measure(plan, [(0, torch.zeros(0, 3))], 1)) == 0
-    assert sum(len(m.positions) for m in statistics.norms(plan, [(0, torch.zeros(0, 3))])) == 0
+    table, statistics = plan_of(Bare((0, 3))), EagerStatistics(9)
+    assert sum(len(m.positions) for m in statistics.measure(table, [(0, torch.zeros(0, 3))], 1)) == 0
+    assert sum(len(m.positions) for m in statistics.norms(table, [(0, torch.zeros(0, 3))])) == 0
 
 
 def test_a_gradient_with_a_graph_is_detached() -> None:
@@ -342,13 +344,13 @@ def test_rows_wider_than_a_block() -> None:
 
 def test_a_nan_in_one_part_of_a_wide_row() -> None:
     """A unit that is larger than a block, with a NaN anywhere in it, counts neither as silent nor as alive."""
-    statistics, plan = EagerStatistics(2), plan_of(Bare((2, 700_000)))
+    statistics, table = EagerStatistics(2), plan_of(Bare((2, 700_000)))
     found = []
     for sample, places in enumerate([(slice(None),), (0, 350_000), (), ()]):
         gradient = torch.zeros(2, 700_000)
         if places:
             gradient[places] = 1 if sample == 0 else NAN
-        found.append(int(rows_of(statistics, plan, [gradient], sample)[0][Column.DEAD_UNITS]))
+        found.append(int(rows_of(statistics, table, [gradient], sample)[0][Column.DEAD_UNITS]))
     assert found == [0, 0, 1, 2]
 
 
@@ -383,13 +385,13 @@ def test_transposed_convolutions_count_output_channels() -> None:
     assert layer.weight.grad is not None
     assert layer.bias is not None
     assert layer.bias.grad is not None
-    plan = plan_of(layer)
+    table = plan_of(layer)
     statistics = EagerStatistics(9, moments=True)
-    (measured,) = statistics.measure(plan, [(0, layer.weight.grad), (1, layer.bias.grad)], 1)
+    (measured,) = statistics.measure(table, [(0, layer.weight.grad), (1, layer.bias.grad)], 1)
     table = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.width), strict=True))
     assert table[0][Column.ZERO_UNITS] == len(ignored)
     assert dict(zip(measured.positions.tolist(), measured.units.tolist(), strict=True)) == {0: 6, 1: 0}
-    assert_agrees(table[0], layer.weight.grad, plan, 0)
+    assert_agrees(table[0], layer.weight.grad, table, 0)
 
 
 def test_convolutions_count_output_channels() -> None:
@@ -426,24 +428,24 @@ def test_norms_alone_are_bit_equal_to_those_of_the_measurement() -> None:
     """Measured again, all together or one by one, an untouched gradient has the same norm to the last bit."""
     shapes = [(8, 6), (8, 6), (8, 6), (), (5,), (5,), (700, 333), (100_000,), (32768,), (32768,), (128, 256), (128, 256)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
-        plan = plan_of(Bare(*shapes, dtype=dtype))
+        table = plan_of(Bare(*shapes, dtype=dtype))
         gradients = [some(shape, dtype, seed=seed) for seed, shape in enumerate(shapes)]
         gradients[1] *= 1e-20
         statistics = EagerStatistics(9)
-        before = {position: row[Column.NORM] for position, row in rows_of(statistics, plan, gradients).items()}
-        (together,) = statistics.norms(plan, list(enumerate(gradients)))
+        before = {position: row[Column.NORM] for position, row in rows_of(statistics, table, gradients).items()}
+        (together,) = statistics.norms(table, list(enumerate(gradients)))
         assert together.width == 1
         assert dict(zip(together.positions.tolist(), together.vector.tolist(), strict=True)) == before
         for position, gradient in enumerate(gradients):
-            (alone,) = statistics.norms(plan, [(position, gradient)])
+            (alone,) = statistics.norms(table, [(position, gradient)])
             assert alone.vector.tolist() == [before[position]], (dtype, shapes[position])
 
 
 def test_norms_alone_agree_with_the_reference_on_extreme_values() -> None:
     """The second measurement handles tiny, huge and non-finite gradients as the first one does."""
     rows = [[1e-24] * 4, [2e19] * 4, [INF, 1, 0, 0], [NAN, INF, 0, 0], [0.0] * 4]
-    plan = plan_of(Bare(*[(4,)] * 5))
-    (measured,) = EagerStatistics(9).norms(plan, list(enumerate(torch.tensor(rows))))
+    table = plan_of(Bare(*[(4,)] * 5))
+    (measured,) = EagerStatistics(9).norms(table, list(enumerate(torch.tensor(rows))))
     expected = [reference.norm(torch.tensor(row).tolist()) for row in rows]
     assert measured.vector.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
@@ -472,10 +474,10 @@ def unit_rows(states: str) -> torch.Tensor:
 
 def dead_counts(samples: Sequence[str], window: int, numbers: Sequence[int] | None = None) -> list[int]:
     """The dead units after each sample of a weight whose units do what the letters say."""
-    statistics, plan = EagerStatistics(window), plan_of(Bare((len(samples[0]), 2)))
+    statistics, table = EagerStatistics(window), plan_of(Bare((len(samples[0]), 2)))
     found = []
     for number, states in zip(numbers or range(len(samples)), samples, strict=True):
-        (row,) = rows_of(statistics, plan, [unit_rows(states)], number).values()
+        (row,) = rows_of(statistics, table, [unit_rows(states)], number).values()
         found.append(int(row[Column.DEAD_UNITS]))
     return found
 
@@ -512,9 +514,9 @@ def test_a_unit_that_was_nothing_but_nan_is_not_dead() -> None:
 
 def test_a_unit_that_is_infinite_is_alive() -> None:
     """An infinite gradient is a sign of life."""
-    statistics, plan = EagerStatistics(2), plan_of(Bare((1, 2)))
+    statistics, table = EagerStatistics(2), plan_of(Bare((1, 2)))
     for number, value in enumerate([0.0, INF]):
-        (row,) = rows_of(statistics, plan, [torch.full((1, 2), value)], number).values()
+        (row,) = rows_of(statistics, table, [torch.full((1, 2), value)], number).values()
     assert row[Column.DEAD_UNITS] == 0
 
 
@@ -525,13 +527,13 @@ def test_a_second_capture_of_a_sample_replaces_the_first() -> None:
 
 def test_a_parameter_that_is_missing_keeps_its_state() -> None:
     """Samples in which a parameter got no gradient leave its counts as they were, and those of the others go on."""
-    statistics, plan = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
+    statistics, table = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
     alive, silent = unit_rows("aa"), unit_rows("za")
 
     def dead(sample: int, *positions: int, gradient: torch.Tensor = silent) -> dict[int, int]:
-        (measured,) = statistics.measure(plan, [(position, gradient) for position in positions], sample)
-        table = measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].tolist()
-        return dict(zip(measured.positions.tolist(), map(int, table), strict=True))
+        (measured,) = statistics.measure(table, [(position, gradient) for position in positions], sample)
+        rows = measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].tolist()
+        return dict(zip(measured.positions.tolist(), map(int, rows), strict=True))
 
     assert dead(0, 0, 1, gradient=alive) == {0: 0, 1: 0}
     assert dead(1, 0, 1) == {0: 0, 1: 0}
@@ -543,26 +545,26 @@ def test_a_parameter_that_is_missing_keeps_its_state() -> None:
 
 def test_a_replaced_capture_with_other_parameters() -> None:
     """A second capture of a sample may see more parameters than the first; each counts the sample once."""
-    statistics, plan = EagerStatistics(2), plan_of(Bare((1, 2), (1, 2)))
+    statistics, table = EagerStatistics(2), plan_of(Bare((1, 2), (1, 2)))
     both = [(0, unit_rows("a")), (1, unit_rows("a"))]
     silent = [(0, unit_rows("z")), (1, unit_rows("z"))]
     found = []
     for sample, gradients in ((1, both), (2, silent[:1]), (2, silent), (3, silent[1:]), (3, silent)):
-        (measured,) = statistics.measure(plan, gradients, sample)
+        (measured,) = statistics.measure(table, gradients, sample)
         found.append(int(measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].sum()))
     assert found == [0, 0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("strangers", [[0], [1], [0, 1], []], ids=str)
-def test_a_sample_that_is_forgotten_leaves_the_counts_as_they_were(strangers: list[int]) -> None:
+@pytest.mark.parametrize("foreign", [[0], [1], [0, 1], []], ids=str)
+def test_a_sample_that_is_forgotten_leaves_the_counts_as_they_were(foreign: list[int]) -> None:
     """Parameters whose sample was another's count on from before it, and the others from it; only the last one can be meant."""
-    statistics, plan = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
+    statistics, table = EagerStatistics(3), plan_of(Bare((2, 2), (2, 2)))
     for sample, states in enumerate(["aa", "zz", "za", "zz"]):
-        rows = rows_of(statistics, plan, [unit_rows(states)] * 2, sample)
+        rows = rows_of(statistics, table, [unit_rows(states)] * 2, sample)
         if sample == 2:
-            statistics.forget(plan, strangers, sample)
-            statistics.forget(plan, [0, 1], sample - 1)
-    assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in strangers else 1 for p in (0, 1)]
+            statistics.forget(table, foreign, sample)
+            statistics.forget(table, [0, 1], sample - 1)
+    assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in foreign else 1 for p in (0, 1)]
 
 
 class _Interruption(Exception):
@@ -593,14 +595,14 @@ def interrupted_at(line: int, action: Callable[[], object]) -> bool:
 def test_what_interrupts_a_measurement_costs_nothing_but_that_one() -> None:
     """Wherever a handler raises, in a sample of other parameters than the last: the same sample again is as if it never had."""
     module = Bare((3, 2), (4, 2), (2, 5))
-    plan = plan_of(module)
+    table = plan_of(module)
     silent = [torch.zeros(3, 2), torch.zeros(4, 2), torch.zeros(2, 5)]
 
     def samples(line: int | None) -> tuple[list[list[float]], bool]:
         statistics, came = EagerStatistics(3), False
         for sample, chosen in enumerate([(0, 1), (0, 1, 2), (0, 2), (1, 2)]):
             gradients = [(i, silent[i]) for i in chosen]
-            measure = functools.partial(statistics.measure, plan, gradients, sample)
+            measure = functools.partial(statistics.measure, table, gradients, sample)
             if line is not None and sample in (1, 2):
                 came |= interrupted_at(line, measure)
             (measured,) = measure()
@@ -620,9 +622,9 @@ def test_what_interrupts_a_measurement_costs_nothing_but_that_one() -> None:
 
 def test_dead_units_of_a_stack_belong_to_their_parameters() -> None:
     """Parameters of equal shapes that are measured together keep their own counts."""
-    statistics, plan = EagerStatistics(2), plan_of(Bare(*[(2, 2)] * 3, (3, 2)))
+    statistics, table = EagerStatistics(2), plan_of(Bare(*[(2, 2)] * 3, (3, 2)))
     for sample, states in enumerate((["aa", "aa", "aa", "aaa"], ["zz", "az", "aa", "zza"], ["zz", "zz", "aa", "zaa"])):
-        rows = rows_of(statistics, plan, [unit_rows(s) for s in states], sample)
+        rows = rows_of(statistics, table, [unit_rows(s) for s in states], sample)
     assert [int(rows[position][Column.DEAD_UNITS]) for position in range(4)] == [2, 1, 0, 1]
 
 
@@ -635,24 +637,24 @@ def test_everything_runs_without_looking_at_the_data() -> None:
         torch.zeros(1, device="meta").item()
     shapes = [(8, 6), (8, 6), (), (5,), (0, 3), (700, 333), (100_000,), (6, 3, 2, 2)]
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64):
-        plan = plan_of(Bare(*shapes, dtype=dtype, where="meta"))
+        table = plan_of(Bare(*shapes, dtype=dtype, where="meta"))
         gradients = [(i, torch.empty(shape, dtype=dtype, device="meta")) for i, shape in enumerate(shapes)]
         statistics = EagerStatistics(100, moments=True)
         for sample, members in enumerate((gradients, gradients[1:], gradients[:3], gradients)):
-            (measured,) = statistics.measure(plan, members, sample)
+            (measured,) = statistics.measure(table, members, sample)
             assert measured.vector.is_meta
             assert sorted(measured.positions) == [i for i, _ in members if i != 4]
             assert measured.vector.shape == (len(measured.positions) * measured.width,)
-        (norms,) = statistics.norms(plan, gradients)
+        (norms,) = statistics.norms(table, gradients)
         assert norms.vector.is_meta
         assert norms.vector.shape == (len(shapes) - 1,)
 
 
 def test_each_device_gets_its_own_measurement() -> None:
     """Gradients on two devices give two measurements, each on its own device, with the positions of its own."""
-    plan = plan_of(Bare((4, 3), (4, 3), (3,)))
+    table = plan_of(Bare((4, 3), (4, 3), (3,)))
     gradients = [(0, some((4, 3))), (1, torch.empty(4, 3, device="meta")), (2, some((3,)))]
-    found = {m.vector.device.type: sorted(m.positions.tolist()) for m in EagerStatistics(9).measure(plan, gradients, 1)}
+    found = {m.vector.device.type: sorted(m.positions.tolist()) for m in EagerStatistics(9).measure(table, gradients, 1)}
     assert found == {"cpu": [0, 2], "meta": [1]}
 
 
@@ -677,23 +679,23 @@ def test_the_device_path_agrees_with_the_reference(case: str) -> None:
     """The path that never looks at the data, run on CPU tensors, measures as defined, unit by unit."""
     shapes, gradients = DEVICE_CASES[case]
     dtype = gradients[0].dtype if gradients[0].is_complex() else torch.float32
-    plan = plan_of(Bare(*shapes, dtype=dtype))
-    for batch in batches(plan, enumerate(gradients)):
+    table = plan_of(Bare(*shapes, dtype=dtype))
+    for batch in batches(table, enumerate(gradients)):
         columns, magnitude = device.measure(batch, moments=True)
         zero = (magnitude == 0).reshape(len(batch.positions), -1).sum(dim=1)
         again = device.norms(batch)
         for row, position in enumerate(batch.positions):
             columns[row, Column.ZERO_UNITS] = zero[row] if batch.units else 0
-            assert_agrees(columns[row].numpy(), gradients[position], plan, position, rel=1e-6)
+            assert_agrees(columns[row].numpy(), gradients[position], table, position, rel=1e-6)
             assert np.array_equal(again[row].numpy(), columns[row, Column.NORM].numpy(), equal_nan=True)
 
 
 def test_the_device_path_agrees_on_sparse_gradients() -> None:
     """The device path counts what a sparse gradient does not store."""
     gradient = sparse(torch.tensor([[0, 0, 1]]), -torch.ones(3, 3), (5, 3))
-    plan = plan_of(torch.nn.Embedding(5, 3, sparse=True))
-    (batch,) = batches(plan, [(0, gradient)])
-    assert_agrees(device.measure(batch, moments=True)[0][0].numpy(), gradient, plan, 0)
+    table = plan_of(torch.nn.Embedding(5, 3, sparse=True))
+    (batch,) = batches(table, [(0, gradient)])
+    assert_agrees(device.measure(batch, moments=True)[0][0].numpy(), gradient, table, 0)
 
 
 def test_the_device_path_tells_tiny_float64_rows_from_zero_ones() -> None:

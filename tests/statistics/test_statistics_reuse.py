@@ -44,17 +44,17 @@ def test_a_gradient_of_another_kind_than_in_the_last_sample(change: str, shape: 
     """Samples whose gradients change their type, layout or strides are each measured by what they are, and so is what follows."""
     dtype = torch.complex64 if change == "complex" else torch.float32
     module = Bare(shape, shape, shape, (5,), dtype=dtype)
-    plan, statistics = plan_of(module), EagerStatistics(9, moments=True)
+    table, statistics = plan_of(module), EagerStatistics(9, moments=True)
     ordinary = [some(s, dtype, seed=seed) for seed, s in enumerate([shape, shape, shape, (5,)])]
     other = [ordinary[0], CHANGES[change](some(shape, seed=7)), *ordinary[2:]]
     for sample, gradients in enumerate([ordinary, ordinary, other, other, ordinary, other]):
-        rows = rows_of(statistics, plan, gradients, sample)
-        (norms,) = statistics.norms(plan, list(enumerate(gradients)))
+        rows = rows_of(statistics, table, gradients, sample)
+        (norms,) = statistics.norms(table, list(enumerate(gradients)))
         again = dict(zip(norms.positions.tolist(), norms.vector.tolist(), strict=True))
         for position, gradient in enumerate(gradients):
             exact = gradient.detach()
             exact = exact.float() if exact.element_size() == 1 else exact
-            assert_agrees(rows[position], exact, plan, position)
+            assert_agrees(rows[position], exact, table, position)
             assert np.array_equal(again[position], rows[position][Column.NORM], equal_nan=True)
 
 
@@ -63,9 +63,9 @@ def test_gradients_that_come_and_go() -> None:
     statistics = EagerStatistics(9)
     plans = [plan_of(Bare((3, 2), (3, 2), (3, 2))) for _ in range(2)]
     gradients = [(position, torch.full((3, 2), float(position + 1))) for position in range(3)]
-    samples = [(plan, part) for part in (gradients, gradients[:2], gradients[1:]) for plan in plans] * 2
-    for sample, (plan, part) in enumerate(samples):
-        (measured,) = statistics.measure(plan, part, sample)
+    samples = [(table, part) for part in (gradients, gradients[:2], gradients[1:]) for table in plans] * 2
+    for sample, (table, part) in enumerate(samples):
+        (measured,) = statistics.measure(table, part, sample)
         norms = measured.vector.reshape(-1, measured.width)[:, Column.NORM].tolist()
         expected = {position: pytest.approx((position + 1) * math.sqrt(6)) for position, _ in part}
         assert dict(zip(measured.positions.tolist(), norms, strict=True)) == expected
@@ -74,12 +74,12 @@ def test_gradients_that_come_and_go() -> None:
 def test_no_gradient_is_kept() -> None:
     """When the gradients of a sample are thrown away, nothing of the statistics holds them or their memory."""
     shapes = [(4, 6), (4, 6), (7,), (600, 700), (600, 700)]
-    statistics, plan = EagerStatistics(9), plan_of(Bare(*shapes))
+    statistics, table = EagerStatistics(9), plan_of(Bare(*shapes))
     for sample in range(2):
         gradients = [some(shape, torch.bfloat16 if n == 3 else torch.float32) for n, shape in enumerate(shapes)]
         kept = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
-        statistics.measure(plan, list(enumerate(gradients)), sample)
-        statistics.norms(plan, list(enumerate(gradients)))
+        statistics.measure(table, list(enumerate(gradients)), sample)
+        statistics.norms(table, list(enumerate(gradients)))
         del gradients
         gc.collect()
         assert [reference() for reference in kept] == [None] * len(shapes)
@@ -124,12 +124,12 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
 def test_the_memory_needed_does_not_grow_with_the_gradient(kind: str, *, moments: bool) -> None:
     """Measuring a gradient of 4 million elements makes no tensor and no array larger than a few blocks."""
     gradient = LARGE[kind]()
-    plan, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9, moments=moments)
+    table, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9, moments=moments)
     tracemalloc.start()
     try:
         with LargestResult(gradient) as mode:
-            (measured,) = statistics.measure(plan, [(0, gradient)], 1)
-            statistics.norms(plan, [(0, gradient)])
+            (measured,) = statistics.measure(table, [(0, gradient)], 1)
+            statistics.norms(table, [(0, gradient)])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -146,8 +146,8 @@ def test_memory_is_used_again_for_other_shapes() -> None:
     for sample in range(3):
         for shape in shapes if sample % 2 else shapes[::-1]:
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                gradient, plan = some(shape, dtype, seed=sample), plan_of(Bare(shape, dtype=dtype))
-                found, fresh = (rows_of(statistics, plan, [gradient])[0] for statistics in (used, EagerStatistics(9)))
+                gradient, table = some(shape, dtype, seed=sample), plan_of(Bare(shape, dtype=dtype))
+                found, fresh = (rows_of(statistics, table, [gradient])[0] for statistics in (used, EagerStatistics(9)))
                 assert np.array_equal(found, fresh)
 
 
@@ -159,11 +159,11 @@ def test_two_threads_do_not_share_the_memory_they_work_in() -> None:
 
     def work(number: int) -> None:
         gradients = [some(shape, torch.bfloat16, seed=number) for shape in shapes[number]]
-        plan, own = plan_of(Bare(*shapes[number])), EagerStatistics(9)
-        expected = rows_of(EagerStatistics(9), plan, gradients)
+        table, own = plan_of(Bare(*shapes[number])), EagerStatistics(9)
+        expected = rows_of(EagerStatistics(9), table, gradients)
         for sample in range(30):
             for statistics in (own, shared):
-                (norms,) = statistics.norms(plan, list(enumerate(gradients)))
+                (norms,) = statistics.norms(table, list(enumerate(gradients)))
                 if norms.vector.tolist() != [expected[p][Column.NORM] for p in norms.positions.tolist()]:
                     wrong.append((number, sample))
 
@@ -178,10 +178,10 @@ def test_two_threads_do_not_share_the_memory_they_work_in() -> None:
 def test_a_sample_in_somebodys_inference_mode_does_no_harm() -> None:
     """Memory that was first needed in an inference mode can be used after it."""
     gradients = [some((8, 6), torch.bfloat16), some((8, 6), torch.bfloat16)]
-    statistics, plan = EagerStatistics(9), plan_of(Bare((8, 6), (8, 6), dtype=torch.bfloat16))
+    statistics, table = EagerStatistics(9), plan_of(Bare((8, 6), (8, 6), dtype=torch.bfloat16))
     with torch.inference_mode():
-        first = rows_of(statistics, plan, gradients, 1)
-    second = rows_of(statistics, plan, gradients, 2)
+        first = rows_of(statistics, table, gradients, 1)
+    second = rows_of(statistics, table, gradients, 2)
     assert all(np.array_equal(first[position], second[position]) for position in first)
 
 
@@ -189,8 +189,8 @@ def test_norms_do_not_need_the_newest_numpy(monkeypatch: pytest.MonkeyPatch) -> 
     """Where numpy has no `vecdot`, norms and squares are those of the reference all the same."""
     monkeypatch.delattr(np, "vecdot", raising=False)
     for shape in ((), (7,), (4, 6), (300, 1000), (70_001,)):
-        gradient, plan = some(shape), plan_of(Bare(shape))
-        assert_agrees(rows_of(EagerStatistics(9, moments=True), plan, [gradient])[0], gradient, plan, 0)
+        gradient, table = some(shape), plan_of(Bare(shape))
+        assert_agrees(rows_of(EagerStatistics(9, moments=True), table, [gradient])[0], gradient, table, 0)
 
 
 def test_units_are_summed_on_the_host_as_on_a_device() -> None:

@@ -24,9 +24,9 @@ from torch_grad_exporter.aggregation.peaks import Peaks
 from torch_grad_exporter.aggregation.samples import Groups, Sample, arrived, grouped_norms, values
 from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.model.layers import Plan
+from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, Outcome, Told, Weights
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, Outcome, OutcomeResolved, Weights
 
 PATIENCE = 1.0
 PATIENCE_AMID = 10.0
@@ -70,7 +70,7 @@ _HALF_DECADES = np.array(HALF_DECADES)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSnapshot:
-    """All gradient values at one moment, of one and the same sample; `layers` and `table` go together.
+    """All gradient values at one moment, of one and the same sample; `layers` and `layer_values` go together.
 
     `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
     `peaks`: of each layer the largest norm and z-score since the last look, shape (2, layers), and `peaks_of_totals` of each
@@ -78,8 +78,8 @@ class GradientSnapshot:
     `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if they are counted.
     """
 
-    plan: Plan
-    table: np.ndarray[tuple[int], np.dtype[np.void]]
+    table: ParameterTable
+    layer_values: np.ndarray[tuple[int], np.dtype[np.void]]
     recent_max: FloatArray
     optimizers: tuple[int, ...]
     totals: np.ndarray[tuple[int], np.dtype[np.void]]
@@ -106,7 +106,7 @@ class GradientLedger:
     local: LocalTotals = field(default_factory=LocalTotals)
     samples: int = 0
     undelivered: int = 0
-    _plan: Plan | None = None
+    _table: ParameterTable | None = None
     _rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _row_of: dict[str, int] = field(default_factory=dict)
     _layers: np.ndarray[tuple[int], np.dtype[np.void]] = field(default_factory=lambda: np.zeros(0, dtype=LAYER))
@@ -134,11 +134,11 @@ class GradientLedger:
     """Whether the last observed norm was not finite, and what became of its step is still to be told."""
     _probes: dict[int, set[int]] = field(default_factory=dict)
 
-    def use(self, plan: Plan) -> None:
-        """Shows the layers of `plan` from now on; a layer that was there before keeps its totals."""
-        if plan is self._plan:
+    def use(self, table: ParameterTable) -> None:
+        """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
+        if table is self._table:
             return
-        for label in plan.layers:
+        for label in table.layers:
             self._row_of.setdefault(label, len(self._row_of))
         more = np.zeros(len(self._row_of) - len(self._layers), dtype=LAYER)
         for name in LAYER.names or ():
@@ -147,15 +147,15 @@ class GradientLedger:
         self._layers = np.concatenate([self._layers, more])
         self._layer_baseline.grow(len(self._layers))
         self._peaks.grow(len(self._layers))
-        self._rows = np.array([self._row_of[label] for label in plan.layers], dtype=np.int64)
-        self._plan = plan
+        self._rows = np.array([self._row_of[label] for label in table.layers], dtype=np.int64)
+        self._table = table
 
-    def apply(self, event: Captured | Local | AfterClip | Closed | Told | Weights) -> None:
+    def apply(self, event: Captured | Local | AfterClip | Closed | OutcomeResolved | Weights) -> None:
         """Takes one event; its vectors have arrived."""
         with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
             self._apply(event)
 
-    def _apply(self, event: Captured | Local | AfterClip | Closed | Told | Weights) -> None:
+    def _apply(self, event: Captured | Local | AfterClip | Closed | OutcomeResolved | Weights) -> None:
         match event:
             case Captured():
                 self._replace_pending(event)
@@ -170,7 +170,7 @@ class GradientLedger:
                 if self._pending is not None and self._pending.captured.round == event.round:
                     self._publish(self._pending, event)
                     self._pending = None
-            case Told():
+            case OutcomeResolved():
                 if self._untold and self._observed is not None:
                     self._observed[f"nonfinite_{event.outcome.value}"] += 1
                     self._untold = False
@@ -225,12 +225,12 @@ class GradientLedger:
         """
         if not more_to_come:
             self.expire(now)
-        plan = self._plan
-        if plan is None:
-            raise RuntimeError("the ledger has no plan yet")
-        table = self._layers[self._rows]
+        table = self._table
+        if table is None:
+            raise RuntimeError("the ledger has no table yet")
+        layer_values = self._layers[self._rows]
         fresh = self._recent_second > int(now) - _SECONDS
-        recent = np.fmax.reduce(table["recent"][:, fresh], axis=1, initial=np.nan)
+        recent = np.fmax.reduce(layer_values["recent"][:, fresh], axis=1, initial=np.nan)
         recent[np.isinf(recent)] = np.nan
         optimizers, totals, observed = self._over_optimizers()
         local = self.local.snapshot()
@@ -240,7 +240,7 @@ class GradientLedger:
             for forgetful in (self._peaks, self._peaks_of_totals, self._peaks_of_observed):
                 forgetful.forget()
         return GradientSnapshot(
-            plan, table, recent, optimizers, totals, self.samples, self.undelivered, observed, local, *peaks, layers, over
+            table, layer_values, recent, optimizers, totals, self.samples, self.undelivered, observed, local, *peaks, layers, over
         )
 
     def _peaks_over(self, optimizers: tuple[int, ...], *, observed: bool) -> FloatArray:
@@ -297,7 +297,7 @@ class GradientLedger:
             sample = sample.without_sizes()
             verdicts = {optimizer: replace(verdict, coefficient=None) for optimizer, verdict in verdicts.items()}
         shown = closed.stepped | left_out
-        self.use(sample.captured.plan)
+        self.use(sample.captured.table)
         self._publish_layers(sample, closed.owners, shown)
         # What nobody owns is in nobody's totals, unless no optimizer is known yet.
         known = (shown | set(self._optimizers)) - {UNOWNED}
@@ -375,55 +375,57 @@ class GradientLedger:
             sample.unscale(min((by_hand or scales).values()))
 
     def _publish_layers(self, sample: Sample, owners: IntArray, shown: frozenset[int]) -> None:
-        plan, table, mine = sample.captured.plan, self._layers, np.isin(owners, list(shown))
-        missing = np.zeros(len(plan.tracked), dtype=np.bool_)
+        table, layer_values, mine = sample.captured.table, self._layers, np.isin(owners, list(shown))
+        missing = np.zeros(len(table.tracked), dtype=np.bool_)
         missing[sample.captured.missing] = True
-        touched = np.unique(plan.layer_of[mine & (sample.present | missing)])
-        table["missing"][self._rows[touched]] = np.bincount(plan.layer_of[mine & missing], minlength=len(plan.layers))[touched]
+        touched = np.unique(table.layer_of[mine & (sample.present | missing)])
+        layer_values["missing"][self._rows[touched]] = np.bincount(table.layer_of[mine & missing], minlength=len(table.layers))[
+            touched
+        ]
         groups = Groups.of(sample, mine & sample.present)
         rows = self._rows[groups.layers]
         norms, elements, units = groups.norms(), groups.total(sample.elements), groups.total(sample.units)
-        table["norm"][rows], table["sized"][rows] = norms, sample.sized
-        table["part"][rows], table["units"][rows] = groups.counted_norms(), units
-        table["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
-        table["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
+        layer_values["norm"][rows], layer_values["sized"][rows] = norms, sample.sized
+        layer_values["part"][rows], layer_values["units"][rows] = groups.counted_norms(), units
+        layer_values["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
+        layer_values["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
         share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
-        table["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
-        table["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
+        layer_values["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
+        layer_values["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
         self._moments(groups, rows, norms, elements)
         self._count_layers(Groups.of(sample, np.isin(owners, list(shown - self._counted)) & sample.present))
         self._judge_layers(Groups.of(sample, np.isin(owners, list(shown - self._measured)) & sample.present), sample)
 
     def _moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
-        table = self._layers
+        layer_values = self._layers
         mean = groups.sum(Column.SUM) / np.maximum(elements, 1)
         rms = norms / np.sqrt(np.maximum(elements, 1))
         # In units of the root mean square, whose own square may be out of range.
         share = 1 - np.square(mean / np.where(rms > 0, rms, 1.0))
-        table["mean"][rows] = mean
-        table["stddev"][rows] = rms * np.sqrt(np.where(share < 0, 0.0, share))
-        table["minimum"][rows] = groups.smallest(Column.MIN)
-        table["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
+        layer_values["mean"][rows] = mean
+        layer_values["stddev"][rows] = rms * np.sqrt(np.where(share < 0, 0.0, share))
+        layer_values["minimum"][rows] = groups.smallest(Column.MIN)
+        layer_values["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
 
     def _count_layers(self, groups: Groups) -> None:
-        table, rows = self._layers, self._rows[groups.layers]
-        table["captures"][rows] += 1
-        table["nans"][rows] += groups.counted_sum(Column.NANS)
-        table["infs"][rows] += groups.counted_sum(Column.INFS)
+        layer_values, rows = self._layers, self._rows[groups.layers]
+        layer_values["captures"][rows] += 1
+        layer_values["nans"][rows] += groups.counted_sum(Column.NANS)
+        layer_values["infs"][rows] += groups.counted_sum(Column.INFS)
 
     def _judge_layers(self, groups: Groups, sample: Sample) -> None:
         """Enters norms that were not known before into the sums and compares them with earlier ones."""
-        table, rows, norms = self._layers, self._rows[groups.layers], groups.norms()
+        layer_values, rows, norms = self._layers, self._rows[groups.layers], groups.norms()
         finite = np.isfinite(norms)
         squares = np.square(groups.counted_norms())
-        fits = np.isfinite(table["squared_total"][rows] + squares)
-        table["squared_total"][rows[fits]] += squares[fits]
-        seen = _observe(table, rows[finite], norms[finite], _DECADES)
+        fits = np.isfinite(layer_values["squared_total"][rows] + squares)
+        layer_values["squared_total"][rows[fits]] += squares[fits]
+        seen = _observe(layer_values, rows[finite], norms[finite], _DECADES)
         if self.exponential is not None:
             self.exponential.layers.observe(*seen)
         verdict = self._layer_baseline.judge(rows, norms)
-        table["zscore"][rows] = verdict.zscore
-        table["spikes"][rows] += verdict.spike
+        layer_values["zscore"][rows] = verdict.zscore
+        layer_values["spikes"][rows] += verdict.spike
         self._peaks.enter(rows, norms, verdict.zscore)
         # A finite norm of unknown size may be the largest: nobody knows the largest until it is no longer recent.
         recent = finite if sample.sized else groups.sum(Column.NANS) + groups.sum(Column.INFS) == 0
@@ -479,7 +481,7 @@ class GradientLedger:
 
     def _hint(self, sample: Sample, closed: Closed) -> None:
         """Names the probes for the next comparison: per parameter group the largest norm and magnitude."""
-        if self.hints.plan is not sample.captured.plan:
+        if self.hints.table is not sample.captured.table:
             self._probes = {}
         magnitude = np.fmax(np.abs(sample.columns[:, Column.MIN]), np.abs(sample.columns[:, Column.MAX]))
         for group in np.unique(closed.groups[sample.present]):
@@ -492,13 +494,13 @@ class GradientLedger:
                     best |= set(usable[np.argsort(column[usable])[-count:]].tolist())
             self._probes[int(group)] = best
         self.hints.probes = frozenset().union(*self._probes.values())
-        self.hints.plan = sample.captured.plan
+        self.hints.table = sample.captured.table
 
     def _weigh(self, event: Weights) -> None:
-        plan = event.plan
-        self.use(plan)
+        table = event.table
+        self.use(table)
         norms = values(event.vector.ready()).reshape(-1, 3)
-        layers, group = np.unique(plan.layer_of[event.positions], return_inverse=True)
+        layers, group = np.unique(table.layer_of[event.positions], return_inverse=True)
         before, after, update = (grouped_norms(norms[:, i], group, len(layers)) for i in range(3))
         rows = self._rows[layers]
         self._layers["weight_norm"][rows] = after
@@ -506,16 +508,16 @@ class GradientLedger:
 
 
 def _observe(
-    table: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray
+    layer_values: np.ndarray[tuple[int], np.dtype[np.void]], rows: IntArray, norms: FloatArray, bounds: FloatArray
 ) -> tuple[IntArray, FloatArray]:
     """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it. Returns what was entered.
 
     What would make the sum overflow is left out, like what is not finite.
     """
-    fits = np.isfinite(table["bucket_sum"][rows] + norms)
+    fits = np.isfinite(layer_values["bucket_sum"][rows] + norms)
     rows, norms = rows[fits], norms[fits]
-    table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
-    table["bucket_sum"][rows] += norms
+    layer_values["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
+    layer_values["bucket_sum"][rows] += norms
     return rows, norms
 
 

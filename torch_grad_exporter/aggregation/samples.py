@@ -30,8 +30,8 @@ class Sample:
 
     @classmethod
     def of(cls, captured: Captured) -> Sample:
-        """Puts the arrived parts of a capture together, in the order of the plan."""
-        size = len(captured.plan.tracked)
+        """Puts the arrived parts of a capture together, in the order of the table."""
+        size = len(captured.table.tracked)
         columns, present = np.zeros((size, len(Column))), np.zeros(size, dtype=np.bool_)
         elements, units = np.zeros((2, size), dtype=np.int64)
         for part in captured.parts:
@@ -102,9 +102,9 @@ class Groups:
     def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
         """The wanted parameters by layer, or all in one group."""
         chosen = np.flatnonzero(wanted)
-        layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.plan.layer_of[chosen]
+        layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.table.layer_of[chosen]
         layers, group = np.unique(layer_of, return_inverse=True)
-        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.plan.counts[chosen])
+        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.table.counts[chosen])
 
     def sum(self, column: Column) -> FloatArray:
         """The column's sum in each group."""

@@ -27,8 +27,8 @@ from torch_grad_exporter.transfer.events import (
     Local,
     Mailbox,
     Observed,
+    OutcomeResolved,
     Stepped,
-    Told,
     Weights,
 )
 from torch_grad_exporter.transfer.transfer import Ticket
@@ -51,7 +51,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After which a vector that never arrived, as on a device that has failed, is given up."""
 
-_Ticketed = Captured | Local | AfterClip | Closed | Told | Weights | Observed
+_Ticketed = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights | Observed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class Snapshot:
 class HostSide:
     """Drains the mailbox into the ledger and the totals; `close()` ends the thread after a last drain.
 
-    Holds a bounded number of events. `beside`: something else to be done a few times a second.
+    Holds a bounded number of events. `periodic`: something else to be done a few times a second.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class HostSide:
         errors: ErrorLog,
         *,
         now: Callable[[], float] = time.time,
-        beside: Callable[[], None] | None = None,
+        periodic: Callable[[], None] | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._ledger = ledger
         self._totals = totals
         self._errors = errors
         self._now = now
-        self._beside = beside
+        self._periodic = periodic
         self._left_out = 0
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
@@ -149,8 +149,8 @@ class HostSide:
     def _work(self) -> None:
         while not self._stop.wait(POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS):
             self._guarded(self.drain)
-            if self._beside is not None:
-                self._guarded(self._beside)
+            if self._periodic is not None:
+                self._guarded(self._periodic)
 
     def _drain(self) -> None:
         now = self._now()
@@ -224,6 +224,6 @@ def _tickets(event: _Ticketed) -> list[Ticket]:
             found = [vector]
         case Observed(value=value):
             found = [] if isinstance(value, float) else [value]
-        case Closed() | Told():
+        case Closed() | OutcomeResolved():
             found = []
     return [ticket for ticket in found if ticket is not None]

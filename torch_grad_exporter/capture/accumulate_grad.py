@@ -12,40 +12,40 @@ from collections.abc import Callable
 import torch
 
 from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.layers import Plan, TrackedParameter
+from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
 
 
 class AccumulateGradNodes:
-    """Hooks on the AccumulateGrad nodes of a plan's parameters, while armed. `hook` is called with the parameter first.
+    """Hooks on the AccumulateGrad nodes of a table's parameters, while armed. `hook` is called with the parameter first.
 
-    `plan`: for which they were armed. `fired`: the parameters that received a gradient, as far as the caller adds them.
+    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as the caller adds them.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
         self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
         self._handles: list[Handle] = []
-        self.plan: Plan | None = None
+        self.table: ParameterTable | None = None
         self.fired: set[TrackedParameter] = set()
 
     @property
     def armed(self) -> bool:
         """Whether any node is hooked."""
-        return self.plan is not None
+        return self.table is not None
 
-    def arm(self, plan: Plan) -> None:
-        """Hooks the nodes of all parameters of the plan that are not hooked yet."""
-        self.plan = plan
-        for tracked in plan.tracked:
+    def arm(self, table: ParameterTable) -> None:
+        """Hooks the nodes of all parameters of the table that are not hooked yet."""
+        self.table = table
+        for tracked in table.tracked:
             parameter = tracked.parameter()
             if tracked not in self._nodes and parameter is not None and parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[tracked] = node
                 self._handles.append(node.register_hook(functools.partial(self._hook, tracked)))
 
-    def sees_all_of(self, plan: Plan) -> bool:
-        """Whether the node of every parameter of the plan is hooked, and is still the one that a backward runs through."""
-        for tracked in plan.tracked:
+    def sees_all_of(self, table: ParameterTable) -> bool:
+        """Whether the node of every parameter of the table is hooked, and is still the one that a backward runs through."""
+        for tracked in table.tracked:
             parameter, node = tracked.parameter(), self._nodes.get(tracked)
             if parameter is None or node is None or not parameter.requires_grad:
                 return False
@@ -53,13 +53,13 @@ class AccumulateGradNodes:
                 return False
         return True
 
-    def positions(self, plan: Plan) -> set[int]:
-        """Where in the plan those stand that fired."""
-        return {position for position, tracked in enumerate(plan.tracked) if tracked in self.fired}
+    def positions(self, table: ParameterTable) -> set[int]:
+        """Where in the table those stand that fired."""
+        return {position for position, tracked in enumerate(table.tracked) if tracked in self.fired}
 
     def disarm(self) -> None:
         """Removes the hooks and lets go of the nodes; idempotent, from any thread."""
-        self.plan = None
+        self.table = None
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

@@ -34,7 +34,7 @@ from torch_grad_exporter.capture.local import LocalGradients
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import PROBES, Habits, Marks, Round
+from torch_grad_exporter.capture.rounds import PROBES, GradientVersions, Round, RoundPattern
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import (
     Handle,
@@ -49,10 +49,10 @@ from torch_grad_exporter.capture.torch_hooks import (
 )
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.model.layers import LayerIndex, Plan, TrackedParameter
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, TrackedParameter
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.reduction import Reductions
-from torch_grad_exporter.transfer.events import Closed, Mailbox, Outcome, Told
+from torch_grad_exporter.transfer.events import Closed, Mailbox, Outcome, OutcomeResolved
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -93,7 +93,7 @@ class EarlyLook:
     """What was seen before the forward. `cleared`: the gradients of the backward before it were thrown away."""
 
     cleared: bool = False
-    marks: Marks | None = None
+    marks: GradientVersions | None = None
 
 
 class GradientCapture:
@@ -130,16 +130,16 @@ class GradientCapture:
         self._end_hook = hooks.guarded("backward_hook", self._on_end)
         self.mode = Mode.OUTPUT
         self.samples = self.skipped = self._misses = 0
-        self._round = Round(0, index.plan, sampled=schedule.due(0))
-        self._habits = Habits()
+        self._round = Round(0, index.table, sampled=schedule.due(0))
+        self._pattern = RoundPattern()
         self._task = -1
         self._certain = True
         self._unannounced = self._skipped_unseen = False
-        self._before: Marks | None = None
+        self._before: GradientVersions | None = None
         self._fused = FusedSteps(clock)
         self._found_inf: dict[int, torch.Tensor] = {}
         self._check_is_next = True
-        self._probed: tuple[Plan, set[int]] | None = None
+        self._probed: tuple[ParameterTable, set[int]] | None = None
         self._nodes = AccumulateGradNodes(hooks.guarded("backward_hook", self._on_node))
         self._early = EarlyLook()
         self._compiled_before = compiled_backwards()
@@ -162,12 +162,12 @@ class GradientCapture:
         if self._index.fully_sharded and graph_task() == -1:
             current = self._round
             again = bool(current.backwards) and not current.stepped and not self._stepping
-            self._early.cleared = again and self._habits.cleared(current)
+            self._early.cleared = again and self._pattern.cleared(current)
             if again and self._early.marks is not None:
                 return  # in the middle of a round FSDP2 may have left them gathered
-            gathered = self._index.plan.parameters() is None
+            gathered = self._index.table.parameters() is None
             looked = self._next_is_sampled() and not gathered
-            self._early.marks = Marks.of(self._index.refresh().tracked) if looked else None
+            self._early.marks = GradientVersions.of(self._index.refresh().tracked) if looked else None
 
     def _look_at_ranks(self, root: torch.nn.Module | None = None) -> None:
         """Which ranks have the same gradients, and what reduces them: looked at within a forward of a root, or without one."""
@@ -224,7 +224,7 @@ class GradientCapture:
         if current.sampled and current.fired and not current.captured:
             self._cost.of(self._catch_up)
         # Where the model's gradients were copied to another optimizer's, nobody knows what that one saw.
-        copied = optimizer in self._optimizers.copying or (current.strangers and not self._optimizers.reporting)
+        copied = optimizer in self._optimizers.copying or (current.foreign and not self._optimizers.reporting)
         if current.captured and current.open and optimizer not in current.read and not copied:
             self._cost.of(self._read_after, optimizer, grad_scale)
 
@@ -236,7 +236,7 @@ class GradientCapture:
         self._stepping.add(number)
         self._round.read.add(number)  # it sees what is read now
         if self._round.sampled:
-            self._cost.of(self._errors.guard, "capture", lambda: self._reader.within.read_of(self._round.plan, optimizer))
+            self._cost.of(self._errors.guard, "capture", lambda: self._reader.within.read_of(self._round.table, optimizer))
 
     def step_ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -292,15 +292,15 @@ class GradientCapture:
         """
         current = self._round
         settled = self.mode is Mode.OUTPUT and not self._nodes.armed and not self._index.fully_sharded and self._task == -1
-        alone = self._index.models == 1 and len(current.stepped) == 1 and not (self._stepping or self._late or current.strangers)
+        alone = self._index.models == 1 and len(current.stepped) == 1 and not (self._stepping or self._late or current.foreign)
         if not (settled and alone) or (current.open and current.captured) or self._reader.knows_scaler or self._fused.waiting:
             return None
-        same = current.backwards and self._habits.same_rounds(current)
+        same = current.backwards and self._pattern.same_rounds(current)
         return next(iter(current.stepped)) if same and not current.stepped & self._optimizers.copying else None
 
     def witness(self) -> TrackedParameter | None:
         """A parameter that gets a gradient in each backward, as far as the last sample tells."""
-        for probe in itertools.chain.from_iterable(self._habits.probes.values()):
+        for probe in itertools.chain.from_iterable(self._pattern.probes.values()):
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 return probe
@@ -317,7 +317,7 @@ class GradientCapture:
         if backwards:
             self._start_round()
             self._round.backwards, self._round.models = backwards, set(last.models)
-            self._habits.remember(self._round.models)
+            self._pattern.remember(self._round.models)
         self._waits.missed()
         if self._local is not None:
             self._local.samples_before = None if backwards else self._samples()
@@ -335,7 +335,7 @@ class GradientCapture:
     def _tell(self, outcome: Outcome) -> None:
         if self._round.observed:
             self._round.observed = False
-            self._mailbox.append(Told(outcome))
+            self._mailbox.append(OutcomeResolved(outcome))
 
     @property
     def current(self) -> Round:
@@ -410,7 +410,7 @@ class GradientCapture:
         self._certain = not graph_is_kept()
         if sampled:
             if not self._round.backwards:
-                self._renew_plan()
+                self._renew_table()
             self._nodes.fired.clear()
             self._unannounced = False
             self._errors.guard("reduction", self._reduction_begins)
@@ -430,8 +430,8 @@ class GradientCapture:
         if reduction is not None and reduction.parameters and self._reader.devices <= {"cpu"}:
             self._waits.begin()
         if self._local is not None and self.mode is Mode.OUTPUT:
-            carries_on = self._round.backwards > 0 and self._habits.untouched()
-            self._local.begin(self._round.plan, reduction, carries_on=carries_on)
+            carries_on = self._round.backwards > 0 and self._pattern.untouched()
+            self._local.begin(self._round.table, reduction, carries_on=carries_on)
 
     def _samples(self) -> int | None:
         return self._clock.samples if self._clock.samples_known else None
@@ -440,28 +440,28 @@ class GradientCapture:
         if self._local is not None:
             self._local.disarm()
 
-    def _renew_plan(self) -> None:
+    def _renew_table(self) -> None:
         """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
         if self.mode is not Mode.OUTPUT:
             self._errors.guard("reduction", self._look_at_ranks)
-        plan = self._round.plan = self._index.refresh(within_step=True)
-        if self._nodes.armed and not self._nodes.sees_all_of(plan):
+        table = self._round.table = self._index.refresh(within_step=True)
+        if self._nodes.armed and not self._nodes.sees_all_of(table):
             self._nodes.disarm()
 
     def _gradients_were_cleared(self, current: Round) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
-        if not self._reader.knows_scaler and self._habits.hold():
+        if not self._reader.knows_scaler and self._pattern.hold():
             current.begin_again()
-        elif self._habits.updated() and not self._optimizers.reporting:
+        elif self._pattern.updated() and not self._optimizers.reporting:
             # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
             manual = self._optimizers.manual()
-            for _ in range(1 + self._habits.release()):
+            for _ in range(1 + self._pattern.release()):
                 self._clock.step_done(manual)
-            self._habits.stepped_unseen()
+            self._pattern.stepped_unseen()
             current.stepped.add(manual)
             self._start_round()
         else:
-            self._clock.skipped += 1 + self._habits.release()
+            self._clock.skipped += 1 + self._pattern.release()
             self._start_round(skipped=True)
 
     def _can_look(self) -> bool:
@@ -469,15 +469,15 @@ class GradientCapture:
         if _capturing_graph():
             return False
         if self.mode is Mode.PARAMETER:
-            self._renew_plan()
+            self._renew_table()
             return self._nodes.armed
         return self.mode is Mode.OPTIMIZER or not self._index.fully_sharded or self._early.marks is not None
 
     def _cleared(self, current: Round) -> bool:
-        return self._early.cleared if self._index.fully_sharded else self._habits.cleared(current)
+        return self._early.cleared if self._index.fully_sharded else self._pattern.cleared(current)
 
     def _look(self) -> None:
-        self._before = self._early.marks if self._index.fully_sharded else Marks.of(self._round.plan.tracked)
+        self._before = self._early.marks if self._index.fully_sharded else GradientVersions.of(self._round.table.tracked)
 
     def _on_end(self) -> None:
         if self._task == -1:
@@ -505,26 +505,26 @@ class GradientCapture:
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             # Who steps within the backward does not wait for another one.
-            if fired and (self._reader.within.fired or current.backwards >= (self._habits.backwards or 1)):
+            if fired and (self._reader.within.fired or current.backwards >= (self._pattern.backwards or 1)):
                 self._capture(current)
-            self._habits.remember(current.models)
+            self._pattern.remember(current.models)
         self._cost.spent(start, sampled=current.sampled)
 
-    def _fired(self, before: Marks | None) -> set[int]:
+    def _fired(self, before: GradientVersions | None) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
         moved = set() if before is None else before.moved()
         if not self._nodes.armed:
             return moved
-        seen = self._nodes.positions(self._round.plan)
+        seen = self._nodes.positions(self._round.table)
         # Those that a hook of the user's has cleared again have no mark to show.
-        left = {i for i in seen if self._round.plan.tracked[i].gradient() is not None}
+        left = {i for i in seen if self._round.table.tracked[i].gradient() is not None}
         # One that moved and did not fire was written by somebody else: DDP brings gradients of other ranks.
         if self.mode is Mode.OUTPUT and seen and (self._unannounced or left - moved):
             self._fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved
 
-    def _probe_marks(self) -> Marks:
-        return Marks.of([probe for probes in self._habits.probes.values() for probe in probes])
+    def _probe_marks(self) -> GradientVersions:
+        return GradientVersions.of([probe for probes in self._pattern.probes.values() for probe in probes])
 
     # Rounds
 
@@ -534,7 +534,7 @@ class GradientCapture:
         self._tell(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         if last.open and last.captured:
             self._close_round(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
-        self._clock.skipped += self._habits.learn(last)
+        self._clock.skipped += self._pattern.learn(last)
         self._settle_cost()
         if last.sampled and last.fired and not last.captured:
             self._lost(last)
@@ -546,7 +546,7 @@ class GradientCapture:
             self._optimizers.settled = True
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         sampled = self._schedule.due(number) or (skipped and not last.sampled)
-        self._round = Round(number, self._index.plan, sampled)
+        self._round = Round(number, self._index.table, sampled)
         if not self._round.sampled:
             self._nodes.disarm()
 
@@ -558,15 +558,15 @@ class GradientCapture:
     def _close_round(self, outcome: Outcome) -> None:
         current = self._round
         current.open = False
-        owners, groups = self._optimizers.owners(current.plan, current.stepped)
-        stepped = frozenset(current.stepped) or self._habits.steppers(current.models)
+        owners, groups = self._optimizers.owners(current.table, current.stepped)
+        stepped = frozenset(current.stepped) or self._pattern.steppers(current.models)
         if not stepped:
             stepped = frozenset(owners[sorted(current.fired)].tolist())
         self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
         fired = np.array(sorted(current.fired), dtype=np.int64)
-        strangers = set(fired[~np.isin(owners[fired], list(stepped))].tolist())
-        if strangers:
-            self._errors.guard("capture", lambda: self._reader.forget(current, strangers))
+        foreign = set(fired[~np.isin(owners[fired], list(stepped))].tolist())
+        if foreign:
+            self._errors.guard("capture", lambda: self._reader.forget(current, foreign))
         self._cost.sample_over()
         self._settle_cost()
 
@@ -576,11 +576,11 @@ class GradientCapture:
 
     def _all_stepped(self, current: Round) -> bool:
         """Whether nobody else will step in this round on gradients that it captured, as far as the last rounds tell."""
-        owners, _ = self._optimizers.owners(current.plan, current.stepped)
+        owners, _ = self._optimizers.owners(current.table, current.stepped)
         waited = set(owners[sorted(current.fired)].tolist())
         if self.mode is Mode.OPTIMIZER:  # reads only when each of them steps
             waited |= {number for number, _ in self._optimizers.numbered()}
-        active = self._habits.active(current.models)
+        active = self._pattern.active(current.models)
         return (waited if active is None else waited & active) <= current.stepped
 
     def _step_without_backward(self, optimizer: int) -> None:
@@ -590,7 +590,7 @@ class GradientCapture:
             self._start_round()
         if self.mode is Mode.OPTIMIZER or (self.mode is Mode.PARAMETER and not armed) or not self._has_gradients():
             return
-        if not self._habits.written_between_steps(self._round.plan):
+        if not self._pattern.written_between_steps(self._round.table):
             return
         self._misses += 1
         self._nodes.disarm()  # they may be those of tensors that were replaced
@@ -603,12 +603,12 @@ class GradientCapture:
                 self._fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
 
     def _has_gradients(self) -> bool:
-        return any(tracked.gradient() is not None for tracked in self._round.plan.tracked)
+        return any(tracked.gradient() is not None for tracked in self._round.table.tracked)
 
     def _fall_to(self, mode: Mode, why: str) -> None:
         say(logger, logging.INFO, "gradients are captured by rung %r from now on: %s", mode.value, why)
         self.mode, self._misses = mode, 0
-        self._habits.probes.clear()
+        self._pattern.probes.clear()
         self._probed = None
         if mode is Mode.OPTIMIZER:
             self.release()
@@ -624,7 +624,7 @@ class GradientCapture:
 
         def measure() -> None:
             nonlocal done
-            done = len(self._mailbox) < CROWDED and self._reader.read(current, self._habits, self._clock.now())
+            done = len(self._mailbox) < CROWDED and self._reader.read(current, self._pattern, self._clock.now())
 
         self._errors.guard("capture", measure)
         if not done:
@@ -639,7 +639,7 @@ class GradientCapture:
 
     def _catch_up(self) -> None:
         """A round with fewer backwards than any lately: reads its gradients at the step, if nobody has touched them."""
-        if self._habits.untouched():
+        if self._pattern.untouched():
             self._capture(self._round)
         else:
             self._lost(self._round)
@@ -658,9 +658,9 @@ class GradientCapture:
             return
         self._errors.guard("reduction", self._look_at_ranks)
         if not current.captured:
-            current.plan = self._index.refresh()
-        owners, _ = self._optimizers.owners(current.plan, {optimizer})
-        self._errors.guard("capture", lambda: self._reader.within.read(current.plan, np.flatnonzero(owners == optimizer)))
+            current.table = self._index.refresh()
+        owners, _ = self._optimizers.owners(current.table, {optimizer})
+        self._errors.guard("capture", lambda: self._reader.within.read(current.table, np.flatnonzero(owners == optimizer)))
         current.fired |= self._reader.within.fired
         if current.fired:
             self._capture(current)
@@ -689,15 +689,15 @@ class GradientCapture:
     def _arm(self) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
         # Not after another look: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
-        if self._index.plan.parameters() is not None:
-            self._nodes.arm(self._index.plan)
+        if self._index.table.parameters() is not None:
+            self._nodes.arm(self._index.table)
 
     def _place_probes(self, current: Round) -> None:
         """Chooses the parameters that tell of clearing, and on the rung `parameter` of backwards, until the next sample."""
-        tracked = current.plan.tracked
-        if self.mode is Mode.OUTPUT and (current.plan, current.fired) == self._probed:
+        tracked = current.table.tracked
+        if self.mode is Mode.OUTPUT and (current.table, current.fired) == self._probed:
             return
-        self._probed = current.plan, set(current.fired)
+        self._probed = current.table, set(current.fired)
         by_model: dict[int, list[int]] = {}
         for i in sorted(current.fired):
             by_model.setdefault(tracked[i].model, []).append(i)
@@ -707,21 +707,21 @@ class GradientCapture:
             return
         for model, positions in by_model.items():
             step = max(1, len(positions) // PROBES)
-            self._habits.probes[model] = [tracked[i] for i in positions[::step][:PROBES]]
+            self._pattern.probes[model] = [tracked[i] for i in positions[::step][:PROBES]]
 
     def _place_detectors(self, current: Round, positions: list[int]) -> None:
         """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
-        owners, _ = self._optimizers.owners(current.plan)
+        owners, _ = self._optimizers.owners(current.table)
         for i, owner in zip(positions, owners[positions].tolist(), strict=True):
             if owner in self._detectors or len(self._detectors) >= DETECTORS:
                 continue
-            tracked = current.plan.tracked[i]
+            tracked = current.table.tracked[i]
             parameter = tracked.parameter()
             if parameter is not None:
                 # A hook on the parameter itself runs before the gradient is written: clearing can still be seen.
                 hook = self._detector_hooks[tracked.model]
                 self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._habits.probes.setdefault(tracked.model, []).insert(0, tracked)
+                self._pattern.probes.setdefault(tracked.model, []).insert(0, tracked)
 
 
 def _capturing_graph() -> bool:

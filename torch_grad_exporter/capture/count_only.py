@@ -1,4 +1,4 @@
-"""Stretches: rounds that are only counted, where even the hooks of rounds that are not sampled cost too much.
+"""CountOnly: rounds that are only counted, where even the hooks of rounds that are not sampled cost too much.
 
 A forward, a backward and a step with hooks that do nothing cost 10 to 30 microseconds, which is more than 1 % of a step of
 a millisecond. So where steps are short and training runs as it did before, all hooks rest for a stretch of rounds but the
@@ -25,12 +25,12 @@ import torch
 
 from torch_grad_exporter.capture.capture import GradientCapture
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.rounds import Mark
+from torch_grad_exporter.capture.rounds import GradientVersion
 from torch_grad_exporter.capture.schedule import COUNTED_SECONDS, STRETCH_SECONDS, SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import CountingHook, GuardedHook, Handle, Hooks, count_backwards
 from torch_grad_exporter.model.layers import TrackedParameter
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.transfer.events import Counted, Mailbox, Outcome, Told
+from torch_grad_exporter.transfer.events import Counted, Mailbox, Outcome, OutcomeResolved
 
 STILL_SECONDS = 1.0
 """Without a step, after which the hooks around the forward come back."""
@@ -48,7 +48,7 @@ class Witness:
 
     fired: list[object]
     handle: Handle
-    mark: Mark
+    mark: GradientVersion
     growth: int | None = None
     """How often a round writes to the gradient, if it stays the same tensor."""
 
@@ -56,11 +56,11 @@ class Witness:
     def on_trial(cls, called: TrackedParameter) -> Witness | None:
         """Calls a parameter, right after a round; `None` if it is not in its place."""
         parameter, fired = called.parameter(), list[object]()
-        return None if parameter is None else cls(fired, count_backwards(parameter, fired), Mark.of(called))
+        return None if parameter is None else cls(fired, count_backwards(parameter, fired), GradientVersion.of(called))
 
     def begin(self) -> None:
         """A round, or a stretch of them, begins."""
-        self.mark = Mark.of(self.mark.tracked)
+        self.mark = GradientVersion.of(self.mark.tracked)
         self.fired.clear()
 
     def passed(self, backwards: int) -> bool:
@@ -76,13 +76,13 @@ class Witness:
         A gradient that is made anew in each round has then been written to more often than usual. One that stays has been
         written to once more for each, and not once more for clearing it as well.
         """
-        now = Mark.of(self.mark.tracked)
+        now = GradientVersion.of(self.mark.tracked)
         if now.gradient != self.mark.gradient:
             return now.gradient is not None and now.version > self.mark.version
         return self.growth is None or now.version - self.mark.version - steps * self.growth <= surplus
 
 
-class Stretches:
+class CountOnly:
     """Begins a stretch after a round that was followed closely, and ends it. Belongs to the training thread.
 
     `other`: is called with an optimizer that has stepped in a stretch and is not the one whose steps are counted.
@@ -240,7 +240,7 @@ class Stretches:
         if counting is not None and counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
         else:
-            self._mailbox.append(Told(Outcome.STEPPED))
+            self._mailbox.append(OutcomeResolved(Outcome.STEPPED))
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
         """Tells what became of the round of the norm that was observed last; whether that is not known yet."""
@@ -255,7 +255,7 @@ class Stretches:
         else:
             return True
         self._norm_at = None
-        self._mailbox.append(Told(outcome))
+        self._mailbox.append(OutcomeResolved(outcome))
         return False
 
     # From other threads

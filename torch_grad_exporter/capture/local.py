@@ -21,7 +21,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
-from torch_grad_exporter.model.layers import Plan, TrackedParameter, parameters_of
+from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch
@@ -60,11 +60,11 @@ class LocalGradients:
         self._reduction: Reduction | None = None
         self._norms: dict[int, list[single.Norm]] = {}
         self._there: set[int] = set()
-        self._ready: tuple[Reduction, Plan] | None = None
+        self._ready: tuple[Reduction, ParameterTable] | None = None
         self.samples_before: int | None = 0
         """Samples of all forwards up to the last backward; `None` while that is not known."""
 
-    def begin(self, plan: Plan, reduction: Reduction | None, *, carries_on: bool) -> None:
+    def begin(self, table: ParameterTable, reduction: Reduction | None, *, carries_on: bool) -> None:
         """A backward of a sampled round begins. `carries_on`: nobody has touched the gradients of the one before."""
         self.disarm()
         if not carries_on:
@@ -72,11 +72,11 @@ class LocalGradients:
         self._begins, self._reduction, self._ready = not carries_on, reduction, None
         self._norms, self._there = {}, set()
         if reduction is not None and (reduction.parameters or self._begins):
-            self._arm(plan, reduction.parameters)
+            self._arm(table, reduction.parameters)
 
-    def _arm(self, plan: Plan, reduced: frozenset[int]) -> None:
+    def _arm(self, table: ParameterTable, reduced: frozenset[int]) -> None:
         """Hooks the nodes of what is reduced; where that is nothing, of all, to see what is there before."""
-        for position, (tracked, parameter) in enumerate(zip(plan.tracked, parameters_of(plan.tracked), strict=True)):
+        for position, (tracked, parameter) in enumerate(zip(table.tracked, parameters_of(table.tracked), strict=True)):
             if parameter is None or not parameter.requires_grad or (reduced and tracked.identity not in reduced):
                 continue
             if parameter.grad is not None:
@@ -117,8 +117,8 @@ class LocalGradients:
         if reduction is None or not reduction.parameters:
             return
         unseen = (self._there & (current.fired | fired)) - self._norms.keys()
-        if not (total.reduced or unseen or any(current.plan.tracked[i].sharded for i in self._norms)):
-            self._ready = reduction, current.plan
+        if not (total.reduced or unseen or any(current.table.tracked[i].sharded for i in self._norms)):
+            self._ready = reduction, current.table
         total.reduced = True
 
     def post(self, number: int) -> None:
@@ -126,10 +126,10 @@ class LocalGradients:
         ready, self._ready = self._ready, None
         if ready is None:
             return
-        reduction, plan = ready
+        reduction, table = ready
         parts = self._sent()
         if parts is not None:
-            reduced = np.array([tracked.identity in reduction.parameters for tracked in plan.tracked], dtype=np.bool_)
+            reduced = np.array([tracked.identity in reduction.parameters for tracked in table.tracked], dtype=np.bool_)
             self._mailbox.append(Local(number, reduced, parts, self._sum.samples, reduction.ranks))
 
     def _sent(self) -> tuple[LocalPart, ...] | None:

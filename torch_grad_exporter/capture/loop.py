@@ -18,7 +18,7 @@ import torch
 
 from torch_grad_exporter.capture.capture import GradientCapture
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.count_only import Stretches
+from torch_grad_exporter.capture.count_only import CountOnly
 from torch_grad_exporter.capture.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import HOOKS_SECONDS, SamplingSchedule
@@ -44,7 +44,7 @@ _Batch = TypeVar("_Batch")
 class TrainingLoop:
     """Receives forwards, steps and observations, all on the training thread.
 
-    `beside`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps and of an
+    `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps and of an
     evaluation's forwards.
     """
 
@@ -62,7 +62,7 @@ class TrainingLoop:
         errors: ErrorLog,
         models: int = 1,
         weights: WeightProbe | None = None,
-        beside: Callable[[], None] | None = None,
+        periodic: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock
         self._cost = cost
@@ -72,7 +72,7 @@ class TrainingLoop:
         self._schedule = schedule
         self._mailbox = mailbox
         self._weights = weights
-        self._beside = beside
+        self._periodic = periodic
         self._errors = errors
         self._models = models
         self._transfer = HostTransfer(ring=64)
@@ -87,7 +87,7 @@ class TrainingLoop:
         self._forwards = False
         """Whether there was a training forward, outside of a backward, since the last step."""
         self._settings_read = self._loss_read = float("-inf")
-        self.stretches = Stretches(
+        self.count_only = CountOnly(
             clock=clock,
             capture=capture,
             schedule=schedule,
@@ -96,7 +96,7 @@ class TrainingLoop:
             hooks=hooks,
             other=self._late_step,
         )
-        capture.on_backward = self.stretches.settle
+        capture.on_backward = self.count_only.settle
 
     @property
     def devices(self) -> frozenset[str]:
@@ -107,7 +107,7 @@ class TrainingLoop:
 
     def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
-        self.stretches.settle()
+        self.count_only.settle()
         clock = self._clock
         start = clock.clock()
         clock.active()
@@ -138,23 +138,23 @@ class TrainingLoop:
             self._capture.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
                 self._observe_output(output)
-        if self._beside is not None and not module.training:
-            self._beside()
+        if self._periodic is not None and not module.training:
+            self._periodic()
         clock.own_seconds += clock.clock() - start
 
     def step_began(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, over: bool = False
     ) -> None:
-        """Before any optimizer's step; strangers are ignored. `args` begin with the optimizer itself.
+        """Before any optimizer's step; foreign are ignored. `args` begin with the optimizer itself.
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
-        self.stretches.settle()
+        self.count_only.settle()
         within = graph_task() != -1
         inside = self._capture.stepping if self._clock.stepping else frozenset()
         number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
         if number is None:
-            self._capture.current.strangers |= not inside
+            self._capture.current.foreign |= not inside
             self._capture.tool_steps(inside)
             return
         start = self._clock.clock()
@@ -189,7 +189,7 @@ class TrainingLoop:
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
         self._capture.step_began(number, closure=closure, grad_scale=grad_scale, found_inf=found_inf)
         if sampled and self._weights is not None:
-            self._weigh(functools.partial(self._weights.before, self._capture.current.plan, number, self._owners(number)))
+            self._weigh(functools.partial(self._weights.before, self._capture.current.table, number, self._owners(number)))
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
@@ -201,7 +201,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Ends a stretch and takes back the hook of a single step; idempotent."""
-        self.stretches.settle()
+        self.count_only.settle()
         self.release()
 
     def release(self) -> None:
@@ -235,15 +235,15 @@ class TrainingLoop:
             self._weigh(functools.partial(self._weights.after, number))
         if sampled or start - self._settings_read > READ_SECONDS:
             self._read_settings()
-        if self._beside is not None:
-            self._beside()
+        if self._periodic is not None:
+            self._periodic()
         self._clock.own_seconds += self._clock.clock() - start + (HOOKS_SECONDS if first else 0.0)
         own = self._clock.own_seconds
         seconds = self._clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
         if seconds is not None:
             self._schedule.stepped(seconds - own, None if sampled else own)
         if first:
-            self.stretches.round_over()
+            self.count_only.round_over()
 
     def _late_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped of which nobody thought that it would, so that its step's beginning was not seen."""
@@ -255,7 +255,7 @@ class TrainingLoop:
         self._cost.of(self._errors.guard, "weights", action)
 
     def _owners(self, optimizer: int) -> IntArray:
-        return self._optimizers.owners(self._capture.current.plan, {optimizer})[0]
+        return self._optimizers.owners(self._capture.current.table, {optimizer})[0]
 
     def _find_scaler(self) -> None:
         """Looks for a gradient scaler among the callers of the step that has just begun."""
@@ -281,15 +281,15 @@ class TrainingLoop:
         ticket = self._sent(value)
         if ticket is not None:
             if name == "grad_norm":
-                self.stretches.norm_comes()
+                self.count_only.norm_comes()
             self._mailbox.append(Observed(name, ticket))
             if name == "grad_norm":
-                (self.stretches if self.stretches.counting else self._capture).norm_observed()
+                (self.count_only if self.count_only.counting else self._capture).norm_observed()
         self._clock.own_seconds += self._clock.clock() - start
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
-        self.stretches.settle()
+        self.count_only.settle()
         if not (self._hooked and self._capture.current.stepped):
             optimizer = self._optimizers.manual()
             self._clock.step_began()

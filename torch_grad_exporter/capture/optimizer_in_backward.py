@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 import torch
 
-from torch_grad_exporter.model.layers import Plan
+from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Reading
 
 
 class StepsWithinBackward:
-    """What was read in the running backward, or before the steps of a round. `fired`: positions in the plan of what was read."""
+    """What was read in the running backward, or before the steps of a round. `fired`: positions in the table of what was read."""
 
     def __init__(self, statistics: EagerStatistics) -> None:
         self._statistics = statistics
-        self._plan: Plan | None = None
+        self._table: ParameterTable | None = None
         self._position: dict[int, int] = {}
         self.readings: list[Reading] = []
         self.fired: set[int] = set()
@@ -28,16 +28,16 @@ class StepsWithinBackward:
         """A backward begins."""
         self.readings, self.fired = [], set()
 
-    def read_of(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    def read_of(self, table: ParameterTable, optimizer: torch.optim.Optimizer) -> None:
         """Reads what this optimizer is about to use."""
-        if plan is not self._plan:
-            self._plan, self._position = plan, {t.identity: i for i, t in enumerate(plan.tracked)}
+        if table is not self._table:
+            self._table, self._position = table, {t.identity: i for i, t in enumerate(table.tracked)}
         owned = (self._position.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
-        self.read(plan, (position for position in owned if position is not None))
+        self.read(table, (position for position in owned if position is not None))
 
-    def read(self, plan: Plan, positions: Iterable[int]) -> None:
-        """Reads the gradients at these positions of the plan that are there and were not read before in this backward."""
-        found = ((i, plan.tracked[i].gradient()) for i in positions if i not in self.fired)
+    def read(self, table: ParameterTable, positions: Iterable[int]) -> None:
+        """Reads the gradients at these positions of the table that are there and were not read before in this backward."""
+        found = ((i, table.tracked[i].gradient()) for i in positions if i not in self.fired)
         gradients = [(int(i), gradient) for i, gradient in found if gradient is not None]
-        self.readings += self._statistics.read(plan, gradients)
+        self.readings += self._statistics.read(table, gradients)
         self.fired |= {position for position, _ in gradients}

@@ -14,7 +14,7 @@ import torch
 
 from torch_grad_exporter.capture.cost import DeviceTimer
 from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
-from torch_grad_exporter.capture.rounds import Habits, Round
+from torch_grad_exporter.capture.rounds import Round, RoundPattern
 from torch_grad_exporter.model.layers import parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
@@ -77,31 +77,31 @@ class GradientReader:
         """The loss scale now, if a scaler is known that has one."""
         return getattr(None if self._scaler is None else self._scaler(), "_scale", None)
 
-    def read(self, current: Round, habits: Habits, at: float) -> bool:
+    def read(self, current: Round, pattern: RoundPattern, at: float) -> bool:
         """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""
-        parameters = current.plan.parameters()
+        parameters = current.table.parameters()
         if parameters is None:
             return False
         early, begun = self.within, self.timer.begin(self._places)
         gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
-        readings = [*early.readings, *self._statistics.read(current.plan, gradients)]
+        readings = [*early.readings, *self._statistics.read(current.table, gradients)]
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
         self.timer.end(begun)
         if parts:
             # A gradient that a hook of the user's took away as soon as it was there is as good as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
-            owners, _ = self._optimizers.owners(current.plan)
+            owners, _ = self._optimizers.owners(current.table)
             self._mailbox.append(
                 Captured(
                     round=current.number,
-                    plan=current.plan,
+                    table=current.table,
                     parts=parts,
                     missing=np.array(missing, dtype=np.int64),
                     owners=owners,
                     at=at,
-                    likely_last=habits.backwards is not None,
-                    usual=habits.steppers(current.models),
+                    likely_last=pattern.backwards is not None,
+                    usual=pattern.steppers(current.models),
                     scale_known=self.steps_seen or self.knows_scaler,
                     scale=scale,
                     again=current.again,
@@ -112,7 +112,7 @@ class GradientReader:
 
     def forget(self, current: Round, positions: Iterable[int]) -> None:
         """Takes back what the round's sample counted of the units of these parameters, whose optimizers had no part in it."""
-        self._statistics.forget(current.plan, positions, current.number)
+        self._statistics.forget(current.table, positions, current.number)
 
     def read_after(
         self,
@@ -124,18 +124,18 @@ class GradientReader:
         found_inf: torch.Tensor | None = None,
     ) -> None:
         """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nobody knows better."""
-        owners, _ = self._optimizers.owners(current.plan, {optimizer})
+        owners, _ = self._optimizers.owners(current.table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in self._hints.probes] if self._hints.plan is current.plan else []
+        probes = [i for i in mine if i in self._hints.probes] if self._hints.table is current.table else []
         full |= self._hints.full or not probes
         chosen = mine if full else probes
-        parameters = parameters_of(current.plan.tracked[i] for i in chosen)
+        parameters = parameters_of(current.table.tracked[i] for i in chosen)
         if any(p is None for p in parameters):
             return
         gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
         begun = self.timer.begin(self._places)
-        parts, scale = self._sent(self._statistics.norms(current.plan, gradients))
+        parts, scale = self._sent(self._statistics.norms(current.table, gradients))
         self.timer.end(begun)
         if parts:
             own_scale, answer = self._one(grad_scale), self._one(found_inf)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_grad_exporter.model.layers import Plan, TrackedParameter, parameters_of
+from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.sharding import local
 
 PROBES = 4
@@ -60,7 +60,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(slots=True)
-class Mark:
+class GradientVersion:
     """Which tensor a parameter's gradient was at one moment, and how often it had been written to.
 
     Knows the tensor by a number that it wears as an attribute: a mark must not keep a gradient's memory, a weak reference
@@ -73,7 +73,7 @@ class Mark:
     value_version: int
 
     @classmethod
-    def of(cls, tracked: TrackedParameter) -> Mark:
+    def of(cls, tracked: TrackedParameter) -> GradientVersion:
         """The mark of a parameter as it is now."""
         parameter = tracked.parameter()
         value_version = -1 if parameter is None else _version_of(parameter)
@@ -99,15 +99,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """Marks of the gradients of many parameters at one moment, in columns."""
+class GradientVersions:
+    """GradientVersions of the gradients of many parameters at one moment, in columns."""
 
     tracked: Sequence[TrackedParameter]
     numbers: list[int | None]
     versions: list[int]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter]) -> Marks:
+    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
         """The marks of parameters as they are now."""
         gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
         numbers = [None if g is None else _numbered(g) for g in gradients]
@@ -129,15 +129,15 @@ class Marks:
 class Round:
     """One round. `sampled`: whether its gradients are read.
 
-    `fired`: positions in the plan of the parameters that got a gradient. `again`: what was there before in this round was
-    thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `strangers`: one
+    `fired`: positions in the table of the parameters that got a gradient. `again`: what was there before in this round was
+    thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
     stepped that owns nothing of ours. `lost`: there was something to read that could not be read; `abandoned`: a step raised
     after a backward. `observed`: the user gave the global norm, and its outcome is still to be told; `open`:
     the same of what was captured.
     """
 
     number: int
-    plan: Plan
+    table: ParameterTable
     sampled: bool
     backwards: int = 0
     models: set[int] = field(default_factory=set)
@@ -148,7 +148,7 @@ class Round:
     captured: bool = False
     lost: bool = False
     abandoned: bool = False
-    strangers: bool = False
+    foreign: bool = False
     observed: bool = False
     open: bool = True
 
@@ -159,14 +159,14 @@ class Round:
 
 
 @dataclass(slots=True)
-class Habits:
+class RoundPattern:
     """What was learned from the rounds so far. `probes`: by model, parameters that got a gradient lately."""
 
     probes: dict[int, list[TrackedParameter]] = field(default_factory=dict)
     _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _backwards_to_a_step: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _steppers: dict[frozenset[int], deque[frozenset[int]]] = field(default_factory=dict)
-    _between_steps: list[Mark] = field(default_factory=list)
+    _between_steps: list[GradientVersion] = field(default_factory=list)
     _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
     _cleared_since_step: bool = False
     _plain: bool = False
@@ -174,7 +174,7 @@ class Habits:
     _held: int = 0
     _held_here: int = 0
     """Clearings that may have been skipped steps or not, in all and in this round."""
-    _marks: list[Mark] = field(default_factory=list)
+    _marks: list[GradientVersion] = field(default_factory=list)
 
     @property
     def backwards(self) -> int | None:
@@ -235,10 +235,10 @@ class Habits:
         return len(self._cleared) == MULTI_PASS and all(self._cleared)
 
     def remember(self, models: Iterable[int]) -> None:
-        """Marks the gradients at the end of a backward, one of each model."""
+        """GradientVersions the gradients at the end of a backward, one of each model."""
         self._marks = []
         for model in models:
-            found = (Mark.of(probe) for probe in self.probes.get(model, ()))
+            found = (GradientVersion.of(probe) for probe in self.probes.get(model, ()))
             self._marks += itertools.islice((mark for mark in found if mark.gradient is not None), 1)
 
     def untouched(self) -> bool:
@@ -260,10 +260,10 @@ class Habits:
         """What looked like cleared gradients was a step that no hook saw."""
         self._cleared_since_step = False
 
-    def written_between_steps(self, plan: Plan) -> bool:
+    def written_between_steps(self, table: ParameterTable) -> bool:
         """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""
         before = self._between_steps
-        self._between_steps = [Mark.of(tracked) for tracked in plan.tracked[:PROBES]]
+        self._between_steps = [GradientVersion.of(tracked) for tracked in table.tracked[:PROBES]]
         return not before or any(mark.moved() or mark.tracked.parameter() is None for mark in before)
 
     def _gone(self) -> bool:

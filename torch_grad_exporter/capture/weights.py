@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import Plan
+from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.statistics.batches import dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.transfer.events import Mailbox, Weights
@@ -27,7 +27,7 @@ ELEMENTS = 1 << 24
 class _Watched:
     """Copies of some parameters from before a step."""
 
-    plan: Plan
+    table: ParameterTable
     copies: list[tuple[int, torch.nn.Parameter, torch.Tensor]]
 
 
@@ -41,14 +41,14 @@ class WeightProbe:
         self._watched: dict[int, _Watched] = {}
 
     @torch.no_grad()
-    def before(self, plan: Plan, optimizer: int, owners: IntArray) -> None:
+    def before(self, table: ParameterTable, optimizer: int, owners: IntArray) -> None:
         """Copies the parameters of the next layers that the optimizer owns."""
         copies = []
-        for position in self._choose(plan, optimizer, owners):
-            parameter = plan.tracked[position].parameter()
+        for position in self._choose(table, optimizer, owners):
+            parameter = table.tracked[position].parameter()
             if parameter is not None:
                 copies.append((position, parameter, local(parameter).clone()))
-        self._watched[optimizer] = _Watched(plan, copies)
+        self._watched[optimizer] = _Watched(table, copies)
 
     @torch.no_grad()
     def after(self, optimizer: int) -> None:
@@ -64,16 +64,16 @@ class WeightProbe:
             ticket = self._transfer.send(torch.stack(norms))
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._mailbox.append(Weights(watched.plan, positions, ticket))
+                self._mailbox.append(Weights(watched.table, positions, ticket))
 
-    def _choose(self, plan: Plan, optimizer: int, owners: IntArray) -> list[int]:
-        layers = np.unique(plan.layer_of[owners == optimizer])
+    def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
+        layers = np.unique(table.layer_of[owners == optimizer])
         chosen: list[int] = []
         elements = 0
         for _ in range(min(LAYERS, len(layers))):
             place = self._next.get(optimizer, 0) % len(layers)
-            members = np.flatnonzero((plan.layer_of == layers[place]) & (owners == optimizer))
-            elements += int(plan.elements[members].sum())
+            members = np.flatnonzero((table.layer_of == layers[place]) & (owners == optimizer))
+            elements += int(table.elements[members].sum())
             if chosen and elements > ELEMENTS:
                 break
             chosen.extend(members.tolist())

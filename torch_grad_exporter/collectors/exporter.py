@@ -37,13 +37,13 @@ class ExporterCollector:
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
         snapshot, schedule = self._snapshot(), self._schedule
-        plan = snapshot.gradients.plan
+        table = snapshot.gradients.table
         yield scalar(c.EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio)
         yield scalar(c.EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(c.EXPORTER_SAMPLING_INTERVAL, schedule.interval)
         yield scalar(c.EXPORTER_TIMING_INTERVAL, schedule.timing_interval)
-        yield scalar(c.EXPORTER_LAYERS, len(plan.layers))
-        yield scalar(c.EXPORTER_LAYERS_FOLDED, plan.folded)
+        yield scalar(c.EXPORTER_LAYERS, len(table.layers))
+        yield scalar(c.EXPORTER_LAYERS_FOLDED, table.folded)
         yield scalar(c.EXPORTER_SERIES, self._series())
         modes = self._modes.get(tuple((mode.value,) for mode in Mode))
         yield Family(c.EXPORTER_CAPTURE_MODE, np.array([float(mode is self._capture.mode) for mode in Mode]), modes)

@@ -69,43 +69,45 @@ class GradientCollector:
         yield from self._per_optimizer(snapshot)
 
     def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
-        plan, shown = snapshot.plan, snapshot.plan.shown
-        names = [layer for layer, here in zip(plan.layers, shown.tolist(), strict=True) if here]
+        table, shown = snapshot.table, snapshot.table.shown
+        names = [layer for layer, here in zip(table.layers, shown.tolist(), strict=True) if here]
         layers = self._layers.get(tuple((layer,) for layer in names))
-        table, recent_max = snapshot.table[shown], snapshot.recent_max[shown]
-        read = table["captures"] > 0
-        sized = read & table["sized"]
+        layer_values, recent_max = snapshot.layer_values[shown], snapshot.recent_max[shown]
+        read = layer_values["captures"] > 0
+        sized = read & layer_values["sized"]
         # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
-        whole = ~plan.sharded[shown]
+        whole = ~table.sharded[shown]
         judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
             # The norm itself may be NaN; where NaN means that there is no value, it is left out.
-            present = ~np.isnan(table[column]) if spec in judged else read
-            yield Family(spec, table[column], layers, sized & whole if spec in _OF_THE_WHOLE else present)
-        yield Family(c.GRAD_SHARD_NORM, table["norm"], layers, sized & ~whole)
+            present = ~np.isnan(layer_values[column]) if spec in judged else read
+            yield Family(spec, layer_values[column], layers, sized & whole if spec in _OF_THE_WHOLE else present)
+        yield Family(c.GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
-            yield Family(c.GRAD_NORM_SQUARED, np.square(table["part"]), layers, sized)
+            yield Family(c.GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
         for spec, column in _TOTALS.items():
-            yield Family(spec, table[column], layers)
+            yield Family(spec, layer_values[column], layers)
         counts = None if snapshot.exponential is None else tuple(compress(snapshot.exponential, shown.tolist()))
-        yield Family(c.GRAD_NORM_DISTRIBUTION, table["buckets"], layers, whole, sums=table["bucket_sum"], exponential=counts)
+        yield Family(
+            c.GRAD_NORM_DISTRIBUTION, layer_values["buckets"], layers, whole, sums=layer_values["bucket_sum"], exponential=counts
+        )
         yield Family(c.GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
-        yield Family(c.GRAD_UNITS, table["units"], layers, read & (table["units"] > 0))
-        dead = table["dead_ratio"]
-        yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (table["captures"] >= self._dead_from))
+        yield Family(c.GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
+        dead = layer_values["dead_ratio"]
+        yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
-        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([table["nans"], table["infs"]]), kinds)
+        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([layer_values["nans"], layer_values["infs"]]), kinds)
         if self._moments:
-            yield from (Family(spec, table[column], layers, sized) for spec, column in _MOMENTS.items())
+            yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
-                known = ~np.isnan(table[column])
-                yield Family(spec, table[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+                known = ~np.isnan(layer_values[column])
+                yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)
         rows = self._optimizers.get(tuple((name,) for name in names))
-        whole = np.full(len(names), snapshot.norm_observed or not snapshot.plan.sharded.any())
+        whole = np.full(len(names), snapshot.norm_observed or not snapshot.table.sharded.any())
         clip = totals["clip_known"] & whole
         yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
         more: tuple[Counts, ...] = ({},) * (len(names) - len(snapshot.totals))

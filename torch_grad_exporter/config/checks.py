@@ -93,12 +93,12 @@ def checked_index(
     if not any(layer_filter.accepts(layer) for layer in everything):
         raise ValueError("include and exclude leave no layer of the model; loosen one of them")
     index = LayerIndex(models, layer_filter, settings.max_layers, replicas)
-    if not index.plan.tracked:
+    if not index.table.tracked:
         message = "no parameter of the model requires a gradient yet; those that do later are picked up then"
         say(logger, logging.WARNING, message)
-    if index.plan.folded:
+    if index.table.folded:
         message = "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include="
-        say(logger, logging.WARNING, message, index.plan.folded, len(index.plan.layers), settings.max_layers)
+        say(logger, logging.WARNING, message, index.table.folded, len(index.table.layers), settings.max_layers)
     return index
 
 

@@ -85,11 +85,11 @@ def _layers(content: bytes) -> tuple[str, ...]:
 
 def report_of(snapshot: Snapshot, started: int, number: int, steps: int) -> Report:
     """The report of what this rank has seen so far, of layers of which it has something that counts: no copies, nor nothing."""
-    plan, table = snapshot.gradients.plan, snapshot.gradients.table
-    here = np.zeros(len(plan.layers), dtype=np.bool_)
-    here[plan.layer_of[plan.counts & (plan.elements > 0)]] = True
-    layers = tuple(layer for layer, counted in zip(plan.layers, here.tolist(), strict=True) if counted)
-    return Report(started, number, steps, layers, np.stack([table[column][here] for column in COLUMNS]).astype(np.float64))
+    table, layer_values = snapshot.gradients.table, snapshot.gradients.layer_values
+    here = np.zeros(len(table.layers), dtype=np.bool_)
+    here[table.layer_of[table.counts & (table.elements > 0)]] = True
+    layers = tuple(layer for layer, counted in zip(table.layers, here.tolist(), strict=True) if counted)
+    return Report(started, number, steps, layers, np.stack([layer_values[column][here] for column in COLUMNS]).astype(np.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -123,11 +123,11 @@ def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Paramete
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ParameterTable:
     """What is tracked at present: parameters by position, layers by index, and which belongs where.
 
     `layer_of`, `elements`, `units`, `counts`: shape (parameters,). `folded`: layers that share a label. `sharded`, `shown`:
-    shape (layers,). The plan is replaced, never changed.
+    shape (layers,). The table is replaced, never changed.
     """
 
     tracked: tuple[TrackedParameter, ...]
@@ -149,10 +149,10 @@ class Plan:
         return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
 
 
-def make_plan(
+def make_table(
     tracked: Sequence[TrackedParameter], max_layers: int, replicas: Replicas | None = None, *, behind: Collection[int] = ()
-) -> Plan:
-    """A plan over `tracked`, with layers folded by depth where there are more than `max_layers`.
+) -> ParameterTable:
+    """A table over `tracked`, with layers folded by depth where there are more than `max_layers`.
 
     `behind`: the models with parallel layers of which this rank is not the first.
     """
@@ -171,7 +171,7 @@ def make_plan(
     for label, one, counted in zip(labels, tracked, counts, strict=True):
         sharded[index[label]] |= one.sharded
         shown[index[label]] |= one.sharded or counted or replicas.all_shown
-    return Plan(
+    return ParameterTable(
         tracked=tuple(tracked),
         layers=layers,
         layer_of=np.array([index[label] for label in labels], dtype=np.int64),
@@ -230,7 +230,7 @@ class _Owner:
 
 
 class LayerIndex:
-    """Finds the parameters of the models and keeps the plan up to date. Holds the models weakly.
+    """Finds the parameters of the models and keeps the table up to date. Holds the models weakly.
 
     `models`: name to module; with a single model the name is empty, else it is the first part of every label.
     """
@@ -249,7 +249,7 @@ class LayerIndex:
         self._scanned: list[weakref.ref[torch.nn.Module]] = []
         self._structure: tuple[list[object], ...] = ()
         self._known: dict[int, TrackedParameter] = {}
-        self._plan = make_plan((), max_layers, self.replicas)
+        self._table = make_table((), max_layers, self.replicas)
         self.fully_sharded = False
         """Whether FSDP2 manages a module, which then shows its sharded parameters outside of forward and backward only."""
         self._scan()
@@ -260,22 +260,22 @@ class LayerIndex:
         return len(self._models)
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the last refresh."""
-        return self._plan
+    def table(self) -> ParameterTable:
+        """The table of the last refresh."""
+        return self._table
 
-    def refresh(self, *, within_step: bool = False) -> Plan:
-        """The plan as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
+    def refresh(self, *, within_step: bool = False) -> ParameterTable:
+        """The table as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
 
         `within_step`: between the forward and the end of the backward, when FSDP2 shows other parameters.
         """
         modules = [module for reference in self._scanned if (module := reference()) is not None]
         if len(modules) == len(self._scanned) and _structure(modules) == self._structure:
-            return self._plan
-        return self._plan if within_step and self._is_fully_sharded() else self._scan()
+            return self._table
+        return self._table if within_step and self._is_fully_sharded() else self._scan()
 
-    def _scan(self) -> Plan:
-        """Walks all modules; returns a new plan if anything changed."""
+    def _scan(self) -> ParameterTable:
+        """Walks all modules; returns a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
         modules = list(self._modules())
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
@@ -288,9 +288,9 @@ class LayerIndex:
             found.append(same if same is not None and same.stands_at(owner) else _track(owner))
         # One that is frozen now may thaw, and its units have a past.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
-        if len(found) != len(self._plan.tracked) or any(a is not b for a, b in zip(found, self._plan.tracked, strict=True)):
-            self._plan = self._planned(found)
-        return self._plan
+        if len(found) != len(self._table.tracked) or any(a is not b for a, b in zip(found, self._table.tracked, strict=True)):
+            self._table = self._planned(found)
+        return self._table
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
         """Looks whether a model is replicated, within a forward of its root; without one, of all that had no forward."""
@@ -302,13 +302,13 @@ class LayerIndex:
             elif module is root is not None:
                 self.replicas.look(model, root)
         if self.replicas.state != before:
-            self._plan = self._planned(self._plan.tracked)
+            self._table = self._planned(self._table.tracked)
 
-    def _planned(self, tracked: Sequence[TrackedParameter]) -> Plan:
+    def _planned(self, tracked: Sequence[TrackedParameter]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
         roots = [] if self.fully_sharded else [(model, reference()) for model, (_, reference) in enumerate(self._models)]
         behind = frozenset(model for model, root in roots if root is not None and is_behind(root.parameters()))
-        return make_plan(tracked, self._max_layers, self.replicas, behind=behind)
+        return make_table(tracked, self._max_layers, self.replicas, behind=behind)
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         roots = [root for _, reference in self._models if (root := reference()) is not None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import LayerIndex, Plan
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""
@@ -25,7 +25,7 @@ class Optimizers:
     def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Plan, int]] = weakref.WeakKeyDictionary()
+        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[ParameterTable, int]] = weakref.WeakKeyDictionary()
         self._silent: dict[int | None, weakref.ref[torch.optim.Optimizer]] = {}
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._shared: dict[str, int] = {}
@@ -36,7 +36,7 @@ class Optimizers:
         """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
         self._overlap = False
         """Whether two optimizers own the same parameter."""
-        self._plan: Plan | None = None
+        self._table: ParameterTable | None = None
         self._groups_seen = -1
         self._owners = self._groups = np.zeros(0, dtype=np.int64)
         for name, optimizer in (named or {}).items():
@@ -47,7 +47,7 @@ class Optimizers:
     def number(
         self, optimizer: torch.optim.Optimizer, *, within_backward: bool = False, inside: frozenset[int] = frozenset()
     ) -> int | None:
-        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer and plan.
+        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer and table.
 
         Optimizers of one kind that step within the backward, as one per parameter does, share a number. One that steps
         `inside` the step of another, on nothing but what that one owns, is its tool and has none.
@@ -62,17 +62,17 @@ class Optimizers:
         return found
 
     def _look_closely(self, optimizer: torch.optim.Optimizer, *, within_backward: bool, inside: frozenset[int]) -> int | None:
-        """Numbers an optimizer that has not stepped before, or has been a stranger; under a new plan that may change."""
+        """Numbers an optimizer that has not stepped before, or has been a stranger; under a new table that may change."""
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._strangers.get(optimizer) == (self._index.plan, parameters):
+        if self._strangers.get(optimizer) == (self._index.table, parameters):
             return None
         if any(number in inside and _parameters(optimizer) <= _parameters(outer) for number, outer in self.numbered()):
-            self._strangers[optimizer] = (self._index.plan, parameters)
+            self._strangers[optimizer] = (self._index.table, parameters)
             return None
         if not self.concerns(optimizer):
             self._index.refresh(within_step=within_backward)
             if not self.concerns(optimizer):
-                self._strangers[optimizer] = (self._index.plan, parameters)
+                self._strangers[optimizer] = (self._index.table, parameters)
                 return None
         self._strangers.pop(optimizer, None)
         number = self._of_wrapper(optimizer)
@@ -106,13 +106,13 @@ class Optimizers:
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer owns a tracked parameter, or copies of all of them."""
-        tracked = {t.identity for t in self._index.plan.tracked}
+        tracked = {t.identity for t in self._index.table.tracked}
         return not tracked.isdisjoint(_parameters(optimizer)) or self.has_copies(optimizer)
 
     def has_copies(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer owns a copy in another type of each tracked parameter: a half-precision model's master weights."""
         copies = [p for group in optimizer.param_groups for p in group["params"]]
-        models = [t.parameter() for t in self._index.plan.tracked]
+        models = [t.parameter() for t in self._index.table.tracked]
         return len(copies) == len(models) and all(
             m is not None and m.shape == c.shape and m.dtype != c.dtype for m, c in zip(models, copies, strict=True)
         )
@@ -121,18 +121,18 @@ class Optimizers:
         """The optimizers that have a number and are alive."""
         return [(number, optimizer) for optimizer, number in self._numbers.items()]
 
-    def owners(self, plan: Plan, stepped: Collection[int] = ()) -> tuple[IntArray, IntArray]:
-        """For each parameter of the plan its optimizer's number and its group's number, -1 for none.
+    def owners(self, table: ParameterTable, stepped: Collection[int] = ()) -> tuple[IntArray, IntArray]:
+        """For each parameter of the table its optimizer's number and its group's number, -1 for none.
 
         Groups are numbered over all optimizers. Both have shape (parameters,). Where several own a parameter, one of those
         that `stepped` does.
         """
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
         seen = hash((self._adopter, *((number, *map(id, parameters)) for number, parameters in groups)))
-        if plan is self._plan and seen == self._groups_seen and not (self._overlap and stepped):
+        if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners, self._groups
-        position = {t.identity: i for i, t in enumerate(plan.tracked)}
-        owners, numbers = np.full((2, len(plan.tracked)), -1, dtype=np.int64)
+        position = {t.identity: i for i, t in enumerate(table.tracked)}
+        owners, numbers = np.full((2, len(table.tracked)), -1, dtype=np.int64)
         overlap = False
         for group, (number, parameters) in sorted(enumerate(groups), key=lambda one: one[1][0] in stepped):
             for parameter in parameters:
@@ -143,7 +143,7 @@ class Optimizers:
         if self._adopter is not None:
             owners[owners == -1] = self._adopter
         self._overlap = overlap
-        self._plan, self._groups_seen, self._owners, self._groups = plan, seen, owners, numbers
+        self._table, self._groups_seen, self._owners, self._groups = table, seen, owners, numbers
         return owners, numbers
 
     @property

@@ -5,7 +5,7 @@ for a look. Each rule here bears the name of an alert in `dashboards/prometheus/
 judge; a test asks promtool the same. Alerts that compare ranks, lives of a process or hours have none here.
 """
 
-from torch_grad_exporter.rules.look import THRESHOLDS, Problem
+from torch_grad_exporter.rules.context import THRESHOLDS, Problem
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import Watch
 

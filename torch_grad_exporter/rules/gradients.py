@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.rules.look import BUSY, GOING, THRESHOLDS, Found, Look, by_layer, either, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, rule, times
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 from torch_grad_exporter.rules.values import Table
 
@@ -31,34 +31,34 @@ SKIPPED = "skipped"
 
 
 @rule("TrainingNonFiniteGradients", GOING)
-def nonfinite(look: Look) -> Iterator[Found]:
+def nonfinite(context: RuleContext) -> Iterator[Finding]:
     """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
-    taken = _sum(look.lately(c.GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
+    taken = _sum(context.lately(c.GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
     if taken > 0:
-        text = f"Gradients were NaN or Inf in {times(taken)} that nobody skipped, {look.since(MINUTES_5)}"
-        yield _with_layers(look, look.lately(c.GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
-    elif _mostly_skipped(look):
-        skipped, steps = look.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10), look.growth(c.TRAIN_STEPS, MINUTES_10)
-        text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {look.within(MINUTES_10)}"
-        yield _with_layers(look, look.increase(c.GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
+        text = f"Gradients were NaN or Inf in {times(taken)} that nobody skipped, {context.since(MINUTES_5)}"
+        yield _with_layers(context, context.lately(c.GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
+    elif _mostly_skipped(context):
+        skipped, steps = context.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(c.TRAIN_STEPS, MINUTES_10)
+        text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
+        yield _with_layers(context, context.increase(c.GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
 
 
-def _with_layers(look: Look, grown: Table, text: str) -> Found:
+def _with_layers(context: RuleContext, grown: Table, text: str) -> Finding:
     """Adds in which layers it was, in the order of the model; of a step that was not sampled none are known."""
-    whole = look.values.table(c.GRAD_NONFINITE_ELEMENTS).numbers
+    whole = context.values.table(c.GRAD_NONFINITE_ELEMENTS).numbers
     chosen = {grown.rows[row][0] for row in np.flatnonzero(grown.numbers > ROUNDING * whole).tolist()}
     layers = tuple(dict.fromkeys(layer for layer, _ in grown.rows if layer in chosen))
     if not layers:
-        return Found("critical", f"{text}.")
+        return Finding("critical", f"{text}.")
     rest = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
-    return Found("critical", f"{text}, in {', '.join(layers[:NAMED])}{rest}.", layers[0], layers[1:])
+    return Finding("critical", f"{text}, in {', '.join(layers[:NAMED])}{rest}.", layers[0], layers[1:])
 
 
-def _mostly_skipped(look: Look) -> bool:
+def _mostly_skipped(context: RuleContext) -> bool:
     return (
-        look.growth(c.TRAIN_SKIPPED_STEPS, HOUR) >= THRESHOLDS["TrainingNonFiniteGradients"]
-        and look.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10) > look.growth(c.TRAIN_STEPS, MINUTES_10)
-        and _sum(look.increase(c.GRAD_NONFINITE_STEPS, HOUR), skipped=True) > 0
+        context.growth(c.TRAIN_SKIPPED_STEPS, HOUR) >= THRESHOLDS["TrainingNonFiniteGradients"]
+        and context.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10) > context.growth(c.TRAIN_STEPS, MINUTES_10)
+        and _sum(context.increase(c.GRAD_NONFINITE_STEPS, HOUR), skipped=True) > 0
     )
 
 
@@ -68,65 +68,65 @@ def _sum(table: Table, *, skipped: bool) -> float:
 
 
 @rule("GradientExploding", GOING)
-def exploding(look: Look) -> Iterator[Found]:
+def exploding(context: RuleContext) -> Iterator[Finding]:
     """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
-    spikes, layers = look.growth(c.GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(look)
+    spikes, layers = context.growth(c.GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(context)
     if spikes >= THRESHOLDS["GradientExploding"]:
-        yield Found("warning", f"The global gradient norm spiked {times(spikes, 'time')} {look.within(MINUTES_10)}.")
+        yield Finding("warning", f"The global gradient norm spiked {times(spikes, 'time')} {context.within(MINUTES_10)}.")
     elif layers:
-        yield Found("warning", f"The norms of {times(layers, 'layer')} spiked again and again {look.within(MINUTES_10)}.")
-    elif _clipped(look):
-        yield Found("warning", "All gradients of the last 10 minutes were clipped to less than a hundredth.")
+        yield Finding("warning", f"The norms of {times(layers, 'layer')} spiked again and again {context.within(MINUTES_10)}.")
+    elif _clipped(context):
+        yield Finding("warning", "All gradients of the last 10 minutes were clipped to less than a hundredth.")
 
 
-def _spiking(look: Look) -> int:
+def _spiking(context: RuleContext) -> int:
     """How many layers do, if these are many."""
-    spikes = look.increase(c.GRAD_NORM_SPIKES, MINUTES_10)
-    samples = look.increase(c.GRAD_CAPTURES, MINUTES_10).at(spikes.rows)
+    spikes = context.increase(c.GRAD_NORM_SPIKES, MINUTES_10)
+    samples = context.increase(c.GRAD_CAPTURES, MINUTES_10).at(spikes.rows)
     known = int(np.count_nonzero(~np.isnan(spikes.numbers)))
     many = (spikes.numbers >= THRESHOLDS["GradientExploding"]) & (spikes.numbers > OF_SAMPLES * samples)
     layers = int(np.count_nonzero(many))
     return layers if known > FEW_LAYERS and layers >= OF_LAYERS * known else 0
 
 
-def _clipped(look: Look) -> bool:
-    highest = look.highest(c.GRAD_CLIP_COEFFICIENT, MINUTES_10)
-    known = ~np.isnan(look.was(c.GRAD_CLIP_COEFFICIENT, MINUTES_10))
-    steps = look.over(c.GRAD_SAMPLE_STEP, MINUTES_10)
+def _clipped(context: RuleContext) -> bool:
+    highest = context.highest(c.GRAD_CLIP_COEFFICIENT, MINUTES_10)
+    known = ~np.isnan(context.was(c.GRAD_CLIP_COEFFICIENT, MINUTES_10))
+    steps = context.over(c.GRAD_SAMPLE_STEP, MINUTES_10)
     changes = (steps[1:] != steps[:-1]) & ~np.isnan(steps[1:]) & ~np.isnan(steps[:-1])
-    sampled = Table(look.values.table(c.GRAD_SAMPLE_STEP).rows, changes.sum(axis=0).astype(np.float64)).at(highest.rows)
+    sampled = Table(context.values.table(c.GRAD_SAMPLE_STEP).rows, changes.sum(axis=0).astype(np.float64)).at(highest.rows)
     return bool(((highest.numbers < CLIPPED) & known & (sampled >= SAMPLES)).any())
 
 
 @rule("GradientVanishing", BUSY)
-def vanishing(look: Look) -> Iterator[Found]:
+def vanishing(context: RuleContext) -> Iterator[Finding]:
     """The largest norm of a layer within five minutes is next to nothing beside the global one, or else the largest layer's."""
-    layers = either(*(look.highest(spec, MINUTES_5) for spec in (c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM)))
-    whole, beside = look.values.table(c.GRAD_GLOBAL_NORM).largest(), "global norm"
+    layers = either(*(context.highest(spec, MINUTES_5) for spec in (c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM)))
+    whole, beside = context.values.table(c.GRAD_GLOBAL_NORM).largest(), "global norm"
     if whole is None:
-        whole = either(look.values.table(c.GRAD_NORM), look.values.table(c.GRAD_SHARD_NORM)).largest()
+        whole = either(context.values.table(c.GRAD_NORM), context.values.table(c.GRAD_SHARD_NORM)).largest()
         beside = "largest layer's norm"
     if whole is not None:
         small = layers.numbers < THRESHOLDS["GradientVanishing"] * whole
-        missing = look.values.table(c.GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
+        missing = context.values.table(c.GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
         small, zero = small & ~missing, layers.numbers == 0
         yield from by_layer("warning", layers, small & zero, "its norm is zero")
         yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {beside}")
 
 
 @rule("LayerDead", BUSY)
-def dead(look: Look) -> Iterator[Found]:
+def dead(context: RuleContext) -> Iterator[Finding]:
     """Nine tenths of a layer's units are dead, or half of them."""
-    ratios = look.values.table(c.GRAD_DEAD_RATIO)
+    ratios = context.values.table(c.GRAD_DEAD_RATIO)
     gone = ratios.numbers > THRESHOLDS["LayerDead"]
     yield from by_layer("warning", ratios, gone, "more than 90 % of its units are dead")
     yield from by_layer("info", ratios, (ratios.numbers > HALF_DEAD) & ~gone, "more than half of its units are dead")
 
 
 @rule("LayerWithoutGradient", BUSY)
-def without_gradient(look: Look) -> Iterator[Found]:
+def without_gradient(context: RuleContext) -> Iterator[Finding]:
     """Parameters of a layer got no gradient."""
-    missing = look.values.table(c.GRAD_MISSING_PARAMETERS)
+    missing = context.values.table(c.GRAD_MISSING_PARAMETERS)
     yield from by_layer("warning", missing, missing.numbers > 0, "parameters got no gradient")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.rules.look import BUSY, GOING, THRESHOLDS, Found, Look, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, rule, times
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 
 USUAL = frozenset({"power", "sync_boost"})
@@ -13,77 +13,81 @@ USUAL = frozenset({"power", "sync_boost"})
 
 
 @rule("CudaOutOfMemory", GOING | {"failed"})
-def out_of_memory(look: Look) -> Iterator[Found]:
+def out_of_memory(context: RuleContext) -> Iterator[Finding]:
     """An allocation failed. Also in a run that failed: that is why."""
-    for labels, ooms in look.lately(c.CUDA_OOMS, MINUTES_10).items():
+    for labels, ooms in context.lately(c.CUDA_OOMS, MINUTES_10).items():
         if ooms > 0:
-            yield Found("critical", f"Device {labels[0]}: {times(ooms, 'allocation')} failed {look.since(MINUTES_10)}.")
+            yield Finding("critical", f"Device {labels[0]}: {times(ooms, 'allocation')} failed {context.since(MINUTES_10)}.")
 
 
 @rule("CudaMemoryNearLimit", GOING)
-def near_limit(look: Look) -> Iterator[Found]:
+def near_limit(context: RuleContext) -> Iterator[Finding]:
     """Nearly all of a device's memory is reserved, and that was not enough."""
-    for labels, retries in look.increase(c.CUDA_ALLOC_RETRIES, MINUTES_10).items():
-        reserved, total = look.values.one(c.CUDA_MEMORY_RESERVED, *labels), look.values.one(c.CUDA_MEMORY_TOTAL, *labels)
+    for labels, retries in context.increase(c.CUDA_ALLOC_RETRIES, MINUTES_10).items():
+        reserved, total = context.values.one(c.CUDA_MEMORY_RESERVED, *labels), context.values.one(c.CUDA_MEMORY_TOTAL, *labels)
         if retries > 0 and reserved is not None and total and reserved / total > THRESHOLDS["CudaMemoryNearLimit"]:
-            yield Found("warning", f"Device {labels[0]}: {reserved / total:.0%} of the memory is reserved.")
+            yield Finding("warning", f"Device {labels[0]}: {reserved / total:.0%} of the memory is reserved.")
 
 
 @rule("CudaAllocRetries", GOING)
-def retries(look: Look) -> Iterator[Found]:
+def retries(context: RuleContext) -> Iterator[Finding]:
     """Allocations needed a second try."""
-    for labels, more in look.increase(c.CUDA_ALLOC_RETRIES, MINUTES_10).items():
+    for labels, more in context.increase(c.CUDA_ALLOC_RETRIES, MINUTES_10).items():
         if more > 0:
-            yield Found(
-                "warning", f"Device {labels[0]}: {times(more, 'allocation')} needed a second try {look.within(MINUTES_10)}."
+            yield Finding(
+                "warning", f"Device {labels[0]}: {times(more, 'allocation')} needed a second try {context.within(MINUTES_10)}."
             )
 
 
 @rule("CudaMemoryFragmented", GOING)
-def fragmented(look: Look) -> Iterator[Found]:
+def fragmented(context: RuleContext) -> Iterator[Finding]:
     """Much of the reserved memory lies in rests of blocks."""
-    for labels, split in look.values.rows(c.CUDA_MEMORY_INACTIVE_SPLIT):
-        reserved = look.values.one(c.CUDA_MEMORY_RESERVED, *labels)
+    for labels, split in context.values.rows(c.CUDA_MEMORY_INACTIVE_SPLIT):
+        reserved = context.values.one(c.CUDA_MEMORY_RESERVED, *labels)
         if reserved and split / reserved > THRESHOLDS["CudaMemoryFragmented"]:
-            yield Found("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in rests of blocks.")
+            yield Finding("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in rests of blocks.")
 
 
 @rule("GpuThrottled", GOING)
-def throttled(look: Look) -> Iterator[Found]:
+def throttled(context: RuleContext) -> Iterator[Finding]:
     """A GPU's clocks are held down, for other reasons than usual."""
-    for (device, _, reason), seconds in look.increase(c.GPU_THROTTLED, MINUTES_5).items():
+    for (device, _, reason), seconds in context.increase(c.GPU_THROTTLED, MINUTES_5).items():
         if reason not in USUAL and seconds / MINUTES_5 > THRESHOLDS["GpuThrottled"]:
-            yield Found("warning", f"GPU {device}: held down for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
+            yield Finding("warning", f"GPU {device}: held down for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
 
 
 @rule("GpuEccErrors", GOING)
-def ecc_errors(look: Look) -> Iterator[Found]:
+def ecc_errors(context: RuleContext) -> Iterator[Finding]:
     """A GPU's memory had errors that nobody corrected."""
-    for (device, _, kind), errors in look.increase(c.GPU_ECC_ERRORS, HOUR).items():
+    for (device, _, kind), errors in context.increase(c.GPU_ECC_ERRORS, HOUR).items():
         if kind == "uncorrected" and errors > 0:
-            yield Found("critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {look.within(HOUR)}.")
+            yield Finding("critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {context.within(HOUR)}.")
 
 
 @rule("GpuUnderused", BUSY)
-def underused(look: Look) -> Iterator[Found]:
+def underused(context: RuleContext) -> Iterator[Finding]:
     """A GPU is idle most of the time though the run trains. Told only of five whole minutes: at the start every GPU is idle."""
-    trained = look.highest(c.TRAIN_STATE, MINUTES_10).at((("training",),))
-    if trained[0] != 1 or not look.remembers(c.GPU_UTILIZATION, MINUTES_5):
+    trained = context.highest(c.TRAIN_STATE, MINUTES_10).at((("training",),))
+    if trained[0] != 1 or not context.remembers(c.GPU_UTILIZATION, MINUTES_5):
         return
-    for (device, _), share in look.mean(c.GPU_UTILIZATION, MINUTES_5).items():
+    for (device, _), share in context.mean(c.GPU_UTILIZATION, MINUTES_5).items():
         if share < THRESHOLDS["GpuUnderused"]:
-            yield Found("info", f"GPU {device}: in use for {share:.0%} of the last 5 minutes.")
+            yield Finding("info", f"GPU {device}: in use for {share:.0%} of the last 5 minutes.")
 
 
 @rule("HostMemoryPressure", GOING)
-def memory(look: Look) -> Iterator[Found]:
+def memory(context: RuleContext) -> Iterator[Finding]:
     """The container's memory is nearly full, or the host's where it has no limit."""
-    limit, used, where = look.values.one(c.CONTAINER_MEMORY_LIMIT), look.values.one(c.CONTAINER_MEMORY_WORKING_SET), "container"
+    limit, used, where = (
+        context.values.one(c.CONTAINER_MEMORY_LIMIT),
+        context.values.one(c.CONTAINER_MEMORY_WORKING_SET),
+        "container",
+    )
     if limit is None:
-        limit, available = look.values.one(c.HOST_MEMORY_TOTAL), look.values.one(c.HOST_MEMORY_AVAILABLE)
+        limit, available = context.values.one(c.HOST_MEMORY_TOTAL), context.values.one(c.HOST_MEMORY_AVAILABLE)
         used, where = None if limit is None or available is None else limit - available, "host"
     if limit and used is not None and used / limit > THRESHOLDS["HostMemoryPressure"]:
-        yield Found("warning", f"{used / limit:.0%} of the {where}'s memory is in use.")
+        yield Finding("warning", f"{used / limit:.0%} of the {where}'s memory is in use.")
 
 
 RULES = (out_of_memory, near_limit, retries, fragmented, throttled, ecc_errors, underused, memory)

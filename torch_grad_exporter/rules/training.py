@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.rules.look import BUSY, GOING, THRESHOLDS, Found, Look, duration, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, rule, times
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
 
 SLOW, SLOWEST = 5.0, 1800.0
@@ -25,60 +25,60 @@ FED = 0.5
 
 
 @rule("TrainingFailed", frozenset({"failed"}))
-def failed(_look: Look) -> Iterator[Found]:
+def failed(_look: RuleContext) -> Iterator[Finding]:
     """The run has failed; as long as the process tells of it, it was not started again."""
-    yield Found("critical", "An exception ended the training.")
+    yield Finding("critical", "An exception ended the training.")
 
 
 @rule("TrainingNonFiniteLoss", GOING)
-def nonfinite_loss(look: Look) -> Iterator[Found]:
+def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
-    losses = look.lately(c.TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
+    losses = context.lately(c.TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
     if losses > 0:
-        yield Found("critical", f"The loss was NaN or Inf {times(losses, 'time')} {look.since(MINUTES_5)}.")
+        yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.")
 
 
 @rule("TrainingStalled", BUSY)
-def stalled(look: Look) -> Iterator[Found]:
+def stalled(context: RuleContext) -> Iterator[Finding]:
     """Nothing has happened for longer than each of four times, of which those that are not known do not count."""
-    age = look.age(c.TRAIN_LAST_ACTIVITY_TIMESTAMP)
-    last, start = look.values.one(c.TRAIN_LAST_STEP_TIMESTAMP), look.values.one(c.TRAIN_START_TIMESTAMP)
+    age = context.age(c.TRAIN_LAST_ACTIVITY_TIMESTAMP)
+    last, start = context.values.one(c.TRAIN_LAST_STEP_TIMESTAMP), context.values.one(c.TRAIN_START_TIMESTAMP)
     first = None if last is None or start is None else last - start  # stands for the slowest step until there were two
-    slowest, of_a_day = look.values.one(c.TRAIN_SLOWEST_STEP), look.memories.slowest_step.seconds()
+    slowest, of_a_day = context.values.one(c.TRAIN_SLOWEST_STEP), context.memories.slowest_step.seconds()
     usual = first if slowest is None else slowest
     longest = usual if of_a_day is None else max(of_a_day, slowest or 0.0)
-    evaluation = SLOWEST if look.state == "evaluating" else 0.0
+    evaluation = SLOWEST if context.state == "evaluating" else 0.0
     limits = (THRESHOLDS["TrainingStalled"], min(SLOW * (usual or 0.0), SLOWEST), PAUSES * (longest or 0.0), evaluation)
     if age is not None and age > max(limits):
-        yield Found("critical", f"Nothing has happened for {duration(age)}.")
+        yield Finding("critical", f"Nothing has happened for {duration(age)}.")
 
 
 @rule("TrainingNeverStarted", frozenset({"initialising"}))
-def never_started(look: Look) -> Iterator[Found]:
+def never_started(context: RuleContext) -> Iterator[Finding]:
     """There was no step yet."""
-    age = look.age(c.TRAIN_START_TIMESTAMP)
+    age = context.age(c.TRAIN_START_TIMESTAMP)
     if age is not None and age > THRESHOLDS["TrainingNeverStarted"]:
-        yield Found("warning", f"No step has been taken in the {duration(age)} since the start.")
+        yield Finding("warning", f"No step has been taken in the {duration(age)} since the start.")
 
 
 @rule("LossSpike", GOING)
-def loss_spikes(look: Look) -> Iterator[Found]:
+def loss_spikes(context: RuleContext) -> Iterator[Finding]:
     """The loss jumped again and again."""
-    spikes = look.growth(c.TRAIN_LOSS_SPIKES, MINUTES_10)
+    spikes = context.growth(c.TRAIN_LOSS_SPIKES, MINUTES_10)
     if spikes >= THRESHOLDS["LossSpike"]:
-        yield Found("warning", f"The loss jumped {times(spikes, 'time')} {look.within(MINUTES_10)}.")
+        yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.")
 
 
 @rule("DataLoaderStarvation", BUSY)
-def starvation(look: Look) -> Iterator[Found]:
+def starvation(context: RuleContext) -> Iterator[Finding]:
     """Much of the time goes by waiting for data, and no GPU is in use meanwhile."""
-    phases = dict(look.increase(c.TRAIN_PHASE_SECONDS, MINUTES_5).items())
+    phases = dict(context.increase(c.TRAIN_PHASE_SECONDS, MINUTES_5).items())
     total = sum(phases.values())
     share = phases.get(("data",), 0.0) / total if total else 0.0
-    in_use = look.mean(c.GPU_UTILIZATION, MINUTES_5).largest() or 0.0
+    in_use = context.mean(c.GPU_UTILIZATION, MINUTES_5).largest() or 0.0
     if share > THRESHOLDS["DataLoaderStarvation"] and in_use < FED:
         severity = "critical" if share > STARVED else "warning"
-        yield Found(severity, f"{share:.0%} of the time {look.within(MINUTES_5)} went by waiting for data.")
+        yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} went by waiting for data.")
 
 
 RULES = (failed, nonfinite_loss, stalled, never_started, loss_spikes, starvation)

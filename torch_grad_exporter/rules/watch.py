@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.rules import exporter, gradients, resources, training
-from torch_grad_exporter.rules.look import Look, Problem, Rule
+from torch_grad_exporter.rules.context import Problem, Rule, RuleContext
 from torch_grad_exporter.rules.memory import MINUTES_10, Memories
 from torch_grad_exporter.rules.values import Values
 
@@ -29,8 +29,8 @@ class Watch:
 
     def problems(self, values: Values, now: float) -> list[Problem]:
         """All of them, the worst first."""
-        look = Look(values, now, values.state(), self._memories)
-        found = [problem for rule in RULES for problem in rule.problems(look)]
+        context = RuleContext(values, now, values.state(), self._memories)
+        found = [problem for rule in RULES for problem in rule.problems(context)]
         return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 
     def rates(self, values: Values, now: float, seconds: float = 60.0) -> dict[str, float]:

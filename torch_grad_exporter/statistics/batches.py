@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import Plan, UnitLayout
+from torch_grad_exporter.model.layers import ParameterTable, UnitLayout
 
 STACKED_ELEMENTS = 1 << 17
 """Elements of a batch of several gradients at most: 512 KiB of float32 stay in a core's cache between the passes."""
@@ -79,11 +79,11 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
     return gradient.float() if gradient.element_size() == 1 else gradient.resolve_neg()
 
 
-def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
-    """Groups `(position in the plan, gradient)` of one device into batches; empty gradients are left out."""
+def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
+    """Groups `(position in the table, gradient)` of one device into batches; empty gradients are left out."""
     stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
     for position, gradient in gradients:
-        tracked = plan.tracked[position]
+        tracked = table.tracked[position]
         layout = tracked.units
         values = gradient if is_ordinary(gradient) else dense_local(gradient, keep_sparse=layout is None)
         elements = values.numel()
@@ -100,7 +100,7 @@ def batches(plan: Plan, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterat
         most = STACKED_ELEMENTS // members[0][1].numel()
         for start in range(0, len(members), most):
             positions, tensors = zip(*members[start : start + most], strict=True)
-            yield Batch(positions, tensors, plan.tracked[positions[0]].units)
+            yield Batch(positions, tensors, table.tracked[positions[0]].units)
 
 
 def is_ordinary(gradient: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import Plan, TrackedParameter
+from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics import COLUMNS, Column, device, host
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch
@@ -22,7 +22,7 @@ from torch_grad_exporter.statistics.units import UnitState
 class Measurement:
     """What was measured on one device, still on that device.
 
-    `positions`, `elements`, `units`: shape (n,), known on the host: the parameters' positions in the plan, and
+    `positions`, `elements`, `units`: shape (n,), known on the host: the parameters' positions in the table, and
     how many elements and output units their (local) gradients have. `vector`: shape (n * width,), float64,
     row by row, where `width` is the number of columns.
     """
@@ -70,15 +70,15 @@ class EagerStatistics:
         self._to_read, self._to_compare = Grouping(), Grouping()
         self._scratch = Scratch()
 
-    def measure(self, plan: Plan, gradients: Gradients, sample: int) -> list[Measurement]:
+    def measure(self, table: ParameterTable, gradients: Gradients, sample: int) -> list[Measurement]:
         """Full statistics, one measurement per device. The same `sample` again replaces its first capture."""
-        return self.finish(self.read(plan, gradients), sample)
+        return self.finish(self.read(table, gradients), sample)
 
     @torch.no_grad()
-    def read(self, plan: Plan, gradients: Gradients) -> list[Reading]:
+    def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
         found = []
-        for group in self._to_read.groups(plan, gradients):
+        for group in self._to_read.groups(table, gradients):
             measured = (self._on_host if group.device.type == "cpu" else self._on_device)(group.batches)
             found.append(Reading(group.device, group.members, group.positions, group.elements, group.units, *measured))
         return found
@@ -92,10 +92,10 @@ class EagerStatistics:
         return [self._packed(_together(parts), sample) for parts in groups.values()]
 
     @torch.no_grad()
-    def norms(self, plan: Plan, gradients: Gradients) -> list[Measurement]:
+    def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
-        for group in self._to_compare.groups(plan, gradients):
+        for group in self._to_compare.groups(table, gradients):
             if group.device.type == "cpu":
                 vector = torch.from_numpy(host.norms(group.batches, self._scratch, moments=self._moments))
             else:
@@ -104,11 +104,11 @@ class EagerStatistics:
         return found
 
     @torch.no_grad()
-    def forget(self, plan: Plan, positions: Iterable[int], sample: int) -> None:
+    def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
         """Takes back what the sample counted of the units of these parameters: it was none of theirs."""
-        strangers = {plan.tracked[position] for position in positions}
+        foreign = {table.tracked[position] for position in positions}
         for state in self._units.values():
-            state.forget(strangers, sample)
+            state.forget(foreign, sample)
 
     def _packed(self, reading: Reading, sample: int) -> Measurement:
         columns, members = reading.columns, reading.members

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import Plan, TrackedParameter
+from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.statistics.batches import Batch, batches, is_ordinary
 
 Gradients = Sequence[tuple[int, torch.Tensor]]
-"""Gradients with their positions in the plan."""
+"""Gradients with their positions in the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Group:
     """The gradients of one device in batches, those with output units first.
 
     `members`: the parameters with output units, and how many. `positions`, `elements`, `units`: shape (n,), in the order of
-    the batches: the gradients' positions in the plan, and how many elements and output units each has.
+    the batches: the gradients' positions in the table, and how many elements and output units each has.
     """
 
     device: torch.device
@@ -37,17 +37,17 @@ class Group:
     units: IntArray
 
     @classmethod
-    def of(cls, device: torch.device, plan: Plan, parts: Sequence[Batch]) -> Group:
+    def of(cls, device: torch.device, table: ParameterTable, parts: Sequence[Batch]) -> Group:
         """The group of these batches."""
         ordered = tuple(sorted(parts, key=lambda batch: not batch.units))
         positions = [position for batch in ordered for position in batch.positions]
         sizes = [(batch.elements + batch.implied_zeros, batch.rows if batch.units else 0) for batch in ordered]
         elements, units = np.repeat(np.array(sizes, dtype=np.int64), [len(batch.positions) for batch in ordered], axis=0).T
-        members = tuple((plan.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
+        members = tuple((table.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
         return cls(device, ordered, members, np.array(positions, dtype=np.int64), elements, units)
 
     def around(self, gradients: Mapping[int, torch.Tensor] | None) -> Group:
-        """The same group of other gradients, given by their positions in the plan, or without any."""
+        """The same group of other gradients, given by their positions in the table, or without any."""
         parts = []
         for batch in self.batches:
             tensors = () if gradients is None else tuple([gradients[position] for position in batch.positions])
@@ -59,19 +59,19 @@ class Grouping:
     """Groups gradients; remembers how, but no gradient."""
 
     def __init__(self) -> None:
-        self._known: tuple[Plan, list[tuple[object, ...]], list[Group]] | None = None
+        self._known: tuple[ParameterTable, list[tuple[object, ...]], list[Group]] | None = None
 
-    def groups(self, plan: Plan, gradients: Gradients) -> list[Group]:
+    def groups(self, table: ParameterTable, gradients: Gradients) -> list[Group]:
         """The gradients by device, without empty ones and those of which this rank has only a summand."""
         kinds: list[tuple[object, ...]] = [(p, type(g), g.layout, g.dtype, g.device, g.shape) for p, g in gradients]
         known = self._known
-        if known is not None and known[0] is plan and known[1] == kinds:
+        if known is not None and known[0] is table and known[1] == kinds:
             by_position = dict(gradients)
             return [group.around(by_position) for group in known[2]]
-        groups = [Group.of(device, plan, parts) for device, part in _by_device(gradients) if (parts := list(batches(plan, part)))]
+        groups = [Group.of(device, table, parts) for device, part in _by_device(gradients) if (parts := list(batches(table, part)))]
         # Of gradients that are not ordinary the kind does not tell how they are grouped.
         ordinary = all(is_ordinary(gradient) for _, gradient in gradients)
-        self._known = (plan, kinds, [group.around(None) for group in groups]) if ordinary else None
+        self._known = (table, kinds, [group.around(None) for group in groups]) if ordinary else None
         return groups
 
 

@@ -65,10 +65,10 @@ class UnitState:
         self._counts = _Counts(known, ends, before, after, sample)
         return found
 
-    def forget(self, strangers: Collection[TrackedParameter], sample: int) -> None:
+    def forget(self, foreign: Collection[TrackedParameter], sample: int) -> None:
         """Takes back what the last sample counted of these parameters, if it is the one that is meant."""
         last = self._counts
-        meant = [tracked in strangers for tracked, _ in last.members]
+        meant = [tracked in foreign for tracked, _ in last.members]
         if sample != last.sample or not any(meant):
             return
         units = torch.tensor([n for _, n in last.members], device="cpu")

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.layers import Plan
+from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.transfer.tracing import TraceIds
 from torch_grad_exporter.transfer.transfer import Ticket
 
@@ -47,7 +47,7 @@ class Captured:
     """
 
     round: int
-    plan: Plan
+    table: ParameterTable
     parts: tuple[Part, ...]
     missing: IntArray
     owners: IntArray
@@ -74,7 +74,7 @@ class LocalPart:
 class Local:
     """This rank's own gradient in the backward of the `Captured` before, as it was before it was reduced over ranks.
 
-    `reduced`: shape (parameters,), which of the plan's are. `samples`: of its forwards, `None` if unknown; `ranks`: over
+    `reduced`: shape (parameters,), which of the table's are. `samples`: of its forwards, `None` if unknown; `ranks`: over
     how many the mean was taken, 0 if unknown.
     """
 
@@ -111,7 +111,7 @@ class Weights:
     difference.
     """
 
-    plan: Plan
+    table: ParameterTable
     positions: IntArray
     vector: Ticket
 
@@ -120,7 +120,7 @@ class Weights:
 class Closed:
     """The sampled round is over.
 
-    `owners`: for each parameter of the plan the number of the optimizer that owns it, -1 for none. `groups`: the
+    `owners`: for each parameter of the table the number of the optimizer that owns it, -1 for none. `groups`: the
     same for parameter groups, numbered over all optimizers.
     `stepped`: the optimizers that stepped in the round; `steps`: their step counts, by optimizer.
     """
@@ -134,7 +134,7 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OutcomeResolved:
     """What became of a round that was not sampled, but whose global norm was observed."""
 
     outcome: Outcome
@@ -177,17 +177,17 @@ class Observed:
 class Hints:
     """The one thing the host side tells the training thread: what to measure again before the next step.
 
-    Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `plan`;
+    Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
     `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale
     value costs accuracy of nothing, only the choice of probes.
     """
 
-    plan: Plan | None = None
+    table: ParameterTable | None = None
     probes: frozenset[int] = frozenset()
     full: bool = False
 
 
-Event = Captured | Local | AfterClip | Weights | Closed | Told | Stepped | Counted | Observed
+Event = Captured | Local | AfterClip | Weights | Closed | OutcomeResolved | Stepped | Counted | Observed
 
 ROOM = 1 << 13
 """Records in the mailbox, at most."""

@@ -86,20 +86,20 @@ class Moments:
     def of(self, snapshot: Snapshot, steps: int) -> Moment:
         """The moment of a snapshot that was a look, after so many steps."""
         gradients = snapshot.gradients
-        shown = gradients.plan.shown
-        table = gradients.table[shown]
-        names = list(compress(gradients.plan.layers, shown.tolist()))
-        new = self._captured.since(names, table["captures"])
+        shown = gradients.table.shown
+        layer_values = gradients.layer_values[shown]
+        names = list(compress(gradients.table.layers, shown.tolist()))
+        new = self._captured.since(names, layer_values["captures"])
         norm, zscore = gradients.peaks[:, shown]
         values = {
             "norm": norm,
-            "zero_ratio": np.where(new, table["zero_ratio"], np.nan),
-            "dead_ratio": np.where(new & (table["captures"] >= self._dead_from), table["dead_ratio"], np.nan),
+            "zero_ratio": np.where(new, layer_values["zero_ratio"], np.nan),
+            "dead_ratio": np.where(new & (layer_values["captures"] >= self._dead_from), layer_values["dead_ratio"], np.nan),
             "zscore": zscore,
         }
         nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
-        spoiled = self._spoiled.since(names, table["nans"] + table["infs"])
-        nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & table["sized"] & ~np.isfinite(table["norm"]))
+        spoiled = self._spoiled.since(names, layer_values["nans"] + layer_values["infs"])
+        nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"]))
         scalars, of_the_run = self._scalars(gradients, snapshot.totals)
         return Moment(
             gradients.samples,
@@ -110,13 +110,13 @@ class Moments:
             nonfinite,
             of_the_run,
             _sample_step(gradients),
-            frozenset(compress(names, gradients.plan.sharded[shown].tolist())),
+            frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
 
     def _scalars(self, gradients: GradientSnapshot, totals: TotalsSnapshot) -> tuple[dict[str, float], Flags]:
         """The values of the run by name, and which of them were not finite since the moment before."""
         # One rank alone cannot know the norm of a gradient that is sharded.
-        whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.plan.sharded.any())
+        whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
         norm, after = gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
         skipped_or_not = sum(float(gradients.totals[f"nonfinite_{one.value}"][0]) for one in Outcome) if whole else 0.0
         counts = {"loss": float(totals.loss_nonfinite), "norm": skipped_or_not}

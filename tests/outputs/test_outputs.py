@@ -75,7 +75,7 @@ def test_a_name_service_that_hangs_does_not_hold_up_the_start(monkeypatch: pytes
     start = time.monotonic()
     with start_exporter(Perceptron(), 0, run="a run") as exporter:
         assert time.monotonic() - start < 3
-        assert json.loads(exporter._outlets._discovery.body())[0]["targets"] == [f"{socket.gethostname()}:{exporter.port}"]  # type: ignore[union-attr]
+        assert json.loads(exporter._outputs._discovery.body())[0]["targets"] == [f"{socket.gethostname()}:{exporter.port}"]  # type: ignore[union-attr]
         over.set()
 
 
@@ -177,7 +177,7 @@ def test_the_last_values_are_left_for_node_exporter(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     """Writing to a pipe that nobody reads stands for a file server that is gone: the end comes within two seconds."""
     exporter = started(textfile_dir=tmp_path)
-    exporter._outlets._renderer.render = lambda *_: threading.Event().wait(20)  # type: ignore[union-attr,method-assign]
+    exporter._outputs._renderer.render = lambda *_: threading.Event().wait(20)  # type: ignore[union-attr,method-assign]
     start = time.monotonic()
     exporter.close()
     assert time.monotonic() - start < 2.5

@@ -1,4 +1,4 @@
-"""Outlets: how values leave the process: the server, the entries that say where it is, and what is left at the end."""
+"""Outputs: how values leave the process: the server, the entries that say where it is, and what is left at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rank:
     labels: Mapping[str, str]
 
 
-class Outlets:
+class Outputs:
     """Serves what `scrape` gives, says where, and pushes it.
 
     `health`: for `/healthz`. `store`: the job's, for the list of ranks. `push`: what to push and where, `None` for nothing.

@@ -59,7 +59,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Finding:
     """What a rule has to say; the rule knows the alert."""
 
     severity: str
@@ -69,7 +69,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RuleContext:
     """Everything that a rule may look at: a scrape, its time, the state of the run and what is remembered of the scrapes before."""
 
     values: Values
@@ -152,16 +152,16 @@ class Rule:
 
     alert: str
     states: frozenset[str | None]
-    judge: Callable[[Look], Iterator[Found]]
+    judge: Callable[[RuleContext], Iterator[Finding]]
 
-    def problems(self, look: Look) -> Iterator[Problem]:
+    def problems(self, context: RuleContext) -> Iterator[Problem]:
         """What is wrong by it."""
-        if look.state in self.states:
-            for found in self.judge(look):
+        if context.state in self.states:
+            for found in self.judge(context):
                 yield Problem(self.alert, found.severity, found.text, found.layer, found.others)
 
 
-def rule(alert: str, states: frozenset[str | None]) -> Callable[[Callable[[Look], Iterator[Found]]], Rule]:
+def rule(alert: str, states: frozenset[str | None]) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
     """Makes a rule of a function."""
     return lambda judge: Rule(alert, states, judge)
 
@@ -177,13 +177,13 @@ def either(first: Table, *others: Table) -> Table:
     return Table(rows, numbers)
 
 
-def by_layer(severity: str, table: Table, chosen: BoolArray, what: str) -> Iterator[Found]:
+def by_layer(severity: str, table: Table, chosen: BoolArray, what: str) -> Iterator[Finding]:
     """One for each layer that is chosen, and one for all that are too many to be told."""
     names = [table.rows[row][0] for row in np.flatnonzero(chosen).tolist()]
     for name in names[:LAYERS]:
-        yield Found(severity, f"Layer {name}: {what}.", name)
+        yield Finding(severity, f"Layer {name}: {what}.", name)
     if rest := tuple(names[LAYERS:]):
-        yield Found(severity, f"{times(len(rest), 'more layer')}: {what}.", others=rest)
+        yield Finding(severity, f"{times(len(rest), 'more layer')}: {what}.", others=rest)
 
 
 def times(count: float, what: str = "step") -> str:
