@@ -1,15 +1,15 @@
-"""StepClock: what time it is in the training loop. Steps, phases, samples, activity.
+"""StepClock: counts and times what happens on the training thread; a scrape reads it as it is, from any thread.
 
-All of it belongs to the training thread and costs a few additions per call. The numbers only grow, and a
-scrape reads them as they are; what needs a histogram goes through the mailbox.
+The clock is told of events and changes only itself. What needs a histogram goes to the host side through the mailbox.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch_grad_exporter.transfer.events import Mailbox, Stepped
 from torch_grad_exporter.transfer.tracing import TraceIds
@@ -20,113 +20,202 @@ OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted up to one moment. `steps`: by optimizer."""
+    """What was counted up to one moment. `steps`: by optimizer; `examples`: training examples that went into forwards."""
 
     steps: dict[int, int]
     backward_passes: int
-    samples: int
+    examples: int
+
+
+class CountedRounds(Protocol):
+    """Rounds that something else counts until `StepClock.commit`. Read from any thread."""
+
+    @property
+    def moments(self) -> Sequence[float]:
+        """When each of their steps was over, in seconds of the clock."""
+
+    def counts(self, before: Counts) -> Counts:
+        """All counts up to now, if there were `before` when these rounds began."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pause:
-    """Rounds that are only counted, since `before`: `moments` of the steps of `optimizer`, and an item for each backward.
+class _Uncommitted:
+    """One object that is set and taken away as a whole, so that another thread sees no round twice and misses none.
 
-    One object that is set and taken away as a whole, so that nobody on another thread sees a round twice or not at all.
+    `offset`: what Unix time was ahead of the clock when the rounds began.
     """
 
     before: Counts
-    optimizer: int
-    moments: list[float]
-    backwards: list[object]
-    samples: float
-    """Samples to a backward."""
+    rounds: CountedRounds
     offset: float
-    """What Unix time was ahead of the moments' clock when it began."""
 
-    def counts(self) -> Counts:
-        """All up to now."""
-        before, backwards = self.before, len(self.backwards)
-        return Counts(
-            {**before.steps, self.optimizer: before.steps[self.optimizer] + len(self.moments)},
-            before.backward_passes + backwards,
-            before.samples + round(backwards * self.samples),
-        )
+
+class PhaseTimes:
+    """The seconds of each phase of training. `seen`: the phases that there were."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.seen: set[str] = set()
+        self.current = OUTSIDE
+        self._since = clock()
+
+    def enter(self, phase: str) -> None:
+        """The time from now on belongs to this phase."""
+        moment = self._clock()
+        self.seconds[self.current] += moment - self._since
+        self.current, self._since = phase, moment
+        self.seen.add(phase)
+
+    def restart(self) -> None:
+        """Outside of a step; the time since the last phase began belongs to none."""
+        self.current, self._since = OUTSIDE, self._clock()
 
 
 @dataclass(slots=True)
+class GradientWaitTimes:
+    """Waits for other ranks' gradients. `rounds`: sampled rounds in which they were timed, `None` where there are no other ranks."""
+
+    rounds: int | None = None
+    seconds: float = 0.0
+
+    def expected(self) -> None:
+        """There are other ranks."""
+        if self.rounds is None:
+            self.rounds = 0
+
+    def waited(self, seconds: float, *, new_round: bool) -> None:
+        """A backward waited so long. `new_round`: it is the first timed one of its round."""
+        self.seconds += seconds
+        self.rounds = (self.rounds or 0) + new_round
+
+
 class StepClock:
-    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time."""
+    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time. Belongs to the training thread."""
 
-    mailbox: Mailbox
-    clock: Callable[[], float] = time.perf_counter
-    now: Callable[[], float] = time.time
-    backward_passes: int = 0
-    skipped: int = 0
-    steps: dict[int, int] = field(default_factory=dict)
-    samples: int = 0
-    samples_known: bool = True
-    evaluating: bool = False
-    started: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    phases_seen: set[str] = field(default_factory=set)
-    own_seconds: float = 0.0
-    """What the exporter took on this thread since the last round."""
-    device_seconds: float = 0.0
-    """What it took on devices, as far as that became known since the last round."""
-    gradient_waits: int | None = None
-    """Sampled rounds in which the wait for other ranks' gradients was timed; `None` where there are no other ranks."""
-    gradient_wait_seconds: float = 0.0
-    _last_step: float | None = None
-    _last_activity: float | None = None
-    _pause: _Pause | None = None
-    _owed: dict[int, int] = field(default_factory=dict)
-    _phase: str = OUTSIDE
-    _phase_since: float = 0.0
-    _round_at: float | None = None
+    def __init__(
+        self, mailbox: Mailbox, clock: Callable[[], float] = time.perf_counter, now: Callable[[], float] = time.time
+    ) -> None:
+        self.clock = clock
+        self.now = now
+        self.started = now()
+        self.phases = PhaseTimes(clock)
+        self.gradient_waits = GradientWaitTimes()
+        self.skipped = 0
+        self.evaluating = False
+        self.examples_known = True
+        self.own_seconds = 0.0
+        """What the exporter took on this thread since the last round."""
+        self.device_seconds = 0.0
+        """What it took on devices, as far as that became known since the last round."""
+        self._mailbox = mailbox
+        self._counts = Counts({}, 0, 0)
+        self._owed: dict[int, int] = {}
+        self._uncommitted: _Uncommitted | None = None
+        self._round_at: float | None = None
+        self._last_step: float | None = None
+        self._last_activity: float | None = None
 
-    def __post_init__(self) -> None:
-        self.started = self.now()
-        self._phase_since = self.clock()
+    # Phases
 
     def switch(self, phase: str) -> None:
         """Enters a phase, unless an optimizer is stepping: with a closure everything is `optimizer`."""
-        if self._phase != OPTIMIZER:
+        if self.phases.current != OPTIMIZER:
             self._enter(phase)
 
     @property
     def stepping(self) -> bool:
         """Whether an optimizer is in its step, or raised in it."""
-        return self._phase == OPTIMIZER
+        return self.phases.current == OPTIMIZER
+
+    def step_began(self) -> None:
+        """An optimizer's step begins."""
+        self._enter(OPTIMIZER)
 
     def leave_step(self) -> None:
         """The step that had begun will not end: it raised."""
         self._enter(OUTSIDE)
 
     def _enter(self, phase: str) -> None:
-        if self._pause is not None:
-            return
-        moment = self.clock()
-        self.phase_seconds[self._phase] += moment - self._phase_since
-        self._phase, self._phase_since = phase, moment
-        self.phases_seen.add(phase)
+        if self._uncommitted is None:
+            self.phases.enter(phase)
 
-    def active(self) -> None:
-        """Notes that the loop is alive."""
-        self._last_activity = self.now()
+    # Counts
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Steps by optimizer, without rounds that are not committed."""
+        return self._counts.steps
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes, without rounds that are not committed."""
+        return self._counts.backward_passes
+
+    @property
+    def examples(self) -> int:
+        """Training examples, without rounds that are not committed."""
+        return self._counts.examples
+
+    def step_done(self, optimizer: int, times: int = 1) -> None:
+        """Counts steps of an optimizer."""
+        owed = min(self._owed.get(optimizer, 0), times)
+        if owed:
+            self._owed[optimizer] -= owed
+        if times > owed:
+            # A new dict instead of a new key: a scrape may be reading the old one.
+            steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + times - owed}
+            self._counts = Counts(steps, self.backward_passes, self.examples)
+
+    def step_undone(self, optimizer: int) -> None:
+        """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
+        self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
+
+    def steps_skipped(self, steps: int) -> None:
+        """So many rounds ended without a step."""
+        self.skipped += steps
+
+    def backwards_passed(self, backwards: int) -> None:
+        """So many backwards are over."""
+        self._counts = Counts(self.steps, self.backward_passes + backwards, self.examples)
+
+    def examples_came(self, examples: int) -> None:
+        """So many training examples go into a forward."""
+        self._counts = Counts(self.steps, self.backward_passes, self.examples + examples)
+
+    def examples_unknown(self) -> None:
+        """How many training examples there are cannot be seen, or the user tells it."""
+        self.examples_known = False
 
     def counts(self) -> Counts:
-        """What was counted so far, also of rounds that are only counted. From any thread."""
+        """What was counted so far, with rounds that are not committed. From any thread."""
         while True:
-            pause = self._pause
-            found = Counts(self.steps, self.backward_passes, self.samples) if pause is None else pause.counts()
-            if self._pause is pause:  # else it ended meanwhile, and what it had counted may be gone
+            uncommitted = self._uncommitted
+            found = self._counts if uncommitted is None else uncommitted.rounds.counts(uncommitted.before)
+            if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
+
+    # Times
+
+    def active(self, *, evaluating: bool) -> None:
+        """The loop is alive: a forward begins."""
+        self._last_activity = self.now()
+        self.evaluating = evaluating
+
+    def spent(self, seconds: float) -> None:
+        """The exporter has taken so long on the training thread."""
+        self.own_seconds += seconds
+
+    def spent_on_devices(self, seconds: float) -> None:
+        """The exporter has taken so long on devices."""
+        self.device_seconds += seconds
 
     @property
     def last_step(self) -> float | None:
         """When the last step was over, as Unix time; `None` before the first."""
-        pause = self._pause
-        return self._last_step if pause is None or not pause.moments else pause.moments[-1] + pause.offset
+        uncommitted = self._uncommitted
+        moments = () if uncommitted is None else uncommitted.rounds.moments
+        return self._last_step if uncommitted is None or not moments else moments[-1] + uncommitted.offset
 
     @property
     def last_activity(self) -> float | None:
@@ -137,46 +226,9 @@ class StepClock:
     @property
     def last_moment(self) -> float:
         """When the last step was over, in seconds of `clock`; 0 before the first."""
-        pause = self._pause
-        return self._round_at or 0.0 if pause is None or not pause.moments else pause.moments[-1]
-
-    def step_began(self) -> None:
-        """An optimizer's step begins."""
-        self._enter(OPTIMIZER)
-
-    def step_done(self, optimizer: int) -> None:
-        """Counts an optimizer's step."""
-        # A new dict instead of a new key: a scrape may be reading the old one.
-        if self._owed.get(optimizer):
-            self._owed[optimizer] -= 1
-        else:
-            self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + 1}
-
-    def step_undone(self, optimizer: int) -> None:
-        """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
-        self._owed[optimizer] = self._owed.get(optimizer, 0) + 1
-
-    def pause(self, optimizer: int, moments: list[float], backwards: list[object], samples: float) -> None:
-        """From now on, right after a round, rounds are only counted, and phases are not timed.
-
-        `moments`: when steps of `optimizer` were over. `backwards`: has an item for each. `samples`: to a backward.
-        """
-        before = Counts(self.steps, self.backward_passes, self.samples)
-        self._pause = _Pause(before, optimizer, moments, backwards, samples, self.now() - self.clock())
-
-    def resume(self) -> list[float]:
-        """Ends `pause`; returns the seconds from step to step of the rounds that were only counted."""
-        pause = self._pause
-        moments = [] if pause is None else pause.moments
-        counts = self.counts()
-        self._last_step, self._last_activity = self.last_step, self.last_activity
-        self.steps, self.backward_passes, self.samples = counts.steps, counts.backward_passes, counts.samples
-        self._pause = None
-        self._phase, self._phase_since = OUTSIDE, self.clock()
-        if not moments or self._round_at is None:
-            return []
-        times, self._round_at = [self._round_at, *moments], moments[-1]
-        return [after - before for before, after in itertools.pairwise(times)]
+        uncommitted = self._uncommitted
+        moments = () if uncommitted is None else uncommitted.rounds.moments
+        return moments[-1] if moments else self._round_at or 0.0
 
     def step_ended(self, *, first_of_round: bool, trace: TraceIds | None = None) -> float | None:
         """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only.
@@ -191,6 +243,30 @@ class StepClock:
         moment = self.clock()
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
-        self.mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace))
+        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
+
+    # Rounds that something else counts
+
+    def leave_counting_to(self, rounds: CountedRounds) -> None:
+        """From now on, right after a round, `rounds` counts, and phases are not timed."""
+        self._uncommitted = _Uncommitted(self._counts, rounds, self.now() - self.clock())
+
+    def commit(self) -> list[float]:
+        """Takes over what was counted; returns the seconds from step to step of those rounds."""
+        uncommitted = self._uncommitted
+        moments = () if uncommitted is None else tuple(uncommitted.rounds.moments)
+        self._last_step, self._last_activity = self.last_step, self.last_activity
+        self._counts = self.counts()
+        self._uncommitted = None
+        self.phases.restart()
+        if not moments or self._round_at is None:
+            return []
+        times, self._round_at = [self._round_at, *moments], moments[-1]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def take_own_seconds(self) -> float:
+        """What the exporter took on this thread since the last round; it is not told again."""
+        own, self.own_seconds = self.own_seconds, 0.0
+        return own

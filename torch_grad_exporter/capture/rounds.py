@@ -1,128 +1,51 @@
-"""Rounds: where one ends and the next begins, and what rounds of this training usually look like.
+"""RoundTracker: decides what a round, a step and a skipped step are. Pure: events in, decisions out, no torch in it.
 
 A *round* is everything between the first backward after a step and the last optimizer step before the
 next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
 share a round, and a GAN's two alternating ones do not.
 
-A second backward without a step in between either continues an accumulation or follows a step that was
-skipped. The gradient itself tells: gone means that `zero_grad` was called. Zeroed in place cannot be told from
-clipped in place without looking at the data; there the usual number of backwards of a round decides.
-
-A training may clear within every step (SAM takes two passes to a step). Before there was a step without a clearing
-the two look alike, so the first clearings are held back until that is known.
+The tracker holds the current round and what rounds usually look like (`round_pattern.py`). `handle` takes an event and
+returns what is to be done, in this order; `capture.py` does it. Nothing else changes a round.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-import torch
-
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
-from torch_grad_exporter.model.sharding import local
-
-PROBES = 4
-"""Parameters per model whose gradient is looked at to see whether it was cleared."""
-
-MULTI_PASS = 4
-"""Steps in a row with a clearing in between, after which that is how this training works (SAM), not a skip."""
-
-MEMORY = 8
-"""Rounds whose optimizers are remembered."""
-
-PASSES = 3
-"""Passes of such a step at most: what is cleared more often was skipped."""
-
-
-_ATTRIBUTE = "_torch_grad_exporter_number"
-_NUMBERS = itertools.count()
-
-
-def _number_of(gradient: torch.Tensor) -> int | None:
-    return getattr(gradient, _ATTRIBUTE, None)
-
-
-def _numbered(gradient: torch.Tensor) -> int:
-    """The gradient's number; it gets one if it has none yet."""
-    number = _number_of(gradient)
-    if number is None:
-        number = next(_NUMBERS)
-        setattr(gradient, _ATTRIBUTE, number)
-    return number
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
-    return local(tensor)._version
-
-
-@dataclass(slots=True)
-class GradientVersion:
-    """Which tensor a parameter's gradient was at one moment, and how often it had been written to.
-
-    Knows the tensor by a number that it wears as an attribute: a mark must not keep a gradient's memory, a weak reference
-    would forbid `torch.utils.swap_tensors` on it, and an `id` may by now be that of another one.
-    """
-
-    tracked: TrackedParameter
-    gradient: int | None
-    version: int
-    value_version: int
-
-    @classmethod
-    def of(cls, tracked: TrackedParameter) -> GradientVersion:
-        """The mark of a parameter as it is now."""
-        parameter = tracked.parameter()
-        value_version = -1 if parameter is None else _version_of(parameter)
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            return cls(tracked, None, -1, value_version)
-        return cls(tracked, _numbered(gradient), _version_of(gradient), value_version)
-
-    def replaced(self) -> bool:
-        """Whether the parameter no longer has that gradient."""
-        parameter = self.tracked.parameter()
-        return parameter is not None and (parameter.grad is None or _number_of(parameter.grad) != self.gradient)
-
-    def updated(self) -> bool:
-        """Whether the parameter's value was written to."""
-        parameter = self.tracked.parameter()
-        return parameter is not None and _version_of(parameter) != self.value_version
-
-    def moved(self) -> bool:
-        """Whether there is a gradient now that is another tensor than then, or was written to."""
-        now = self.tracked.gradient()
-        return now is not None and (_number_of(now) != self.gradient or _version_of(now) != self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class GradientVersions:
-    """GradientVersions of the gradients of many parameters at one moment, in columns."""
-
-    tracked: Sequence[TrackedParameter]
-    numbers: list[int | None]
-    versions: list[int]
-
-    @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
-        """The marks of parameters as they are now."""
-        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
-        numbers = [None if g is None else _numbered(g) for g in gradients]
-        return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
-
-    def moved(self) -> set[int]:
-        """The positions of those that have a gradient now that is another tensor than then, or was written to."""
-        rows = zip(parameters_of(self.tracked), self.numbers, self.versions, strict=True)
-        return {
-            position
-            for position, (parameter, number, version) in enumerate(rows)
-            if parameter is not None
-            and (gradient := parameter.grad) is not None
-            and (number is None or _number_of(gradient) != number or _version_of(gradient) != version)
-        }
+from torch_grad_exporter.capture.round_events import (
+    BackwardBegan,
+    BackwardEnded,
+    BackwardsCounted,
+    BeginRound,
+    CloseSample,
+    CountSkipped,
+    CountUnseen,
+    Decided,
+    EarlierStepSkipped,
+    ForeignStep,
+    GradientsFound,
+    ModelReached,
+    NoBackwardSeen,
+    NormObserved,
+    ReadByOptimizer,
+    ReadGradients,
+    ResolveNorm,
+    RoundDecision,
+    RoundEvent,
+    RoundNumbered,
+    RoundOfStep,
+    RoundsCounted,
+    SampleImpossible,
+    SampleRead,
+    StepAbandoned,
+    StepBegan,
+    StepEnded,
+    StepWithinBackward,
+    TrainingOver,
+)
+from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
+from torch_grad_exporter.transfer.outcomes import Outcome
 
 
 @dataclass(slots=True)
@@ -131,13 +54,12 @@ class Round:
 
     `fired`: positions in the table of the parameters that got a gradient. `again`: what was there before in this round was
     thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
-    stepped that owns nothing of ours. `lost`: there was something to read that could not be read; `abandoned`: a step raised
-    after a backward. `observed`: the user gave the global norm, and its outcome is still to be told; `open`:
-    the same of what was captured.
+    stepped that owns nothing of ours. `captured`: the gradients were read; `lost`: there was something to read that could not be
+    read; `abandoned`: a step raised after a backward. `observed`: the user gave the global norm, and its outcome is still to be
+    told; `open`: the same of what was captured.
     """
 
     number: int
-    table: ParameterTable
     sampled: bool
     backwards: int = 0
     models: set[int] = field(default_factory=set)
@@ -158,117 +80,257 @@ class Round:
         self.fired.clear()
 
 
-@dataclass(slots=True)
-class RoundPattern:
-    """What was learned from the rounds so far. `probes`: by model, parameters that got a gradient lately."""
+class RoundTracker:
+    """The rules of rounds as a state machine.
 
-    probes: dict[int, list[TrackedParameter]] = field(default_factory=dict)
-    _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    _backwards_to_a_step: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    _steppers: dict[frozenset[int], deque[frozenset[int]]] = field(default_factory=dict)
-    _between_steps: list[GradientVersion] = field(default_factory=list)
-    _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
-    _cleared_since_step: bool = False
-    _plain: bool = False
-    """Whether there was a step with no clearing before it."""
-    _held: int = 0
-    _held_here: int = 0
-    """Clearings that may have been skipped steps or not, in all and in this round."""
-    _marks: list[GradientVersion] = field(default_factory=list)
+    `due`: whether the round of a number is to be sampled. `unseen_optimizer`: the number under which steps count that no
+    optimizer reports. `samples`: rounds whose gradients were read; `lost`: rounds that were due and were not read.
+    """
 
-    @property
-    def backwards(self) -> int | None:
-        """The fewest backwards of the last rounds, `None` before the first round is over."""
-        return min(self._backwards, default=None)
+    def __init__(self, due: Callable[[int], bool], unseen_optimizer: Callable[[], int]) -> None:
+        self._due = due
+        self._unseen_optimizer = unseen_optimizer
+        self._round = Round(0, sampled=due(0))
+        self._stepping: set[int] = set()
+        self._closures: set[int] = set()
+        self._skipped_unseen = self._sampled_before = False
+        self.pattern = RoundPattern()
+        self.samples = self.lost = 0
+        self._handlers: dict[type, Callable[..., Decided]] = {
+            BackwardBegan: self._backward_began, ModelReached: self._model_reached, SampleImpossible: self._sample_impossible,
+            BackwardEnded: self._backward_ended, GradientsFound: self._gradients_found, SampleRead: self._sample_read,
+            StepBegan: self._step_began, StepWithinBackward: self._step_within_backward, ReadByOptimizer: self._read_by_optimizer,
+            RoundOfStep: self._round_of_step, StepEnded: self._step_ended, StepAbandoned: self._step_abandoned,
+            ForeignStep: self._foreign_step, NormObserved: self._norm_observed, RoundNumbered: self._numbered,
+            RoundsCounted: self._rounds_counted, BackwardsCounted: self._backwards_counted,
+            EarlierStepSkipped: self._earlier_step_skipped, TrainingOver: self._training_over,
+        }  # fmt: skip
 
-    def steppers(self, models: Iterable[int]) -> frozenset[int]:
-        """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
-        rounds = self._steppers.get(frozenset(models))
-        return rounds[-1] if rounds else frozenset()
+    def handle(self, event: RoundEvent) -> list[RoundDecision]:
+        """What is to be done after this event, in this order."""
+        return list(self._handlers[type(event)](event))
 
-    def active(self, models: Iterable[int]) -> frozenset[int] | None:
-        """The optimizers that stepped in the last `MEMORY` rounds with backwards of these models; `None` while there are fewer."""
-        rounds = self._steppers.get(frozenset(models), ())
-        return frozenset().union(*rounds) if len(rounds) == MEMORY else None
-
-    def same_rounds(self, current: Round) -> bool:
-        """Whether the current round is like all of the last `MEMORY` rounds with a step, none of which clears in between."""
-        rounds = self._steppers.get(frozenset(current.models), ())
-        alike = len(self._steppers) == 1 and len(rounds) == MEMORY and all(one == current.stepped for one in rounds)
-        regular = all(backwards == current.backwards for backwards in itertools.islice(reversed(self._backwards), MEMORY))
-        return alike and regular and self._plain and not self._held and not any(self._cleared)
-
-    def learn(self, over: Round) -> int:
-        """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
-        self._held_here = 0
-        if over.backwards:
-            self._backwards.append(over.backwards)
-        if not over.stepped:
-            return 0
-        if over.backwards:
-            self._backwards_to_a_step.append(over.backwards)
-        models = frozenset(over.models)
-        if len(self._steppers) < 64 or models in self._steppers:
-            self._steppers.setdefault(models, deque(maxlen=MEMORY)).append(frozenset(over.stepped))
-        self._plain |= not self._cleared_since_step
-        self._cleared.append(self._cleared_since_step)
-        self._cleared_since_step = False
-        if self._several_passes:
-            self._held = 0
-        return self.release() if self._plain else 0
-
-    def hold(self) -> bool:
-        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training."""
-        if self._plain or self._held_here == PASSES - 1:
-            return False
-        self._held += 1
-        self._held_here += 1
-        return True
-
-    def release(self) -> int:
-        """The clearings held so far, which were skipped steps after all."""
-        held, self._held = self._held, 0
-        return held
+    # What may be asked
 
     @property
-    def _several_passes(self) -> bool:
-        return len(self._cleared) == MULTI_PASS and all(self._cleared)
+    def current(self) -> Round:
+        """The current round; to be read only."""
+        return self._round
 
-    def remember(self, models: Iterable[int]) -> None:
-        """GradientVersions the gradients at the end of a backward, one of each model."""
-        self._marks = []
-        for model in models:
-            found = (GradientVersion.of(probe) for probe in self.probes.get(model, ()))
-            self._marks += itertools.islice((mark for mark in found if mark.gradient is not None), 1)
+    @property
+    def stepping(self) -> Collection[int]:
+        """The optimizers that have begun a step and not ended it."""
+        return self._stepping
 
-    def untouched(self) -> bool:
-        """Whether nobody has changed the gradients since the last backward, as far as the probes tell."""
-        return bool(self._marks) and not self._gone() and not self._written()
+    @property
+    def closures(self) -> Collection[int]:
+        """Those of them whose backward comes within the step."""
+        return self._closures
 
-    def cleared(self, current: Round) -> bool:
-        """Whether the gradients of the last backward were thrown away: its step was skipped."""
-        usual = min(self._backwards_to_a_step, default=None)
-        found = self._gone() or (self._written() and usual is not None and current.backwards >= usual)
-        self._cleared_since_step |= found
-        return found and not self._several_passes
+    def asks_for_evidence(self, *, within_step: bool) -> bool:
+        """Whether a backward that begins now may follow a skipped step, so that it has to be known what the gradients look like."""
+        current = self._round
+        in_the_round = bool(current.backwards) and not current.stepped
+        return in_the_round and (current.abandoned or not (within_step and self._stepping))
 
-    def updated(self) -> bool:
-        """Whether the parameters were written to since the last backward."""
-        return any(mark.updated() for mark in self._marks)
+    @property
+    def next_is_sampled(self) -> bool:
+        """Whether the backward that comes next belongs to a sampled round."""
+        current = self._round
+        return self._due(current.number + 1) if current.stepped else current.sampled
 
-    def stepped_unseen(self) -> None:
-        """What looked like cleared gradients was a step that no hook saw."""
-        self._cleared_since_step = False
+    @property
+    def behind(self) -> bool:
+        """Whether the round has gradients to read that were not read when its last backward ended."""
+        return self._round.sampled and bool(self._round.fired) and not self._round.captured
 
-    def written_between_steps(self, table: ParameterTable) -> bool:
-        """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""
-        before = self._between_steps
-        self._between_steps = [GradientVersion.of(tracked) for tracked in table.tracked[:PROBES]]
-        return not before or any(mark.moved() or mark.tracked.parameter() is None for mark in before)
+    @property
+    def sample_is_open(self) -> bool:
+        """Whether the round's gradients were read and what became of them is not known yet."""
+        return self._round.captured and self._round.open
 
-    def _gone(self) -> bool:
-        """Whether a gradient is gone, or is another tensor: on the rung `parameter` this may look after the write."""
-        return any(mark.replaced() for mark in self._marks)
+    def regular_optimizer(self) -> int | None:
+        """The only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
+        current = self._round
+        busy = self._stepping or self._closures or self.sample_is_open
+        if busy or len(current.stepped) != 1 or not current.backwards:
+            return None
+        repeats = self.pattern.repeats(current.models, current.stepped, current.backwards)
+        return next(iter(current.stepped)) if repeats else None
 
-    def _written(self) -> bool:
-        return any(mark.moved() for mark in self._marks)
+    # Backwards
+
+    def _backward_began(self, event: BackwardBegan) -> Decided:
+        asked = self.asks_for_evidence(within_step=event.within_step)
+        if not event.within_step:
+            self._stepping.clear()
+        if self._round.stepped:
+            yield from self._begin_round()
+        elif asked and self.pattern.cleared(self._round.backwards, event.evidence):
+            yield from self._gradients_were_cleared(event.evidence)
+
+    def _gradients_were_cleared(self, evidence: ClearingEvidence) -> Decided:
+        """The gradients of the last backward are gone, and no step was seen."""
+        if not evidence.scaler_known and self.pattern.hold():
+            self._round.begin_again()
+        elif evidence.updated and not evidence.reporting:
+            # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
+            optimizer = self._unseen_optimizer()
+            yield CountUnseen(optimizer, 1 + self.pattern.release())
+            self.pattern.stepped_unseen()
+            self._round.stepped.add(optimizer)
+            yield from self._begin_round()
+        else:
+            yield CountSkipped(1 + self.pattern.release())
+            yield from self._begin_round(skipped=True)
+
+    def _model_reached(self, event: ModelReached) -> Decided:
+        self._round.models.add(event.model)
+        return iter(())
+
+    def _sample_impossible(self, _event: SampleImpossible) -> Decided:
+        self._round.sampled = False
+        self.lost += 1
+        return iter(())
+
+    def _backward_ended(self, event: BackwardEnded) -> Decided:
+        current = self._round
+        current.backwards += 1
+        current.fired |= event.fired
+        # A step within the backward waits for no other backward.
+        if event.fired and (event.stepped_within or current.backwards >= (self.pattern.backwards or 1)):
+            yield ReadGradients()
+
+    def _gradients_found(self, event: GradientsFound) -> Decided:
+        self._round.fired |= event.fired
+        if self._round.fired:
+            yield ReadGradients()
+
+    def _sample_read(self, event: SampleRead) -> Decided:
+        current = self._round
+        if event.taken:
+            self.samples += not current.captured
+            current.captured, current.again = True, False
+        else:
+            self._lose(current)
+        return iter(())
+
+    # Steps
+
+    def _step_began(self, event: StepBegan) -> Decided:
+        self._stepping.add(event.optimizer)
+        if event.closure:
+            self._closures.add(event.optimizer)
+        return iter(())
+
+    def _step_within_backward(self, event: StepWithinBackward) -> Decided:
+        self._stepping.add(event.optimizer)
+        self._round.read.add(event.optimizer)
+        return iter(())
+
+    def _read_by_optimizer(self, event: ReadByOptimizer) -> Decided:
+        self._round.read.add(event.optimizer)
+        return iter(())
+
+    def _round_of_step(self, event: RoundOfStep) -> Decided:
+        if event.reads:
+            if event.optimizer in self._round.stepped or not self._round.open:
+                yield from self._begin_round()
+            return
+        self._stepping.discard(event.optimizer)
+        again = event.optimizer in self._round.stepped
+        if again:
+            yield from self._begin_round()
+        if again or not self._round.backwards:
+            yield NoBackwardSeen()
+
+    def _step_ended(self, event: StepEnded) -> Decided:
+        current = self._round
+        self._stepping.discard(event.optimizer)
+        self._closures.discard(event.optimizer)
+        current.stepped.add(event.optimizer)
+        yield from self._resolved(Outcome.STEPPED)
+        if self.sample_is_open and self._all_stepped(event.waited):
+            yield self._close(Outcome.STEPPED)
+
+    def _all_stepped(self, waited: frozenset[int]) -> bool:
+        """Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds tell."""
+        active = self.pattern.active(self._round.models)
+        return (waited if active is None else waited & active) <= self._round.stepped
+
+    def _step_abandoned(self, _event: StepAbandoned) -> Decided:
+        self._stepping.clear()
+        self._closures.clear()
+        self._round.abandoned = bool(self._round.backwards)
+        return iter(())
+
+    def _foreign_step(self, _event: ForeignStep) -> Decided:
+        self._round.foreign = True
+        return iter(())
+
+    # Norms that the user gives, numbers, and rounds that were only counted
+
+    def _norm_observed(self, _event: NormObserved) -> Decided:
+        self._round.observed = not self._round.captured
+        if self._round.stepped:
+            yield from self._resolved(Outcome.STEPPED)
+
+    def _numbered(self, event: RoundNumbered) -> Decided:
+        self._round.number = event.number
+        return iter(())
+
+    def _rounds_counted(self, event: RoundsCounted) -> Decided:
+        self._round.number += event.rounds + event.skipped
+        self._skipped_unseen |= event.skipped > 0
+        if event.skipped:
+            yield CountSkipped(event.skipped)
+
+    def _backwards_counted(self, event: BackwardsCounted) -> Decided:
+        models = set(self._round.models)
+        yield from self._begin_round()
+        self._round.backwards, self._round.models = event.backwards, models
+
+    # Where a round ends
+
+    def _begin_round(self, *, skipped: bool = False) -> Decided:
+        """Ends the current round and begins the next one."""
+        last = self._round
+        yield from self._resolved(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
+        if self.sample_is_open:
+            yield self._close(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
+        released = self.pattern.learn(last.models, last.stepped, last.backwards)
+        if released:
+            yield CountSkipped(released)
+        if self.behind:
+            self._lose(last)
+        # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
+        surprising = (skipped or self._skipped_unseen) and not last.sampled
+        self._skipped_unseen, self._sampled_before = False, last.sampled
+        self._round = Round(last.number + 1, self._due(last.number + 1) or surprising)
+        yield BeginRound(last.number + 1, after_step=bool(last.stepped))
+
+    def _earlier_step_skipped(self, _event: EarlierStepSkipped) -> Decided:
+        self._round.sampled |= not self._sampled_before
+        return iter(())
+
+    def _close(self, outcome: Outcome) -> CloseSample:
+        current = self._round
+        current.open = False
+        did_step = frozenset(current.stepped)
+        stepped = did_step or self.pattern.steppers(current.models)
+        return CloseSample(current.number, frozenset(current.fired), outcome, stepped, did_step)
+
+    def _resolved(self, outcome: Outcome) -> Decided:
+        if self._round.observed:
+            self._round.observed = False
+            yield ResolveNorm(outcome)
+
+    def _lose(self, one: Round) -> None:
+        """Counts a sample that was not taken, once."""
+        self.lost += not one.lost
+        one.lost = True
+
+    def _training_over(self, _event: TrainingOver) -> Decided:
+        yield from self._resolved(Outcome.UNKNOWN)
+        if self.sample_is_open:
+            yield self._close(Outcome.STEPPED if self._round.stepped else Outcome.UNKNOWN)

@@ -6,22 +6,14 @@ things happened.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.transfer.outcomes import Outcome as Outcome
 from torch_grad_exporter.transfer.tracing import TraceIds
 from torch_grad_exporter.transfer.transfer import Ticket
-
-
-class Outcome(enum.Enum):
-    """What became of the step whose gradients were captured."""
-
-    STEPPED = "stepped"
-    SKIPPED = "skipped"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,128 @@
+"""RoundPattern: what rounds of this training usually look like. Pure: counts and numbers of optimizers, no tensor.
+
+A second backward without a step in between either continues an accumulation or follows a step that was skipped. Where the
+gradient itself does not tell, the usual number of backwards of a round decides.
+
+A training may clear its gradients within every step: SAM takes two passes to a step. Before the first step without a clearing
+the two look alike, so the first clearings are held back until that step decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MULTI_PASS = 4
+"""Steps in a row with a clearing in between, after which that is how this training works (SAM), not a skip."""
+
+MEMORY = 8
+"""Rounds whose optimizers are remembered."""
+
+PASSES = 3
+"""Passes of such a step at most: what is cleared more often was skipped."""
+
+COMBINATIONS = 64
+"""Sets of models at most whose optimizers are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearingEvidence:
+    """What the gradients of the last backward look like when the next backward of the round begins.
+
+    `gone`: one is gone, or is another tensor. `written`: one was written to in place. `updated`: a parameter was written to.
+    `reporting`: some optimizer of the model reports its steps. `scaler_known`: a gradient scaler is known, which may skip steps.
+    """
+
+    gone: bool = False
+    written: bool = False
+    updated: bool = False
+    reporting: bool = True
+    scaler_known: bool = False
+
+
+@dataclass(slots=True)
+class RoundPattern:
+    """What was learned from the rounds so far."""
+
+    _backwards: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    _backwards_to_a_step: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    _steppers: dict[frozenset[int], deque[frozenset[int]]] = field(default_factory=dict)
+    _cleared: deque[bool] = field(default_factory=lambda: deque(maxlen=MULTI_PASS))
+    _cleared_since_step: bool = False
+    _plain: bool = False
+    """Whether there was a step with no clearing before it."""
+    _held: int = 0
+    _held_here: int = 0
+    """Clearings that may have been skipped steps or not, in all and in this round."""
+
+    @property
+    def backwards(self) -> int | None:
+        """The fewest backwards of the last rounds, `None` before the first round is over."""
+        return min(self._backwards, default=None)
+
+    def steppers(self, models: Iterable[int]) -> frozenset[int]:
+        """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
+        rounds = self._steppers.get(frozenset(models))
+        return rounds[-1] if rounds else frozenset()
+
+    def active(self, models: Iterable[int]) -> frozenset[int] | None:
+        """The optimizers that stepped in the last `MEMORY` rounds with backwards of these models; `None` while there are fewer."""
+        rounds = self._steppers.get(frozenset(models), ())
+        return frozenset().union(*rounds) if len(rounds) == MEMORY else None
+
+    def repeats(self, models: Iterable[int], stepped: set[int], backwards: int) -> bool:
+        """Whether all of the last `MEMORY` rounds with a step were like this one, and none of them clears in between."""
+        rounds = self._steppers.get(frozenset(models), ())
+        alike = len(self._steppers) == 1 and len(rounds) == MEMORY and all(one == stepped for one in rounds)
+        regular = all(one == backwards for one in itertools.islice(reversed(self._backwards), MEMORY))
+        return alike and regular and self._plain and not self._held and not any(self._cleared)
+
+    def learn(self, models: Iterable[int], stepped: Iterable[int], backwards: int) -> int:
+        """Takes in a round that is over; returns how many clearings turn out to have been skipped steps."""
+        self._held_here = 0
+        stepped = frozenset(stepped)
+        if backwards:
+            self._backwards.append(backwards)
+        if not stepped:
+            return 0
+        if backwards:
+            self._backwards_to_a_step.append(backwards)
+        together = frozenset(models)
+        if len(self._steppers) < COMBINATIONS or together in self._steppers:
+            self._steppers.setdefault(together, deque(maxlen=MEMORY)).append(stepped)
+        self._plain |= not self._cleared_since_step
+        self._cleared.append(self._cleared_since_step)
+        self._cleared_since_step = False
+        if self._several_passes:
+            self._held = 0
+        return self.release() if self._plain else 0
+
+    def cleared(self, backwards: int, evidence: ClearingEvidence) -> bool:
+        """Whether the gradients of the last backward were thrown away: its step was skipped. `backwards`: of the round so far."""
+        usual = min(self._backwards_to_a_step, default=None)
+        found = evidence.gone or (evidence.written and usual is not None and backwards >= usual)
+        self._cleared_since_step |= found
+        return found and not self._several_passes
+
+    def hold(self) -> bool:
+        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training."""
+        if self._plain or self._held_here == PASSES - 1:
+            return False
+        self._held += 1
+        self._held_here += 1
+        return True
+
+    def release(self) -> int:
+        """The clearings held so far, which were skipped steps after all."""
+        held, self._held = self._held, 0
+        return held
+
+    def stepped_unseen(self) -> None:
+        """What looked like cleared gradients was a step that no hook saw."""
+        self._cleared_since_step = False
+
+    @property
+    def _several_passes(self) -> bool:
+        return len(self._cleared) == MULTI_PASS and all(self._cleared)

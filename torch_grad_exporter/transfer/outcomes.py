@@ -1,0 +1,21 @@
+"""What the training thread reports of a round, without any tensor: the outcome of its step and where its gradients were read."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Outcome(enum.Enum):
+    """What became of the step whose gradients were captured."""
+
+    STEPPED = "stepped"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+class Mode(enum.Enum):
+    """The rungs of the ladder: what tells that a backward began, and so where gradients are read."""
+
+    OUTPUT = "output"
+    PARAMETER = "parameter"
+    OPTIMIZER = "optimizer"
