@@ -24,14 +24,13 @@ from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
-from torch_grad_exporter.capture.capture import GradientCapture
-from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.loop import Number, TrainingLoop, WatchedLoader
+from torch_grad_exporter.capture.build import Capture, CaptureOptions
+from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
-from torch_grad_exporter.capture.weights import WeightProbe
+from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.collectors import NAMES, resources
 from torch_grad_exporter.collectors.exporter import ExporterCollector
 from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
@@ -165,7 +164,7 @@ class Exporter:
         hints = Hints()
         self._hooks = Hooks(self._errors)
         self._clock = StepClock(post)
-        self._memory = DeviceMemory(used=lambda: self._loop.devices)
+        self._memory = DeviceMemory(used=lambda: self._capture.devices)
         self._schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self._optimizers = Optimizers(index, optimizers)
         reader = GradientReader(
@@ -175,37 +174,22 @@ class Exporter:
             hints=hints,
             scaler=grad_scaler,
         )
-        cost = SampleCost(self._clock, self._schedule, reader.timer)
-        self._capture = GradientCapture(
+        self._capture = Capture(
             index=index,
             models=len(self._models),
             optimizers=self._optimizers,
             reader=reader,
             schedule=self._schedule,
             clock=self._clock,
-            cost=cost,
             mailbox=post,
             hooks=self._hooks,
             errors=self._errors,
-            local_norm=settings.local_norm,
-        )
-        self._loop = TrainingLoop(
-            clock=self._clock,
-            cost=cost,
-            capture=self._capture,
-            reader=reader,
-            optimizers=self._optimizers,
-            schedule=self._schedule,
-            mailbox=post,
-            hooks=self._hooks,
-            errors=self._errors,
-            models=len(self._models),
-            weights=WeightProbe(post) if settings.weights else None,
+            options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
             periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.table)
-        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
+        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._capture.look)
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
@@ -236,10 +220,10 @@ class Exporter:
                 lambda: latest().totals,
                 self._clock,
                 self._optimizers.names,
-                info=functools.partial(_info, self._identity, self._loop, _kinds(self._index, self._models)),
+                info=functools.partial(_info, self._identity, self._capture, _kinds(self._index, self._models)),
                 world_size=self._identity.world_size,
                 ended=lambda: self._ending.state,
-                phases=lambda: self._loop.devices <= {"cpu"},
+                phases=lambda: self._capture.devices <= {"cpu"},
             ),
             "whole_run": self._whole_run,
             "exporter": lambda: ExporterCollector(latest, self._capture, self._schedule, self._errors, lambda: self._scrape.series),
@@ -309,17 +293,17 @@ class Exporter:
     def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Registers the hooks; from here on the training is watched."""
         for number, module in enumerate(models.values()):
-            self._hooks.on_module(module, self._loop.forward_began, functools.partial(self._loop.forward_ended, number))
+            self._capture.watch(number, module)
             # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
             self._finalizers.append(weakref.finalize(module, self._release))
             self._finalizers[-1].atexit = False
-        self._hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
+        self._capture.watch_optimizers()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
 
     def _release(self) -> None:
         """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
-        for action in (self._capture.release, self._loop.count_only.release):
+        for action in (self._capture.release, self._capture.release_witness):
             self._errors.guard("close", action)
 
     # The user's door
@@ -353,7 +337,7 @@ class Exporter:
         for name, value in values.items():
             if value is not None and not self._closed:
                 try:
-                    self._loop.observe(name, value)
+                    self._capture.observe(name, value)
                 except Exception as error:  # noqa: BLE001 - the boundary: a wrong value must not end the training
                     self._errors.count("observe", error)
 
@@ -364,7 +348,7 @@ class Exporter:
         or restarted runs count alike.
         """
         if not self._closed:
-            self._errors.guard("observe", lambda: self._loop.manual_step(number))
+            self._errors.guard("observe", lambda: self._capture.manual_step(number))
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
@@ -408,7 +392,7 @@ class Exporter:
             self._ending = _Ending("finished")
         for action in (
             self._hooks.close,
-            self._loop.close,
+            self._capture.settle,
             self._capture.close,
             self._host.close,
             lambda: self._view.close(self._ending.error),
@@ -478,7 +462,7 @@ class Exporter:
         self._host.after_fork_in_child()
         self._scrape.after_fork_in_child()
         self._hooks.disconnect()
-        self._loop.count_only.release()
+        self._capture.release_witness()
 
 
 def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) -> frozenset[str]:
@@ -489,12 +473,12 @@ def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) ->
     return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 
 
-def _info(identity: distributed.Identity, loop: TrainingLoop, expected: frozenset[str]) -> dict[str, str] | None:
+def _info(identity: distributed.Identity, capture: Capture, expected: frozenset[str]) -> dict[str, str] | None:
     """The labels of `torch_train_info`, `None` as long as they are not known: a series that changed its name would be two.
 
     `expected`: the kinds of devices that the parameters were on at the start. They count until gradients are somewhere else.
     """
-    devices = loop.devices if loop.devices - expected else expected
+    devices = capture.devices if capture.devices - expected else expected
     if not devices:
         return None
     return {

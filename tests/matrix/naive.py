@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from torch_grad_exporter.capture.capture import GradientCapture, Mode
 
 

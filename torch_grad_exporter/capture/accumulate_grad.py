@@ -14,15 +14,17 @@ import torch
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
 
+NodeHook = Callable[..., None]
+"""Is called with the `TrackedParameter` whose node fired first."""
+
 
 class AccumulateGradNodes:
-    """Hooks on the AccumulateGrad nodes of a table's parameters, while armed. `hook` is called with the parameter first.
+    """Hooks on the AccumulateGrad nodes of a table's parameters, while armed.
 
-    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as the caller adds them.
+    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as `saw` was told of them.
     """
 
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
+    def __init__(self) -> None:
         self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
         self._handles: list[Handle] = []
         self.table: ParameterTable | None = None
@@ -33,7 +35,7 @@ class AccumulateGradNodes:
         """Whether any node is hooked."""
         return self.table is not None
 
-    def arm(self, table: ParameterTable) -> None:
+    def arm(self, table: ParameterTable, hook: NodeHook) -> None:
         """Hooks the nodes of all parameters of the table that are not hooked yet."""
         self.table = table
         for tracked in table.tracked:
@@ -41,7 +43,15 @@ class AccumulateGradNodes:
             if tracked not in self._nodes and parameter is not None and parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[tracked] = node
-                self._handles.append(node.register_hook(functools.partial(self._hook, tracked)))
+                self._handles.append(node.register_hook(functools.partial(hook, tracked)))
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.fired.clear()
+
+    def saw(self, tracked: TrackedParameter) -> None:
+        """A parameter has received its gradient."""
+        self.fired.add(tracked)
 
     def sees_all_of(self, table: ParameterTable) -> bool:
         """Whether the node of every parameter of the table is hooked, and is still the one that a backward runs through."""

@@ -87,7 +87,7 @@ class SampleCost:
     def spent(self, start: float, *, sampled: bool) -> None:
         """Counts the time since `start`, in a hook of our own."""
         seconds = self._clock.clock() - start
-        self._clock.own_seconds += seconds
+        self._clock.spent(seconds)
         if sampled:
             self._seconds += seconds
 
@@ -102,5 +102,5 @@ class SampleCost:
         while waiting and all(end.query() for _, end in waiting[0][1]):
             seconds, pairs = waiting.popleft()
             on_devices = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
-            self._clock.device_seconds += on_devices
+            self._clock.spent_on_devices(on_devices)
             self._schedule.sampled(seconds + on_devices)

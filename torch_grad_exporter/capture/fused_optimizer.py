@@ -69,5 +69,5 @@ class FusedSteps:
         skipped = 0
         while self._rounds and self._rounds[0].number != current_round and not self._rounds[0].waiting:
             skipped += not self._rounds.popleft().took_place
-        self.clock.skipped += skipped
+        self.clock.steps_skipped(skipped)
         return bool(skipped)

@@ -104,7 +104,7 @@ class GradientVersions:
 
 
 class GradientProbes:
-    """A few parameters of each model, whose gradients tell whether they were cleared, written to or used since the last backward."""
+    """A few parameters of each model, whose gradients tell whether they were cleared or written to since the last backward."""
 
     def __init__(self) -> None:
         self._probes: dict[int, list[TrackedParameter]] = {}

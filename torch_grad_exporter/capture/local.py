@@ -61,8 +61,12 @@ class LocalGradients:
         self._norms: dict[int, list[single.Norm]] = {}
         self._there: set[int] = set()
         self._ready: tuple[Reduction, ParameterTable] | None = None
-        self.samples_before: int | None = 0
+        self._samples_before: int | None = 0
         """Samples of all forwards up to the last backward; `None` while that is not known."""
+
+    def missed(self, samples: int | None) -> None:
+        """There were backwards that were not seen. `samples`: of all forwards up to the last of them, `None` if unknown."""
+        self._samples_before = samples
 
     def begin(self, table: ParameterTable, reduction: Reduction | None, *, carries_on: bool) -> None:
         """A backward of a sampled round begins. `carries_on`: nobody has touched the gradients of the one before."""
@@ -101,7 +105,7 @@ class LocalGradients:
         else:
             self._norms[position] = [] if present is None else [*single.norms(present, None, self._scratch)]
 
-    def end(self, current: Round, fired: set[int], samples: int | None, *, written: bool) -> None:
+    def end(self, current: Round, table: ParameterTable, fired: set[int], samples: int | None, *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one.
 
         `samples`: of all forwards up to now, `None` if unknown.
@@ -110,15 +114,15 @@ class LocalGradients:
         reduction, self._reduction, total = self._reduction, None, self._sum
         if not written:
             return
-        before, self.samples_before = self.samples_before, samples
+        before, self._samples_before = self._samples_before, samples
         if not current.sampled:
             return
         total.samples = _sum(total.samples, before, samples)
         if reduction is None or not reduction.parameters:
             return
         unseen = (self._there & (current.fired | fired)) - self._norms.keys()
-        if not (total.reduced or unseen or any(current.table.tracked[i].sharded for i in self._norms)):
-            self._ready = reduction, current.table
+        if not (total.reduced or unseen or any(table.tracked[i].sharded for i in self._norms)):
+            self._ready = reduction, table
         total.reduced = True
 
     def post(self, number: int) -> None:

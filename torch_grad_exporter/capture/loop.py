@@ -1,4 +1,4 @@
-"""TrainingLoop: what PyTorch's hooks and the user's calls mean for the clock and the capture.
+"""TrainingLoop: what the hooks of optimizers and the user's calls mean for the clock, the rounds and the observations.
 
 Unsampled steps pass here too, so every line counts: a forward costs two calls, a step two more, and nothing
 here depends on the number of parameters.
@@ -6,202 +6,216 @@ here depends on the number of parameters.
 
 from __future__ import annotations
 
-import functools
-import numbers
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+import threading
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 
-from torch_grad_exporter.capture.capture import GradientCapture
-from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.count_only import CountOnly
-from torch_grad_exporter.capture.progress import DATA, FORWARD, OUTSIDE, StepClock
-from torch_grad_exporter.capture.reader import GradientReader, Scaler
-from torch_grad_exporter.capture.schedule import HOOKS_SECONDS, SamplingSchedule
+from torch_grad_exporter.capture.callers import called_from_step, calling_scaler
+from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
+from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.forwards import ForwardWatch
+from torch_grad_exporter.capture.observations import Number, Observations
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
+from torch_grad_exporter.capture.round_events import ForeignStep, RoundNumbered
+from torch_grad_exporter.capture.round_executor import Rounds
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks, at_end_of_backward, graph_task
-from torch_grad_exporter.capture.weights import WeightProbe
-from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics.families import IntArray
+from torch_grad_exporter.capture.weight_watch import WeightWatch
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.transfer.events import Mailbox, Observed
 from torch_grad_exporter.transfer.tracing import active_trace
-from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
-
-READ_SECONDS = 0.5
-"""Learning rates, and losses that models return, are read at sampled steps and otherwise this often at most."""
-
-GROUPS = 64
-"""Parameter groups of an optimizer whose learning rates are shown."""
-
-Number = float | int | torch.Tensor | np.number[Any]
-_Batch = TypeVar("_Batch")
 
 
 class TrainingLoop:
-    """Receives forwards, steps and observations, all on the training thread.
+    """Receives the steps of all optimizers of the process, and the user's calls. Belongs to the training thread.
 
-    `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps and of an
-    evaluation's forwards.
+    `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps.
     """
 
     def __init__(
         self,
         *,
         clock: StepClock,
-        cost: SampleCost,
-        capture: GradientCapture,
+        rounds: Rounds,
+        steps: StepWatch,
+        forwards: ForwardWatch,
+        count_only: CountOnly,
+        observations: Observations,
         reader: GradientReader,
         optimizers: Optimizers,
         schedule: SamplingSchedule,
-        mailbox: Mailbox,
         hooks: Hooks,
-        errors: ErrorLog,
-        models: int = 1,
-        weights: WeightProbe | None = None,
-        periodic: Callable[[], None] | None = None,
+        weights: WeightWatch | None,
+        periodic: Callable[[], None] | None,
     ) -> None:
         self._clock = clock
-        self._cost = cost
-        self._capture = capture
+        self._rounds = rounds
+        self._steps = steps
+        self._forwards = forwards
+        self._count_only = count_only
+        self._observations = observations
         self._reader = reader
         self._optimizers = optimizers
         self._schedule = schedule
-        self._mailbox = mailbox
+        self._hooks = hooks
         self._weights = weights
         self._periodic = periodic
-        self._errors = errors
-        self._models = models
-        self._transfer = HostTransfer(ring=64)
+        self._within = StepsBeforeTheEnd()
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
-        self._hooks = hooks
         self._look_hook = hooks.guarded("optimizer_hook", self._look)
+        self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
         self._late_hook: Handle | None = None
-        self._within = -1
-        self._stepped_within: set[int] = set()
         self._hooked = False
         """Whether an optimizer's hook has told of a step since the user last did."""
-        self._forwards = False
-        """Whether there was a training forward, outside of a backward, since the last step."""
-        self._settings_read = self._loss_read = float("-inf")
-        self.count_only = CountOnly(
-            clock=clock,
-            capture=capture,
-            schedule=schedule,
-            optimizers=optimizers,
-            mailbox=mailbox,
-            hooks=hooks,
-            other=self._late_step,
-        )
-        capture.on_backward = self.count_only.settle
-
-    @property
-    def devices(self) -> frozenset[str]:
-        """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
-        return self._reader.devices
+        self._thread: int | None = None
+        """The thread that trains: the one on which an optimizer of the model steps."""
 
     # Hooks
-
-    def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A root's forward begins; outside of training it only shows that the loop is alive."""
-        self.count_only.settle()
-        clock = self._clock
-        start = clock.clock()
-        clock.active()
-        clock.evaluating = not module.training
-        if clock.stepping and not called_from_step(sys._getframe(1)):
-            clock.leave_step()
-            self._capture.step_was_abandoned()
-        if torch.is_grad_enabled():
-            self._capture.forward_began(module)
-        if module.training and torch.is_grad_enabled():
-            # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
-            again = graph_task() != -1
-            if not again:
-                clock.switch(FORWARD)
-            if clock.samples_known and not (again and self._forwards):
-                self._count_samples(args, kwargs)
-            self._forwards |= not again
-        clock.own_seconds += clock.clock() - start
-
-    def forward_ended(self, model: int, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
-        """The forward of the root of this number is over: the capture hooks its output, a loss in it is observed."""
-        clock = self._clock
-        start = clock.clock()
-        if graph_task() != -1:
-            return
-        clock.switch(OUTSIDE)
-        if torch.is_grad_enabled():
-            self._capture.forward_ended(model, output)
-            if module.training and not isinstance(output, torch.Tensor):
-                self._observe_output(output)
-        if self._periodic is not None and not module.training:
-            self._periodic()
-        clock.own_seconds += clock.clock() - start
 
     def step_began(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, over: bool = False
     ) -> None:
-        """Before any optimizer's step; foreign are ignored. `args` begin with the optimizer itself.
+        """Before any optimizer's step. `args` begin with the optimizer itself.
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
-        self.count_only.settle()
-        within = graph_task() != -1
-        inside = self._capture.stepping if self._clock.stepping else frozenset()
+        if self._is_foreign(optimizer):
+            return
+        self._count_only.settle()
+        within, inside = graph_task() != -1, self._inside()
         number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
         if number is None:
-            self._capture.current.foreign |= not inside
-            self._capture.tool_steps(inside)
+            self._foreign_step(inside)
             return
+        self._thread = threading.get_ident()
         start = self._clock.clock()
         if within:
             self._step_within_backward(number, optimizer)
-            self._clock.own_seconds += self._clock.clock() - start
+            self._clock.spent(self._clock.clock() - start)
             return
         if self._clock.stepping and not called_from_step(sys._getframe(3)):
             self._clock.leave_step()
-            self._capture.step_was_abandoned()
-        if self._clock.stepping and number in self._capture.stepping:
+            self._steps.abandoned()
+        if self._clock.stepping and number in self._rounds.tracker.stepping:
             return  # `step` has called `super().step()`
         self._clock.step_began()
-        sampled = self._capture.current.sampled
+        sampled = self._rounds.tracker.current.sampled
         if sampled:
-            self._find_scaler()
+            self._reader.scaler_looked_for(calling_scaler(sys._getframe(1)))
         if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
-        self._clock.own_seconds += self._clock.clock() - start
+        self._clock.spent(self._clock.clock() - start)
+
+    def _is_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer is another model's. Nothing is settled or written for it, on whichever thread it steps."""
+        if not self._optimizers.known_as_foreign(optimizer):
+            return False
+        if self._thread == threading.get_ident():
+            self._foreign_step(self._inside())
+        return True
+
+    def _inside(self) -> frozenset[int]:
+        return frozenset(self._rounds.tracker.stepping) if self._clock.stepping else frozenset()
+
+    def _foreign_step(self, inside: frozenset[int]) -> None:
+        """An optimizer that owns nothing of the model steps: inside the step of one that does it is its tool."""
+        if inside:
+            self._steps.tool_steps(inside)
+        else:
+            self._rounds.handle(ForeignStep())
 
     def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Right before an optimizer's step, when nobody will change the gradients any more."""
+        """Right before an optimizer's step, when no other hook will change the gradients any more."""
         number = self._optimizers.number(optimizer)
         if number is None:
             return
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-        sampled = self._capture.current.sampled
+        sampled = self._rounds.tracker.current.sampled
         # A scaler sets both for the time of a fused optimizer's step.
         found_inf = _tensor(getattr(optimizer, "found_inf", None))
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
-        self._capture.step_began(number, closure=closure, grad_scale=grad_scale, found_inf=found_inf)
+        self._steps.began(OptimizerView(number, grad_scale, found_inf), closure=closure)
         if sampled and self._weights is not None:
-            self._weigh(functools.partial(self._weights.before, self._capture.current.table, number, self._owners(number)))
+            self._weights.before(number)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
+        if self._optimizers.known_as_foreign(optimizer):
+            return
         number = self._optimizers.number(optimizer)
         if number is not None and graph_task() == -1:
             self._hooked = True
             self._step_ended(number)
             self.release()
 
+    def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
+        self._steps.within_backward(number, optimizer)
+        if self._within.add(graph_task(), number):
+            at_end_of_backward(self._end_hook)
+
+    def _backward_ended(self) -> None:
+        self._hooked = True
+        for number in self._within.stepped():
+            self._step_ended(number)
+
+    def _step_ended(self, number: int) -> None:
+        clock = self._clock
+        start = clock.clock()
+        self._forwards.step_over()
+        sampled = self._rounds.tracker.current.sampled
+        first = self._steps.ended(number)
+        if first is None:
+            return
+        if sampled and self._weights is not None:
+            self._weights.after(number)
+        self._observations.settings(start, sampled=sampled)
+        if self._periodic is not None:
+            self._periodic()
+        clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
+        own = clock.own_seconds
+        seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
+        if seconds is not None:
+            self._schedule.stepped(seconds - own, None if sampled else own)
+        if first:
+            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.node_hook)
+
+    def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
+        if not self._count_only.step_ends_it(optimizer):
+            # Nothing told that it would step, so that its step's beginning was not seen.
+            self.step_began(optimizer, (), {}, over=True)
+            self.step_ended(optimizer, (), {})
+
+    # The user's calls
+
+    def observe(self, name: str, value: Number) -> None:
+        """Takes an observed value; a tensor's first element is copied without waiting for it. From any thread."""
+        self._observations.observe(name, value, here=self._thread in (None, threading.get_ident()))
+
+    def manual_step(self, number: int | None) -> None:
+        """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
+        self._count_only.settle()
+        if not (self._hooked and self._rounds.tracker.current.stepped):
+            optimizer = self._optimizers.manual()
+            self._clock.step_began()
+            self._steps.began(OptimizerView(optimizer), closure=False)
+            self._step_ended(optimizer)
+        self._hooked = False
+        if number is not None:
+            self._rounds.handle(RoundNumbered(number))
+
+    # The end
+
     def close(self) -> None:
-        """Ends a stretch and takes back the hook of a single step; idempotent."""
-        self.count_only.settle()
+        """Ends the counting, takes back the hook of a single step, and hands over what is open; idempotent."""
+        self._count_only.settle()
         self.release()
 
     def release(self) -> None:
@@ -210,195 +224,27 @@ class TrainingLoop:
         if hook is not None:
             hook.remove()
 
-    def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
-        self._capture.step_within_backward(number, optimizer)
-        if graph_task() != self._within:
-            self._within = graph_task()
-            self._stepped_within.clear()
-            at_end_of_backward(self._end_hook)
-        self._stepped_within.add(number)
 
-    def _backward_ended(self) -> None:
-        self._hooked = True
-        for number in sorted(self._stepped_within):
-            self._step_ended(number)
+class StepsBeforeTheEnd:
+    """The optimizers that have stepped in the running backward, which is known by the number of its graph task."""
 
-    def _step_ended(self, number: int) -> None:
-        start = self._clock.clock()
-        self._forwards = False
-        sampled = self._capture.current.sampled
-        first = self._capture.step_ended(number)
-        if first is None:
-            return
-        if sampled and self._weights is not None:
-            self._weigh(functools.partial(self._weights.after, number))
-        if sampled or start - self._settings_read > READ_SECONDS:
-            self._read_settings()
-        if self._periodic is not None:
-            self._periodic()
-        self._clock.own_seconds += self._clock.clock() - start + (HOOKS_SECONDS if first else 0.0)
-        own = self._clock.own_seconds
-        seconds = self._clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
-        if seconds is not None:
-            self._schedule.stepped(seconds - own, None if sampled else own)
+    def __init__(self) -> None:
+        self._task = -1
+        self._optimizers: set[int] = set()
+
+    def add(self, task: int, optimizer: int) -> bool:
+        """Takes in a step; whether it is the first one in its backward."""
+        first = task != self._task
         if first:
-            self.count_only.round_over()
+            self._task = task
+            self._optimizers.clear()
+        self._optimizers.add(optimizer)
+        return first
 
-    def _late_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped of which nobody thought that it would, so that its step's beginning was not seen."""
-        self.step_began(optimizer, (), {}, over=True)
-        self.step_ended(optimizer, (), {})
-
-    def _weigh(self, action: Callable[[], None]) -> None:
-        """A part of the weight probe, behind a guard of its own; its time belongs to the sample."""
-        self._cost.of(self._errors.guard, "weights", action)
-
-    def _owners(self, optimizer: int) -> IntArray:
-        return self._optimizers.owners(self._capture.current.table, {optimizer})[0]
-
-    def _find_scaler(self) -> None:
-        """Looks for a gradient scaler among the callers of the step that has just begun."""
-        self._reader.steps_seen = True
-        scaler = calling_scaler(sys._getframe(1))
-        if scaler is not None:
-            self._reader.use_scaler(scaler)
-
-    def _count_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        size = batch_size(args, kwargs) if self._models == 1 else None
-        if size is None:
-            self._clock.samples_known = False
-        else:
-            self._clock.samples += size
-
-    # The user's calls
-
-    def observe(self, name: str, value: Number) -> None:
-        """Takes an observed value; a tensor's first element is copied without waiting for it."""
-        if name == "samples":
-            self._clock.samples_known = False
-        start = self._clock.clock()
-        ticket = self._sent(value)
-        if ticket is not None:
-            if name == "grad_norm":
-                self.count_only.norm_comes()
-            self._mailbox.append(Observed(name, ticket))
-            if name == "grad_norm":
-                (self.count_only if self.count_only.counting else self._capture).norm_observed()
-        self._clock.own_seconds += self._clock.clock() - start
-
-    def manual_step(self, number: int | None) -> None:
-        """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
-        self.count_only.settle()
-        if not (self._hooked and self._capture.current.stepped):
-            optimizer = self._optimizers.manual()
-            self._clock.step_began()
-            self._capture.step_began(optimizer, closure=False)
-            self._step_ended(optimizer)
-        self._hooked = False
-        if number is not None:
-            self._capture.set_step(number)
-
-    # Values
-
-    def _observe_output(self, output: object) -> None:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return
-        moment = self._clock.clock()
-        if self._capture.current.sampled or moment - self._loss_read > READ_SECONDS:
-            self._loss_read = moment
-            self.observe("loss", loss)
-
-    def _read_settings(self) -> None:
-        self._settings_read = self._clock.clock()
-        # Those that share a number step within the backward, one per parameter; the first stands for them.
-        for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
-            for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
-                rate = None if settings.get("lr") is None else self._sent(settings["lr"])
-                if rate is not None:
-                    self._mailbox.append(Observed("learning_rate", rate, (self._optimizers.names[number], str(group))))
-        if self._reader.scale is not None:
-            self.observe("loss_scale", self._reader.scale)
-
-    def _sent(self, value: object) -> Ticket | float | None:
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"expected a number or a tensor of one element, got one of shape {tuple(value.shape)}")
-            if value.device.type == "cpu":
-                if type(value) is torch.Tensor:
-                    return float(value.item())  # nothing is waited for, and one call is what a step's loss may cost
-                return Arrived(value.detach().reshape(1).double().clone().numpy())
-            return self._transfer.send(value.detach().reshape(1))
-        if isinstance(value, numbers.Real):
-            return float(value)
-        raise TypeError(f"expected a number or a tensor of one element, got {type(value).__name__}")
-
-
-class WatchedLoader(Generic[_Batch]):
-    """Iterates over a loader and counts the time that the loop waits for it; else it is the loader."""
-
-    def __init__(self, loader: Iterable[_Batch], clock: StepClock, errors: ErrorLog) -> None:
-        self._loader = loader
-        self._clock = clock
-        self._errors = errors
-
-    def __iter__(self) -> Iterator[_Batch]:
-        batches = self._waited(lambda: iter(self._loader))
-        while True:
-            try:
-                batch = self._waited(lambda: next(batches))
-            except StopIteration:
-                return
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the loader has
-        return getattr(self._loader, name)
-
-    def _waited(self, fetch: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the loader gives
-        self._switch(DATA)
-        try:
-            return fetch()
-        finally:
-            self._switch(OUTSIDE)
-
-    def _switch(self, phase: str) -> None:
-        try:
-            self._clock.switch(phase)
-        except Exception as error:  # noqa: BLE001 - the boundary: what fails is ours, not the loader
-            self._errors.count("observe", error)
+    def stepped(self) -> list[int]:
+        """All of the backward that is over, in the order of their numbers."""
+        return sorted(self._optimizers)
 
 
 def _tensor(value: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
-
-
-def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
-    """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
-    sizes = [value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0]
-    if any(type(size) is not int for size in sizes):
-        return 0  # a tracer's symbols: this forward is no training
-    return sizes[0] if len(set(sizes)) == 1 else None
-
-
-def called_from_step(frame: types.FrameType | None) -> bool:
-    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def calling_scaler(frame: types.FrameType | None) -> Scaler | None:
-    """The `torch.amp.GradScaler` whose `step` called the optimizer's, looked for in the nearest frames."""
-    for _ in range(12):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return frame.f_locals.get("self")
-        frame = frame.f_back
-    return None

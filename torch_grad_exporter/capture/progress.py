@@ -74,7 +74,7 @@ class PhaseTimes:
 
 @dataclass(slots=True)
 class GradientWaitTimes:
-    """Waits for other ranks' gradients. `rounds`: sampled rounds in which they were timed, `None` where there are no other ranks."""
+    """Waits for other ranks' gradients. `rounds`: sampled ones in which they were timed, `None` where there are no other ranks."""
 
     rounds: int | None = None
     seconds: float = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 
 from torch_grad_exporter.capture.cost import DeviceTimer
 from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
-from torch_grad_exporter.capture.rounds import Round, RoundPattern
-from torch_grad_exporter.model.layers import parameters_of
+from torch_grad_exporter.capture.round_pattern import RoundPattern
+from torch_grad_exporter.capture.rounds import Round
+from torch_grad_exporter.model.layers import ParameterTable, parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Hints, Mailbox, Part
@@ -27,6 +29,18 @@ class Scaler(Protocol):
 
     def is_enabled(self) -> bool:
         """Whether it scales."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerView:
+    """What an optimizer sees. `grad_scale`: the loss scale that it is to divide by itself, where it is a fused one.
+
+    `found_inf`: not zero if it is to do nothing.
+    """
+
+    optimizer: int
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
 
 class GradientReader:
@@ -55,7 +69,7 @@ class GradientReader:
         self.within = StepsWithinBackward(statistics)
         self.timer = timer or DeviceTimer()
         self._places: frozenset[torch.device] = frozenset()
-        self.steps_seen = False
+        self._steps_seen = False
         """Whether a gradient scaler was looked for among the callers of a step."""
 
     @property
@@ -63,9 +77,11 @@ class GradientReader:
         """Kinds of devices that were read from."""
         return frozenset(device.type for device in self._places)
 
-    def use_scaler(self, scaler: Scaler) -> None:
-        """Divides by this gradient scaler's scale from now on."""
-        self._scaler = weakref.ref(scaler)
+    def scaler_looked_for(self, scaler: Scaler | None) -> None:
+        """A scaler was looked for among the callers of a step; norms are divided by its scale from now on, if there is one."""
+        self._steps_seen = True
+        if scaler is not None:
+            self._scaler = weakref.ref(scaler)
 
     @property
     def knows_scaler(self) -> bool:
@@ -77,68 +93,60 @@ class GradientReader:
         """The loss scale now, if a scaler is known that has one."""
         return getattr(None if self._scaler is None else self._scaler(), "_scale", None)
 
-    def read(self, current: Round, pattern: RoundPattern, at: float) -> bool:
+    def read(self, current: Round, table: ParameterTable, pattern: RoundPattern, at: float) -> bool:
         """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""
-        parameters = current.table.parameters()
+        parameters = table.parameters()
         if parameters is None:
             return False
         early, begun = self.within, self.timer.begin(self._places)
         gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
-        readings = [*early.readings, *self._statistics.read(current.table, gradients)]
+        readings = [*early.readings, *self._statistics.read(table, gradients)]
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
         self.timer.end(begun)
         if parts:
             # A gradient that a hook of the user's took away as soon as it was there is as good as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
-            owners, _ = self._optimizers.owners(current.table)
+            owners, _ = self._optimizers.owners(table)
             self._mailbox.append(
                 Captured(
                     round=current.number,
-                    table=current.table,
+                    table=table,
                     parts=parts,
                     missing=np.array(missing, dtype=np.int64),
                     owners=owners,
                     at=at,
                     likely_last=pattern.backwards is not None,
                     usual=pattern.steppers(current.models),
-                    scale_known=self.steps_seen or self.knows_scaler,
+                    scale_known=self._steps_seen or self.knows_scaler,
                     scale=scale,
                     again=current.again,
                 )
             )
-            current.again = False
         return bool(parts)
 
-    def forget(self, current: Round, positions: Iterable[int]) -> None:
-        """Takes back what the round's sample counted of the units of these parameters, whose optimizers had no part in it."""
-        self._statistics.forget(current.table, positions, current.number)
+    def forget(self, number: int, table: ParameterTable, positions: Iterable[int]) -> None:
+        """Takes back what the sample of a round counted of the units of these parameters, whose optimizers had no part in it."""
+        self._statistics.forget(table, positions, number)
 
-    def read_after(
-        self,
-        current: Round,
-        optimizer: int,
-        *,
-        full: bool,
-        grad_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
-    ) -> None:
-        """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nobody knows better."""
-        owners, _ = self._optimizers.owners(current.table, {optimizer})
+    def read_after(self, current: Round, table: ParameterTable, seen: OptimizerView, *, full: bool) -> None:
+        """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nothing is known."""
+        optimizer = seen.optimizer
+        owners, _ = self._optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in self._hints.probes] if self._hints.table is current.table else []
+        probes = [i for i in mine if i in self._hints.probes] if self._hints.table is table else []
         full |= self._hints.full or not probes
         chosen = mine if full else probes
-        parameters = parameters_of(current.table.tracked[i] for i in chosen)
+        parameters = parameters_of(table.tracked[i] for i in chosen)
         if any(p is None for p in parameters):
             return
         gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
         begun = self.timer.begin(self._places)
-        parts, scale = self._sent(self._statistics.norms(current.table, gradients))
+        parts, scale = self._sent(self._statistics.norms(table, gradients))
         self.timer.end(begun)
         if parts:
-            own_scale, answer = self._one(grad_scale), self._one(found_inf)
+            own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
             self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
 
     def _one(self, value: torch.Tensor | None) -> Ticket | None:

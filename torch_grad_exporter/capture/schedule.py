@@ -10,16 +10,19 @@ one would never be sampled. The pattern depends on the round's number alone, and
 are among those of every shorter one, so ranks that count alike sample alike.
 
 Rounds that are not sampled cost something, too: hooks at the forward, the backward and the step. Where steps are so short
-that this would take up the budget, most of those rounds are only counted, see `stretches.py`.
+that this would take up the budget, most of those rounds are only counted, see `count_only/`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
+from dataclasses import dataclass
+from statistics import fmean
+
+from torch_grad_exporter.capture.count_only.budget import CountingBudget
+from torch_grad_exporter.capture.scattering import scattered
+from torch_grad_exporter.capture.step_times import StepTimes
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
@@ -37,26 +40,11 @@ RELAX_BELOW = 0.4
 LEFT_AT_LEAST = 0.25
 """Share of the budget that samples may take even where the other rounds use it up, so that there is something to see."""
 
-TIMED_SHARE = 0.2
-"""Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
-
-HOOKS_SECONDS = 10e-6
-"""What PyTorch takes to call the hooks of a round, which no clock within them sees; as `make bench` measures it."""
-
-COUNTED_SECONDS = 7e-6
-"""What a round costs that is only counted, as `make bench` measures it; a clock around its one hook would cost as much."""
-
-STRETCH_ROUNDS = 255
-STRETCH_SECONDS = 0.5
-"""Rounds that are only counted in a row, at most."""
-
 ACCOUNT_FROM = 32
 """Samples since the interval changed, from which on what all of them cost is looked at as well."""
 
 _REMEMBERED = 32
-_FLOORS_REMEMBERED = 256
 _ACCOUNT_REMEMBERED = 256
-_ROUNDS_REMEMBERED = 1024
 
 
 @dataclass(slots=True)
@@ -92,35 +80,26 @@ class _Account:
         return (self.spent / self.samples + more) / interval / max(self.trained / self.rounds, 1e-9)
 
 
-@dataclass(slots=True)
 class SamplingSchedule:
     """Decides with `due`, learns from `stepped` and `sampled`. Belongs to the training thread.
 
     `every`: a fixed interval in rounds, or `None` to follow `budget`, the share of step time that samples may
-    take, in (0, 1).
+    take, in (0, 1). `counting`: what it knows of rounds that are not sampled.
     """
 
-    every: int | None = None
-    budget: float = 0.01
-    interval: int = 1
-    _first: int = FIRST_SAMPLES
-    _first_spent: float = 0.0
-    _since_change: int = 0
-    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _floors: deque[float] = field(default_factory=lambda: deque(maxlen=_FLOORS_REMEMBERED))
-    _until_judged: int = PATIENCE
-    _counted: tuple[float, float] = (0.0, 0.0)
-    """Rounds that were only counted, and what they cost together in seconds; older ones halved."""
-    _rounds_to_a_followed: int = 1
-    _lately: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Rounds that were followed and that were only counted, older ones halved."""
-    _account: _Account = field(default_factory=_Account)
-    _due: tuple[int, int, int] = (0, 0, -1)
-    """The interval, and the first and the last of some rounds of which only the last is sampled."""
-
-    def __post_init__(self) -> None:
-        self.interval = self.every or 1
+    def __init__(self, every: int | None = None, budget: float = 0.01) -> None:
+        self.every = every
+        self.budget = budget
+        self.interval = every or 1
+        self._steps = StepTimes()
+        self.counting = CountingBudget(budget, self._steps)
+        self._first = FIRST_SAMPLES
+        self._first_spent = 0.0
+        self._since_change = 0
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
+        self._account = _Account()
+        self._due: tuple[int, int, int] = (0, 0, -1)
+        """The interval, and the first and the last of some rounds of which only the last is sampled."""
 
     def due(self, number: int) -> bool:
         """Whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
@@ -141,26 +120,15 @@ class SamplingSchedule:
         """The one round that is sampled of those from `block * interval` on."""
         interval = self.interval
         if interval & (interval - 1):
-            return block * interval + _scattered(block) % interval
+            return block * interval + scattered(block) % interval
         for level in reversed(range(interval.bit_length() - 1)):
             # Of each two that the interval half as long samples, this one takes one or the other.
-            block = 2 * block + (_scattered(block, level) & 1)
+            block = 2 * block + (scattered(block, level) & 1)
         return block
 
     def only_counted(self, number: int) -> int:
-        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled.
-
-        The same number on average, but not each time, for the reason that samples are scattered for.
-        """
-        most = self._rounds_to_a_followed - 1
-        if most < 1:
-            return 0
-        return min((most + 1) // 2 + _scattered(number) % most, STRETCH_ROUNDS, self.next_due(number) - number)
-
-    @property
-    def timing_interval(self) -> int:
-        """Of how many rounds that are not sampled one was followed by hooks lately."""
-        return round(1 / self._followed)
+        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled."""
+        return self.counting.rounds_from(number, self.next_due(number))
 
     @property
     def capped(self) -> bool:
@@ -169,45 +137,16 @@ class SamplingSchedule:
 
     def stepped(self, seconds: float, floor: float | None = None) -> None:
         """Learns how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
-        self._steps.append(seconds)
+        self._steps.add([seconds])
         self._account.stepped(1, seconds)
         if floor is not None:
-            self._floors.append(floor)
-            self._note(followed=1)
+            self.counting.followed(floor)
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learns how long rounds took that were only counted, and what they cost together."""
-        self._steps.extend(seconds[-_REMEMBERED:])
+        self._steps.add(seconds)
         self._account.stepped(len(seconds), sum(seconds))
-        rounds, spent = self._counted
-        if rounds > _ROUNDS_REMEMBERED:
-            rounds, spent = rounds / 2, spent / 2
-        self._counted = rounds + len(seconds), spent + own
-        self._note(counted=len(seconds))
-
-    def _note(self, followed: int = 0, counted: int = 0) -> None:
-        """Takes in rounds that were not sampled, and judges from time to time how many of the next ones to follow."""
-        self._lately = [self._lately[0] + followed, self._lately[1] + counted]
-        if sum(self._lately) > _ROUNDS_REMEMBERED:
-            self._lately = [max(1.0, self._lately[0] / 2), self._lately[1] / 2]
-        self._until_judged -= 1
-        if self._until_judged <= 0:
-            self._until_judged = PATIENCE
-            self._rounds_to_a_followed = self._judge_floors()
-
-    @property
-    def _followed(self) -> float:
-        """The share of rounds followed by hooks, of those lately that were not sampled."""
-        followed, counted = self._lately
-        return max(followed, 1.0) / max(followed + counted, 1.0)
-
-    def _judge_floors(self) -> int:
-        """Of how many rounds that are not sampled one is to be followed, so that its hooks keep to their share of the budget."""
-        if len(self._floors) < PATIENCE:
-            return 1
-        step = max(median(self._steps), 1e-9)
-        rounds = math.ceil(self._floor() / step / (TIMED_SHARE * self.budget))
-        return max(1, min(rounds, STRETCH_ROUNDS, int(STRETCH_SECONDS / step)))
+        self.counting.counted(len(seconds), own)
 
     def sampled(self, cost: float) -> None:
         """Learns what a sample cost in seconds and adapts the interval."""
@@ -226,7 +165,7 @@ class SamplingSchedule:
         self._account.sampled(cost)
         if self._since_change < PATIENCE:
             return
-        share = max(self._share(self.interval), self._account.share(self.interval, self._more()))
+        share = max(self._share(self.interval), self._account.share(self.interval, self.counting.more()))
         if share > self._available() and self.interval < LONGEST:
             self._change(self.interval * 2)
         elif share < RELAX_BELOW * self._available() and self.interval > 1:
@@ -236,27 +175,7 @@ class SamplingSchedule:
         """What samples may take of the budget once all rounds have cost what those cost that are not sampled."""
         if not self._steps:
             return self.budget
-        return max(self.budget - self._rest() / max(median(self._steps), 1e-9), LEFT_AT_LEAST * self.budget)
-
-    def _rest(self) -> float:
-        """What a round costs that is not sampled, be it followed or only counted; the user's calls cost something in each."""
-        rounds, spent = self._counted
-        counted = spent / rounds if rounds else COUNTED_SECONDS
-        return self._followed * self._floor() + (1 - self._followed) * counted
-
-    def _more(self) -> float:
-        """What a sampled round costs more than others, beside the sample: it is one that is followed."""
-        return self._floor() - self._rest()
-
-    def _floor(self) -> float:
-        """What a round costs that is followed and not sampled; 0 while there was none.
-
-        The mean, without the most expensive one, and of many rounds: on a machine that others use, too, few of them are
-        interrupted in a hook, for a hundred times as long as they take, as steps are a hundred times by a hundredth.
-        """
-        if len(self._floors) < 2:
-            return sum(self._floors)
-        return (sum(self._floors) - max(self._floors)) / (len(self._floors) - 1)
+        return max(self.budget - self.counting.rest() / self._steps.typical, LEFT_AT_LEAST * self.budget)
 
     def _change(self, interval: int) -> None:
         self.interval, self._since_change, self._account = interval, 0, _Account()
@@ -270,20 +189,10 @@ class SamplingSchedule:
         if not self._costs or not self._steps:
             return 0.0
         costs = sorted(self._costs)[: max(1, len(self._costs) - 1)]
-        return (fmean(costs) + self._more()) / interval / max(median(self._steps), 1e-9)
+        return (fmean(costs) + self.counting.more()) / interval / self._steps.typical
 
     def _smallest_within_budget(self) -> int:
         interval = 1
         while interval < LONGEST and self._share(interval) > self._available():
             interval *= 2
         return interval
-
-
-def _scattered(number: int, level: int = 0) -> int:
-    """A fixed pseudo-random 32-bit number for each number and level; 0 for 0, so that the first round is sampled."""
-    if number == 0:
-        return 0
-    number = number * 16 + level
-    mixed = (number ^ (number >> 4)) * 0x9E3779B1 & 0xFFFFFFFF
-    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B & 0xFFFFFFFF
-    return mixed ^ (mixed >> 13)

@@ -95,7 +95,7 @@ _compiler = torch._C._dynamo.eval_frame
 _set_compiler = _compiler.set_eval_frame
 
 
-def _never_compile(function: Callable[..., None]) -> None:
+def never_compile(function: Callable[..., None]) -> None:
     """Keeps a function from being compiled as a frame of its own (private API of torch).
 
     Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
@@ -109,71 +109,12 @@ def _never_compile(function: Callable[..., None]) -> None:
         _compiler.skip_code(code)
 
 
-class CountingHook:
-    """Stands in the place of the hook after a step while steps are only counted, and must cost next to nothing.
-
-    `moments`: when each step of `optimizer` was over, in seconds of `clock`. `backwards`: something for each backward
-    since; `to_a_step`: how many are expected to each step. `otherwise` is called with the arguments at the last of
-    `rounds` steps, and at the first after `until`, where there were more or fewer backwards, where another optimizer
-    has stepped, and where this fails.
-    """
-
-    __slots__ = ("_clock", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")
-
-    def __init__(
-        self,
-        optimizer: weakref.ref[torch.optim.Optimizer],
-        *,
-        rounds: int,
-        until: float,
-        backwards: list[object],
-        to_a_step: int,
-        clock: Callable[[], float],
-        otherwise: GuardedHook,
-    ) -> None:
-        self._optimizer = optimizer
-        self._rounds = rounds
-        self._until = until
-        self._clock = clock
-        self._otherwise = otherwise
-        self.to_a_step = to_a_step
-        self.moments: list[float] = []
-        self.backwards = backwards
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose steps are counted, if it is alive."""
-        return self._optimizer()
-
-    @property
-    def surplus(self) -> int:
-        """How many more backwards there were than the steps account for."""
-        return len(self.backwards) - self.to_a_step * len(self.moments)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Notes the moment."""
-        if is_compiling():
-            return
-        moments = self.moments
-        try:
-            if optimizer is self._optimizer():
-                moment = self._clock()
-                moments.append(moment)
-                steps = len(moments)
-                if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:
-                    return
-        except Exception as error:  # noqa: BLE001 - the boundary, as in `GuardedHook`
-            self._otherwise.failed(error)
-        self._otherwise(optimizer, args, kwargs)
-
-
 def _nothing(*_arguments: object) -> None:
     """Stands in the place of a hook that rests."""
 
 
-_never_compile(GuardedHook.__call__)
-_never_compile(CountingHook.__call__)
-_never_compile(_nothing)
+never_compile(GuardedHook.__call__)
+never_compile(_nothing)
 
 
 _keys = itertools.count()
@@ -287,7 +228,7 @@ class Hooks:
         for one in self._on_modules:
             one.come_first()
 
-    def rest(self, counting: CountingHook) -> bool:
+    def rest(self, counting: Callable[..., None]) -> bool:
         """Leaves only `counting` after each step, until `wake`; whether that could be done: a module may have other hooks."""
         with self._lock:
             if self._closed or self._resting or not all(one.alone() for one in self._on_modules):
@@ -358,12 +299,6 @@ def on_gradient(tensor: torch.Tensor, hook: GuardedHook) -> None:
     # No number: handles of hooks that others add later have those.
     tensor._backward_hooks = OrderedDict(torch_grad_exporter=hook)
     attach(tensor)
-
-
-def count_backwards(parameter: torch.nn.Parameter, into: list[object]) -> Handle:
-    """Appends something to `into` each time that the parameter has received a gradient; no frame of Python's runs for it."""
-    handle: Handle = parameter.register_post_accumulate_grad_hook(into.append)  # type: ignore[no-untyped-call]
-    return handle
 
 
 def graph_task() -> int:

@@ -39,8 +39,7 @@ class GradientWaits:
 
     def begin(self) -> None:
         """The backward that has just begun, of a sampled round, is one that reduces."""
-        if self._clock.gradient_waits is None:
-            self._clock.gradient_waits = 0
+        self._clock.gradient_waits.expected()
         if self._alone:
             after_backward(self._hook)
 
@@ -52,7 +51,5 @@ class GradientWaits:
         since, self._since = self._since, None
         if since is None:
             return
-        self._clock.gradient_wait_seconds += moment - since
-        if self._counted != number:
-            self._counted = number
-            self._clock.gradient_waits = (self._clock.gradient_waits or 0) + 1
+        self._clock.gradient_waits.waited(moment - since, new_round=self._counted != number)
+        self._counted = number

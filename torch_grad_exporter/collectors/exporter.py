@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from torch_grad_exporter.aggregation.worker import Snapshot
-from torch_grad_exporter.capture.capture import GradientCapture, Mode
+from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import Family, RowCache, scalar
+from torch_grad_exporter.transfer.outcomes import Mode
 
 
 class ExporterCollector:
@@ -22,7 +23,7 @@ class ExporterCollector:
     def __init__(
         self,
         snapshot: Callable[[], Snapshot],
-        capture: GradientCapture,
+        capture: Capture,
         schedule: SamplingSchedule,
         errors: ErrorLog,
         series: Callable[[], int | None],
@@ -41,7 +42,7 @@ class ExporterCollector:
         yield scalar(c.EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio)
         yield scalar(c.EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(c.EXPORTER_SAMPLING_INTERVAL, schedule.interval)
-        yield scalar(c.EXPORTER_TIMING_INTERVAL, schedule.timing_interval)
+        yield scalar(c.EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
         yield scalar(c.EXPORTER_LAYERS, len(table.layers))
         yield scalar(c.EXPORTER_LAYERS_FOLDED, table.folded)
         yield scalar(c.EXPORTER_SERIES, self._series())

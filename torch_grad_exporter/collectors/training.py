@@ -56,10 +56,10 @@ class TrainingCollector:
         yield scalar(c.TRAIN_SKIPPED_STEPS, clock.skipped)
         yield self._durations(totals)
         yield from self._phase_seconds()
-        waits = clock.gradient_waits if self._phases() else None
-        yield scalar(c.TRAIN_GRADIENT_WAIT_SECONDS, None if waits is None else clock.gradient_wait_seconds)
+        waits = clock.gradient_waits.rounds if self._phases() else None
+        yield scalar(c.TRAIN_GRADIENT_WAIT_SECONDS, None if waits is None else clock.gradient_waits.seconds)
         yield scalar(c.TRAIN_GRADIENT_WAITS, waits)
-        counted = counts.samples if clock.samples_known and counts.samples else None
+        counted = counts.examples if clock.examples_known and counts.examples else None
         yield scalar(c.TRAIN_SAMPLES, totals.sums.get("samples", counted))
         yield scalar(c.TRAIN_TOKENS, totals.sums.get("tokens"))
         yield scalar(c.TRAIN_LOSS, totals.last.get("loss"))
@@ -94,11 +94,11 @@ class TrainingCollector:
         return Family(c.TRAIN_STEPS, np.array(list(steps.values()), dtype=np.float64), rows)
 
     def _phase_seconds(self) -> Iterator[Family]:
-        seen = self._clock.phases_seen
+        seen = self._clock.phases.seen
         if "forward" not in seen or not self._phases():
             return
         phases = [phase for phase in PHASES if phase in seen or phase == "outside"]
-        seconds = self._clock.phase_seconds
+        seconds = self._clock.phases.seconds
         rows = self._phase_rows.get(tuple((phase,) for phase in phases))
         yield Family(c.TRAIN_PHASE_SECONDS, np.array([seconds[phase] for phase in phases]), rows)
 

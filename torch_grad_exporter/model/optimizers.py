@@ -83,6 +83,15 @@ class Optimizers:
         self._numbers[optimizer] = number
         return number
 
+    def known_as_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer was looked at and owns nothing of ours. Changes nothing; from any thread."""
+        seen = self._strangers.get(optimizer)
+        return seen is not None and seen == (self._index.table, sum(len(group["params"]) for group in optimizer.param_groups))
+
+    def round_over(self) -> None:
+        """A round with a step is over: a parameter without an optimizer is one that nobody updates."""
+        self.settled = True
+
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
         owned = _parameters(optimizer)

@@ -1,0 +1,252 @@
+"""BackwardWatch: one backward, from the first hook that sees it to its end, and what it wrote.
+
+A backward is known by autograd's number of its graph task. At its end a nested callback runs after everything that
+DistributedDataParallel and FSDP2 queued for it, so the gradients are reduced there, and before clipping. A sample is read there
+and handed over at once, since a NaN that an exception or a hang follows must be seen.
+
+Which parameters got a gradient follows from `.grad` and its version before and after; a gradient left from an earlier step does
+not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.gradient_versions import GradientProbes, GradientVersions
+from torch_grad_exporter.capture.preparation import RoundPreparation
+from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE, StepClock
+from torch_grad_exporter.capture.reduction_watch import ReductionWatch
+from torch_grad_exporter.capture.round_events import BackwardEnded, ModelReached, ReadGradients, SampleImpossible, SampleRead
+from torch_grad_exporter.capture.round_executor import Rounds
+from torch_grad_exporter.capture.sampler import Sampler, capturing_graph
+from torch_grad_exporter.capture.torch_hooks import Hooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
+from torch_grad_exporter.capture.triggers import Ladder
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.model.layers import LayerIndex, TrackedParameter
+from torch_grad_exporter.transfer.outcomes import Mode
+
+logger = logging.getLogger("torch_grad_exporter")
+
+UNANSWERED = 100
+"""Backward passes without any step after which the user is told."""
+
+NO_STEP = (
+    "no optimizer step was seen in %s backward passes; if steps are taken by something that is no torch.optim.Optimizer, "
+    "or whose `step` was replaced, call exporter.step() after each"
+)
+
+
+@dataclass(slots=True)
+class _Backward:
+    """The running backward. `task`: autograd's number, -1 while there is none.
+
+    `certain`: it writes gradients, it is no `torch.autograd.grad`; `unannounced`: only a node has seen it begin. `before`: the
+    versions of all gradients on a sampled round, of the probes else, where they are needed.
+    """
+
+    task: int = -1
+    certain: bool = True
+    unannounced: bool = False
+    before: GradientVersions | None = None
+
+
+class BackwardWatch:
+    """Receives the hooks of backwards, on autograd's threads, one at a time. `models`: how many roots there are."""
+
+    def __init__(
+        self,
+        *,
+        models: int,
+        index: LayerIndex,
+        rounds: Rounds,
+        ladder: Ladder,
+        nodes: AccumulateGradNodes,
+        probes: GradientProbes,
+        sampler: Sampler,
+        reductions: ReductionWatch,
+        preparation: RoundPreparation,
+        count_only: CountOnly,
+        clock: StepClock,
+        cost: SampleCost,
+        hooks: Hooks,
+    ) -> None:
+        self._index = index
+        self._rounds = rounds
+        self._ladder = ladder
+        self._nodes = nodes
+        self._probes = probes
+        self._sampler = sampler
+        self._reductions = reductions
+        self._preparation = preparation
+        self._count_only = count_only
+        self._clock = clock
+        self._cost = cost
+        self._running = _Backward()
+        self._end_hook = hooks.guarded("backward_hook", self._ended)
+        self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
+        self.output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in range(models)]
+        self.node_hook = hooks.guarded("backward_hook", self._node_fired)
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._running.task != -1
+
+    def raised(self) -> None:
+        """No backward is running: one that began and did not end has raised."""
+        if self._running.task != -1:
+            self._running.task = -1
+            self._reductions.disarm()
+
+    # How it begins
+
+    def _reached(self, model: int, _gradient: object = None) -> None:
+        """The backward of a model has reached its output."""
+        task = graph_task()
+        if task != self._running.task:
+            if task == -1:
+                return
+            self._begin(task)
+        self._rounds.handle(ModelReached(model))
+
+    def _detected(self, model: int, _gradient: object) -> None:
+        """A parameter is about to receive its gradient, on the rung `parameter`."""
+        self._reached(model)
+        self._running.certain = True
+
+    def _node_fired(self, tracked: TrackedParameter, *_gradients: object) -> None:
+        """A parameter has received its gradient on a round whose nodes are hooked."""
+        task = graph_task()
+        # A checkpoint runs a backward of its own within the model's; that one needs no announcement.
+        if task != self._running.task and (self._ladder.mode is Mode.PARAMETER or self._running.task == -1):
+            self._begin(task)
+            self._running.unannounced = self._ladder.current.announces
+        self._nodes.saw(tracked)
+        self._rounds.handle(ModelReached(tracked.model))
+
+    def stepped_within(self) -> None:
+        """An optimizer steps while the backward runs, so it writes gradients."""
+        if graph_task() != self._running.task:
+            self._begin(graph_task())
+        self._running.certain = True
+
+    def _begin(self, task: int) -> None:
+        """A backward has begun, or a `torch.autograd.grad`, which passes the same hooks and writes no gradient.
+
+        Asks to be called at its end, where the two are told apart.
+        """
+        start = self._clock.clock()
+        self._count_only.settle()
+        self._reductions.saw(task)
+        self._sampler.backward_began()
+        self._clock.switch(BACKWARD)
+        sharded = self._index.fully_sharded
+        self._rounds.backward_began(self._preparation.early.evidence if sharded else None)
+        if self._rounds.tracker.current.sampled and not self._can_read():
+            self._rounds.handle(SampleImpossible())
+        sampled = self._rounds.tracker.current.sampled
+        # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
+        self._running = _Backward(task, certain=not graph_is_kept())
+        if sampled:
+            self._begin_sampled()
+        elif not self._running.certain:
+            self._running.before = GradientVersions.of(self._probes.all())
+        if sampled or self._reductions.wrapped:  # what a wrapper waits for at the end is part of the backward
+            at_end_of_backward(self._end_hook)
+        else:
+            after_backward(self._end_hook)
+        self._cost.spent(start, sampled=sampled)
+
+    def _begin_sampled(self) -> None:
+        backwards = self._rounds.tracker.current.backwards
+        if not backwards:
+            self._renew_table()
+        self._nodes.begin()
+        on_host, local = self._sampler.devices <= {"cpu"}, self._ladder.mode is Mode.OUTPUT
+        self._reductions.begin(self._sampler.table, backwards, on_host=on_host, local=local)
+        if self._ladder.mode is not Mode.OPTIMIZER:
+            early = self._preparation.early.versions
+            self._running.before = early if self._index.fully_sharded else self._sampler.versions()
+
+    def _can_read(self) -> bool:
+        """Whether what this backward writes can be told from what was there before, and be read."""
+        if capturing_graph():
+            return False
+        if self._ladder.mode is Mode.PARAMETER:
+            self._renew_table()
+            return self._nodes.armed
+        seen = not self._index.fully_sharded or self._preparation.early.versions is not None
+        return seen or not self._ladder.current.sees_backwards
+
+    def _renew_table(self) -> None:
+        """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
+        if self._ladder.mode is not Mode.OUTPUT:
+            self._reductions.look()
+        table = self._sampler.renew_table()
+        if self._nodes.armed and not self._nodes.sees_all_of(table):
+            self._nodes.disarm()
+
+    # How it ends
+
+    def _ended(self) -> None:
+        if self._running.task == -1:
+            return
+        start = self._clock.clock()
+        backward, self._running = self._running, _Backward(certain=self._running.certain)
+        self._clock.switch(OUTSIDE)
+        current = self._rounds.tracker.current
+        sampled = current.sampled
+        self._reductions.waited(current.number, start)
+        fired = self._fired(backward) if sampled else set()
+        written = self._written(backward, fired, sampled=sampled)
+        self._reductions.end(current, self._sampler.table, fired, written=written)
+        if written:
+            self._ladder.seen()
+            self._count_backward()
+            stepped_within = bool(self._sampler.found_early)
+            if ReadGradients() in self._rounds.handle(BackwardEnded(frozenset(fired), stepped_within)):
+                self.read()
+            self._probes.backward_over(current.models)
+        self._cost.spent(start, sampled=sampled)
+
+    def _written(self, backward: _Backward, fired: set[int], *, sampled: bool) -> bool:
+        """Whether it was a backward that writes gradients, as far as can be told."""
+        before = backward.before
+        if sampled and (before is not None or self._nodes.armed):
+            # FSDP2 may keep what it has not reduced yet where nothing of it can be seen.
+            return bool(fired) or (self._index.fully_sharded and backward.certain)
+        return backward.certain or bool(before is not None and before.moved())
+
+    def _fired(self, backward: _Backward) -> set[int]:
+        """The parameters whose gradient the backward wrote, on a sampled round."""
+        early = self._sampler.found_early
+        moved = set() if backward.before is None else backward.before.moved()
+        if not self._nodes.armed:
+            return moved | early
+        table = self._sampler.table
+        seen = self._nodes.positions(table)
+        # Those that a hook of the user's has cleared again have no version to show.
+        left = {i for i in seen if table.tracked[i].gradient() is not None}
+        # One that moved and did not fire was written by somebody else: DDP brings gradients of other ranks.
+        if self._ladder.mode is Mode.OUTPUT and seen and (backward.unannounced or left - moved):
+            self._ladder.fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
+        return seen | moved | early
+
+    def _count_backward(self) -> None:
+        self._clock.backwards_passed(1)
+        if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
+            say(logger, logging.WARNING, NO_STEP, UNANSWERED)
+
+    def read(self) -> None:
+        """Reads the round's gradients, and chooses what is looked at until the next sample."""
+        tracker = self._rounds.tracker
+        taken = self._sampler.read(tracker)
+        self._rounds.handle(SampleRead(taken))
+        if taken:
+            self._reductions.captured(tracker.current.number)
+            self._ladder.current.follow(self._sampler.table, tracker.current.fired, self._detector_hooks)

@@ -1,0 +1,115 @@
+"""CountingBudget: what rounds cost that are not sampled, and how many of them need only be counted for the budget's sake."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from torch_grad_exporter.capture.scattering import scattered
+from torch_grad_exporter.capture.step_times import StepTimes
+
+TIMED_SHARE = 0.2
+"""Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
+
+HOOKS_SECONDS = 10e-6
+"""What PyTorch takes to call the hooks of a round, which no clock within them sees; as `make bench` measures it."""
+
+COUNTED_SECONDS = 7e-6
+"""What a round costs that is only counted, as `make bench` measures it; a clock around its one hook would cost as much."""
+
+COUNTED_ROUNDS = 255
+COUNTING_SECONDS = 0.5
+"""Rounds that are only counted in a row, at most."""
+
+PATIENCE = 8
+"""Rounds, or blocks of counted ones, between two judgements of how many to follow."""
+
+_FLOORS_REMEMBERED = 256
+_ROUNDS_REMEMBERED = 1024
+
+
+class CountingBudget:
+    """Learns what rounds cost that are not sampled, in seconds. Belongs to the training thread. `budget`: as of the schedule."""
+
+    def __init__(self, budget: float, steps: StepTimes) -> None:
+        self._budget = budget
+        self._steps = steps
+        self._floors: deque[float] = deque(maxlen=_FLOORS_REMEMBERED)
+        self._until_judged = PATIENCE
+        self._counted: tuple[float, float] = (0.0, 0.0)
+        """Rounds that were only counted, and what they cost together in seconds; older ones halved."""
+        self._rounds_to_a_followed = 1
+        self._lately: tuple[float, float] = (0.0, 0.0)
+        """Rounds that were followed and that were only counted, older ones halved."""
+
+    def rounds_from(self, number: int, next_sampled: int) -> int:
+        """How many rounds from this number on need only be counted; none from `next_sampled` on.
+
+        The same number on average, but not each time, for the reason that samples are scattered for.
+        """
+        most = self._rounds_to_a_followed - 1
+        if most < 1:
+            return 0
+        return min((most + 1) // 2 + scattered(number) % most, COUNTED_ROUNDS, next_sampled - number)
+
+    @property
+    def timing_interval(self) -> int:
+        """Of how many rounds that are not sampled one was followed by hooks lately."""
+        return round(1 / self._followed)
+
+    def followed(self, own: float) -> None:
+        """Learns what a round cost that was followed by hooks and not sampled."""
+        self._floors.append(own)
+        self._note(followed=1)
+
+    def counted(self, rounds: int, own: float) -> None:
+        """Learns what rounds cost together that were only counted."""
+        before, spent = self._counted
+        if before > _ROUNDS_REMEMBERED:
+            before, spent = before / 2, spent / 2
+        self._counted = before + rounds, spent + own
+        self._note(counted=rounds)
+
+    def _note(self, followed: int = 0, counted: int = 0) -> None:
+        """Takes in rounds that were not sampled, and judges from time to time how many of the next ones to follow."""
+        self._lately = self._lately[0] + followed, self._lately[1] + counted
+        if sum(self._lately) > _ROUNDS_REMEMBERED:
+            self._lately = max(1.0, self._lately[0] / 2), self._lately[1] / 2
+        self._until_judged -= 1
+        if self._until_judged <= 0:
+            self._until_judged = PATIENCE
+            self._rounds_to_a_followed = self._judge()
+
+    def _judge(self) -> int:
+        """Of how many rounds that are not sampled one is to be followed, so that its hooks keep to their share of the budget."""
+        if len(self._floors) < PATIENCE:
+            return 1
+        step = self._steps.typical
+        rounds = math.ceil(self.floor() / step / (TIMED_SHARE * self._budget))
+        return max(1, min(rounds, COUNTED_ROUNDS, int(COUNTING_SECONDS / step)))
+
+    @property
+    def _followed(self) -> float:
+        """The share of rounds followed by hooks, of those lately that were not sampled."""
+        followed, counted = self._lately
+        return max(followed, 1.0) / max(followed + counted, 1.0)
+
+    def rest(self) -> float:
+        """What a round costs that is not sampled, be it followed or only counted; the user's calls cost something in each."""
+        rounds, spent = self._counted
+        counted = spent / rounds if rounds else COUNTED_SECONDS
+        return self._followed * self.floor() + (1 - self._followed) * counted
+
+    def more(self) -> float:
+        """What a sampled round costs more than others, beside the sample: it is one that is followed."""
+        return self.floor() - self.rest()
+
+    def floor(self) -> float:
+        """What a round costs that is followed and not sampled; 0 while there was none.
+
+        The mean, without the most expensive one, and of many rounds: on a machine that others use, too, few of them are
+        interrupted in a hook, for a hundred times as long as they take, as steps are a hundred times by a hundredth.
+        """
+        if len(self._floors) < 2:
+            return sum(self._floors)
+        return (sum(self._floors) - max(self._floors)) / (len(self._floors) - 1)

@@ -1,0 +1,295 @@
+"""CountOnly: begins to only count rounds after one that was followed closely, and ends that.
+
+Steps and their durations are exact meanwhile, and so are backwards and skipped steps but for what `_skipped_steps` says; each
+backward is taken for as many examples as those of the last rounds that were followed, and phases are not timed. It lasts
+half a second at most. Everything that is no such step ends it first, by `settle`; and when no step has come for a second, the
+hooks around the forward come back, so that an evaluation shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+
+from torch_grad_exporter.capture.accumulate_grad import NodeHook
+from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
+from torch_grad_exporter.capture.count_only.hook import CountedSteps, CountingHook
+from torch_grad_exporter.capture.count_only.witness import Witness
+from torch_grad_exporter.capture.gradient_versions import GradientProbes
+from torch_grad_exporter.capture.preparation import RoundPreparation
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reduction_watch import ReductionWatch
+from torch_grad_exporter.capture.round_events import BackwardsCounted, NormObserved, RoundsCounted
+from torch_grad_exporter.capture.round_executor import Rounds
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
+from torch_grad_exporter.model.layers import TrackedParameter
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.transfer.events import Counted, Mailbox, OutcomeResolved
+from torch_grad_exporter.transfer.outcomes import Outcome
+
+STILL_SECONDS = 1.0
+"""Without a step, after which the hooks around the forward come back."""
+
+AFTER_TROUBLE = 256
+"""Rounds that are all followed after a skipped step, and after counted rounds that ended otherwise than thought."""
+
+SIZES = 8
+"""Rounds followed closely whose mean size is that of the rounds that are only counted."""
+
+
+class _ExamplesPerBackward:
+    """How many training examples a backward is taken for: as many as in the last rounds that were followed."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._sizes: deque[float] = deque(maxlen=SIZES)
+        self._seen = (0, 0)
+        """Examples and backward passes up to the last round."""
+
+    @property
+    def mean(self) -> float:
+        """The mean, 0 while it is not known."""
+        return fmean(self._sizes) if self._sizes else 0.0
+
+    def round_over(self) -> int:
+        """A round that was followed is over; returns its backwards."""
+        examples, backwards = self._clock.examples - self._seen[0], self._clock.backward_passes - self._seen[1]
+        self.forget()
+        if examples and backwards:
+            self._sizes.append(examples / backwards)
+        return backwards
+
+    def forget(self) -> None:
+        """What came up to now says nothing."""
+        self._seen = self._clock.examples, self._clock.backward_passes
+
+
+class CountOnly:
+    """Belongs to the training thread, but for `look` and `release`."""
+
+    def __init__(
+        self,
+        *,
+        clock: StepClock,
+        rounds: Rounds,
+        schedule: SamplingSchedule,
+        optimizers: Optimizers,
+        probes: GradientProbes,
+        preparation: RoundPreparation,
+        reductions: ReductionWatch,
+        mailbox: Mailbox,
+        hooks: Hooks,
+    ) -> None:
+        self._clock = clock
+        self._rounds = rounds
+        self._schedule = schedule
+        self._optimizers = optimizers
+        self._probes = probes
+        self._preparation = preparation
+        self._reductions = reductions
+        self._mailbox = mailbox
+        self._hooks = hooks
+        self._examples = _ExamplesPerBackward(clock)
+        self._counting: CountingHook | None = None
+        self._node_hook: NodeHook | None = None
+        self._witness: Witness | None = None
+        """Tells of backwards, in rounds that are only counted or on trial."""
+        self._skipped = 0
+        self._not_before = 0
+        self._norm_at: tuple[int, int] | None = None
+        """Steps and backwards when the user gave a global norm whose outcome is not told yet."""
+
+    @property
+    def counting(self) -> bool:
+        """Whether rounds are only counted at present."""
+        return self._counting is not None
+
+    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
+        """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
+
+        `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
+        step that ends the counting, and with that of another optimizer. `node_hook`: for a check that comes after it.
+        """
+        number, backwards = self._rounds.tracker.current.number, self._examples.round_over()
+        if self._clock.skipped != self._skipped:
+            self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
+        rounds = self._schedule.only_counted(number + 1)
+        stepper = regular() if rounds and number >= self._not_before else None
+        found = self._optimizers.numbered() if stepper is not None else []
+        if len(found) != 1 or found[0][0] != stepper:
+            self._dismiss()
+        elif self._on_trial(backwards):
+            self._node_hook = node_hook
+            self._begin(found[0], rounds, over)
+
+    def _on_trial(self, backwards: int) -> bool:
+        """Whether the witness has told of the round's backwards, no more and no less; calls another one if there is none."""
+        witness = self._witness
+        passed = witness is not None and witness.passed(backwards)
+        if witness is not None and not passed:
+            self._follow_for_a_while()
+        if not passed:
+            self._dismiss()
+            called = self._candidate()
+            self._witness = None if called is None else Witness.on_trial(called)
+        return passed
+
+    def _candidate(self) -> TrackedParameter | None:
+        """A parameter that gets a gradient in each backward, as far as the last sample tells."""
+        for probe in self._probes.all():
+            parameter = probe.parameter()
+            if parameter is not None and parameter.requires_grad and parameter.grad is not None:
+                return probe
+        return None
+
+    def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int, over: GuardedHook) -> None:
+        witness, clock = self._witness, self._clock
+        if witness is None:
+            return
+        counting = CountingHook(
+            optimizer[1],
+            rounds=rounds,
+            until=clock.clock() + COUNTING_SECONDS,
+            backwards=witness.fired,
+            to_a_step=self._rounds.tracker.current.backwards,
+            clock=clock.clock,
+            otherwise=over,
+            ignored=self._optimizers.known_as_foreign,
+        )
+        # In this order: whatever interrupts this, `settle` puts back what there is.
+        self._counting = counting
+        clock.leave_counting_to(CountedSteps(optimizer[0], counting.moments, counting.backwards, self._examples.mean))
+        if not self._hooks.rest(counting):
+            self.settle()
+
+    def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A step of an optimizer ends the counting: whether it is one that was counted."""
+        counting = self._counting
+        mine = counting is not None and optimizer is counting.optimizer
+        self.settle(after_step=mine)
+        return mine
+
+    def settle(self, *, after_step: bool = False) -> None:
+        """Ends the counting, if there is any, and leaves everything as if the rounds had been followed; idempotent.
+
+        `after_step`: a step is just over, so that no round is under way.
+        """
+        counting = self._counting
+        if counting is None:
+            return
+        self._hooks.wake()
+        durations = self._clock.commit()
+        self._counting = None
+        steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
+        skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
+        unfinished = 0 if after_step else max(0, surplus - skipped * counting.to_a_step)
+        if not steps or (surplus and after_step):
+            self._follow_for_a_while()
+        norm_waits = self._tell(counting, skipped)
+        self._add(durations, counting)
+        self._pass_over(steps, skipped=skipped, backwards=unfinished)
+        self._norm_at = None
+        if norm_waits:
+            self._rounds.handle(NormObserved())
+        if witness is not None and after_step and not surplus:
+            witness.begin()  # the next round is its trial for the next time
+        else:
+            self._dismiss()
+
+    def _follow_for_a_while(self) -> None:
+        self._not_before = self._rounds.tracker.current.number + AFTER_TROUBLE
+
+    def _add(self, durations: list[float], counting: CountingHook) -> None:
+        clock = self._clock
+        if counting.surplus == -counting.to_a_step:
+            # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
+            clock.backwards_passed(counting.to_a_step)
+            clock.examples_came(round(counting.to_a_step * self._examples.mean))
+        self._examples.forget()
+        if durations:
+            # With what the user's calls meanwhile have cost.
+            own = clock.take_own_seconds() + len(durations) * COUNTED_SECONDS
+            self._schedule.counted(durations, own)
+            self._mailbox.append(Counted(tuple(durations), own))
+
+    def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
+        """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
+        rounds = self._rounds
+        rounds.handle(RoundsCounted(steps, skipped))
+        if steps and self._node_hook is not None:
+            self._preparation.step_over(self._node_hook)
+        if backwards:
+            rounds.handle(BackwardsCounted(backwards))
+            self._probes.backward_over(rounds.tracker.current.models)
+        self._reductions.counted(unfinished=backwards > 0)
+
+    def _dismiss(self) -> None:
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.dismiss()
+
+    # Norms that the user gives
+
+    def norm_comes(self) -> None:
+        """The user gives the global norm of a round; what became of the one before is told first."""
+        counting = self._counting
+        if counting is not None and self._norm_at is not None:
+            if len(counting.moments) == self._norm_at[0] and len(counting.backwards) > self._norm_at[1]:
+                self.settle()
+            else:
+                self._tell(counting, 0)
+
+    def norm_observed(self) -> None:
+        """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
+        counting = self._counting
+        if counting is None:
+            self._rounds.handle(NormObserved())
+        elif counting.surplus > 0:
+            self._norm_at = len(counting.moments), len(counting.backwards)
+        else:
+            self._mailbox.append(OutcomeResolved(Outcome.STEPPED))
+
+    def _tell(self, counting: CountingHook, skipped: int) -> bool:
+        """Tells what became of the round of the norm that was observed last; whether that is not known yet."""
+        if self._norm_at is None:
+            return False
+        steps, backwards = self._norm_at
+        others_came = len(counting.backwards) >= backwards + counting.to_a_step
+        if skipped and others_came:
+            outcome = Outcome.SKIPPED
+        elif len(counting.moments) > steps:
+            outcome = Outcome.STEPPED
+        else:
+            return True
+        self._norm_at = None
+        self._mailbox.append(OutcomeResolved(outcome))
+        return False
+
+    # From other threads
+
+    def look(self) -> None:
+        """Puts the hooks around forwards back if no step has come for long. A few times a second."""
+        counting = self._counting
+        if counting is not None and self._clock.clock() - self._clock.last_moment > STILL_SECONDS:
+            self._hooks.wake_modules()
+
+    def release(self) -> None:
+        """Lets go of the parameter that is a witness; idempotent."""
+        self._dismiss()
+
+
+def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool) -> int:
+    """How many rounds ended without a step, of those with more backwards than their steps account for.
+
+    The witness' gradient tells: without a step since, it is gone, or another backward came on top. After a step it shows
+    whether more than one backward was added up in it. What cannot be told is not called skipped.
+    """
+    surplus, to_a_step = max(0, counting.surplus), counting.to_a_step
+    if after_step:
+        return 0 if surplus % to_a_step or witness.added_up(len(counting.moments), surplus) else surplus // to_a_step
+    gone = witness.seen.tracked.gradient() is None
+    return (surplus if gone else max(0, surplus - 1)) // to_a_step
