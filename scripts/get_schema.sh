@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Puts what the Grafana dashboards are checked with into .tools/grafana_schema: Grafana's published types, the TypeScript
-# compiler, and Grafana's list of units. Versions and hashes stand in tests/grafana_schema; npm runs no script of theirs.
+# compiler, and Grafana's list of units. Versions and hashes stand in tests/dashboards/grafana_schema; npm runs no script of theirs.
 #
 # Without npm there is nothing to do and the tests that need it are skipped; where CI is "true" that is an error.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-FROM=tests/grafana_schema
+FROM=tests/dashboards/grafana_schema
 TO=.tools/grafana_schema
 UNITS=package/dist/esm/valueFormats/categories.mjs
 

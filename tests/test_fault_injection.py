@@ -32,7 +32,7 @@ from tests.support.models import Perceptron
 from tests.support.scrape import errors
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
-from torch_grad_exporter.capture import count_only, schedule
+from torch_grad_exporter.capture.count_only import budget, counting
 from torch_grad_exporter.outputs.live import recorder
 from torch_grad_exporter.outputs.prometheus import samples
 
@@ -260,7 +260,7 @@ class Watched(Watch):
     exporter: Exporter = field(init=False)
 
     def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
-        others = dict.fromkeys(("cuda_memory", "gpu", "process", "aggregation.worker", "container"), False)
+        others = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
         chosen: dict[str, Any] = {"port": None, "addr": "127.0.0.1", "every": 1, "collectors": others, **options}
         self.exporter = start_exporter(model, **chosen)
         self.arm(to=True)
@@ -273,7 +273,7 @@ class Watched(Watch):
     def end(self) -> None:
         """Takes back what a failing `close` has left."""
         exporter = self.exporter
-        closes = [exporter.close, exporter._host.close, exporter._hooks.close, exporter._loop.close]
+        closes = [exporter.close, exporter._host.close, exporter._hooks.close, exporter._capture.settle]
         for close in [*closes, functools.partial(exporter._outputs.close, failed=False, hurried=True)]:
             close()
 
@@ -291,8 +291,8 @@ class Watched(Watch):
 
     def worker(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(count_only, "STILL_SECONDS", 0.0)
-            self.exporter._host._guarded(self.exporter._loop.count_only.look)
+            patch.setattr(counting, "STILL_SECONDS", 0.0)
+            self.exporter._host._guarded(self.exporter._capture._count_only.look)
 
     @property
     def port(self) -> int | None:
@@ -697,9 +697,9 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
     samples.columns.cache_clear()
     patch.setattr(host, "IDLE_SECONDS", 0.03)
-    patch.setattr(count_only, "STILL_SECONDS", 3600.0)
-    for module in (count_only, schedule):
-        patch.setattr(module, "STRETCH_SECONDS", 3600.0)
+    patch.setattr(counting, "STILL_SECONDS", 3600.0)
+    for module in (budget, counting):
+        patch.setattr(module, "COUNTING_SECONDS", 3600.0)
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def test_a_full_mailbox_leaves_out_and_counts(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(events, "ROOM", 20)
     loop = Loop()
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), without_worker(watching(loop.model, every=100)) as exporter:
-        post = exporter._clock.mailbox
+        post = exporter._clock._mailbox
         loop.train(2)
         values(exporter)
         for _ in range(50):
@@ -117,7 +117,7 @@ def test_vectors_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
         loop.train(50)
-        waiting = [event for event in exporter._clock.mailbox if isinstance(event, Captured)]
+        waiting = [event for event in exporter._clock._mailbox if isinstance(event, Captured)]
         held = sum(part.ticket.values.nbytes for event in waiting for part in event.parts)
         captured = len(waiting)
         del waiting

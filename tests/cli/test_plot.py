@@ -770,7 +770,7 @@ def test_without_matplotlib_it_is_said_what_to_do(
 ) -> None:
     """A PNG is refused with the command that installs it and the way without; the HTML file needs nothing."""
     source = written(tmp_path, saved(made(2)))
-    monkeypatch.delattr(torch_grad_exporter, "picture")
+    monkeypatch.delattr(torch_grad_exporter.cli, "picture")
     monkeypatch.delitem(sys.modules, "torch_grad_exporter.cli.picture")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["plot", source, "--out", str(tmp_path / "a.png")]) == 2

@@ -20,7 +20,7 @@ from tests.support.tools import REPOSITORY
 
 Json = dict[str, Any]
 
-HERE = REPOSITORY / "tests" / "grafana_schema"
+HERE = REPOSITORY / "tests" / "dashboards" / "grafana_schema"
 INSTALLED = REPOSITORY / ".tools" / "grafana_schema"
 FILES = sorted((REPOSITORY / "dashboards" / "grafana").glob("*.json"))
 

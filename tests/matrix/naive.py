@@ -2,46 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import torch
-from torch_grad_exporter.capture.capture import GradientCapture, Mode
+
+from tests.matrix.harness import Naive
+from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.steps import StepWatch
+from torch_grad_exporter.capture.triggers import Ladder
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.transfer.outcomes import Mode
 
 
-class AtStep(GradientCapture):
+class AtStep(Ladder):
     """Reads in the optimizer's pre-hook, in its post-hook where there is a closure."""
 
-    def __init__(self, **stages: object) -> None:
-        super().__init__(**stages)
-        self.mode = Mode.OPTIMIZER
+    def __init__(self, *stages: Any) -> None:  # noqa: ANN401 - those of the original
+        super().__init__(*stages, start=Mode.OPTIMIZER)
 
 
-class AtAccumulation(AtStep):
-    """Copies each gradient in a post-accumulate-grad hook that was registered at the start; shows the last copy."""
+class AtAccumulation(StepWatch):
+    """Copies each gradient in a post-accumulate-grad hook that was registered at the start; reads the last copy at the step."""
 
-    def __init__(self, **stages: object) -> None:
-        super().__init__(**stages)
+    def __init__(self, *, index: LayerIndex, optimizers: Optimizers, **stages: Any) -> None:  # noqa: ANN401 - as above
+        super().__init__(index=index, optimizers=optimizers, **stages)
+        self._all = index, optimizers
         self._copies: dict[int, torch.Tensor] = {}
-        self._registered = [p.register_post_accumulate_grad_hook(self._copy) for p in self._index.table.parameters() or ()]
+        HANDLES.extend(p.register_post_accumulate_grad_hook(self._copy) for p in index.table.parameters() or ())
 
     def _copy(self, parameter: torch.Tensor) -> None:
         self._copies[id(parameter)] = parameter.grad.detach().clone()
 
-    def _capture_at_step(self, optimizer: int) -> None:
-        table = self._index.refresh()
-        owners, _ = self._optimizers.owners(table, {optimizer})
+    def _read(self, optimizer: int) -> None:
+        index, optimizers = self._all
+        table = index.refresh()
+        owners, _ = optimizers.owners(table, {optimizer})
         parameters = table.parameters() or []
         kept = [p.grad for p in parameters]
         try:
             for parameter in parameters:
                 parameter.grad = self._copies.get(id(parameter))
-            super()._capture_at_step(optimizer)
+            super()._read(optimizer)
         finally:
             for parameter, gradient, owner in zip(parameters, kept, owners, strict=True):
                 parameter.grad = gradient
                 if owner == optimizer:
                     self._copies.pop(id(parameter), None)
 
+
+HANDLES: list[Any] = []
+"""Of hooks on parameters, until the capture is closed."""
+
+
+class Closing(Capture):
+    """Removes those hooks too."""
+
     def close(self) -> None:
-        """Removes the hooks too."""
+        """As the exporter's."""
         super().close()
-        for handle in self._registered:
-            handle.remove()
+        while HANDLES:
+            HANDLES.pop().remove()
+
+
+@contextlib.contextmanager
+def naive_capture(way: Naive) -> Iterator[None]:
+    """Exporters that are started meanwhile read in this naive place."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch_grad_exporter.capture.build.Ladder", AtStep))
+        if way is Naive.ACCUMULATE:
+            stack.enter_context(mock.patch("torch_grad_exporter.capture.build.StepWatch", AtAccumulation))
+            stack.enter_context(mock.patch("torch_grad_exporter.exporter.Capture", Closing))
+        yield

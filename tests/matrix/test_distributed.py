@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ import torch.multiprocessing as mp
 
 from tests.matrix.distributed import REGIMES
 from tests.matrix.harness import Naive, Run, Way, of_reading
-from tests.matrix.test_matrix import NAIVE, same
+from tests.matrix.naive import naive_capture
+from tests.matrix.test_matrix import same
 from tests.support.scrape import Key, key, values
 
 WAYS = (*Way, *Naive)
@@ -98,7 +98,7 @@ def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if isinstance(way, Naive):
-            with mock.patch("torch_grad_exporter.exporter.GradientCapture", NAIVE[way]):
+            with naive_capture(way):
                 run = regime.run(Way.EVERYTHING, naive=True)
         else:
             run = regime.run(way, tolerant=True)

@@ -9,9 +9,7 @@ import torch
 
 from tests.matrix import REGIMES
 from tests.matrix.harness import Naive, Run, Way, of_reading
-from tests.matrix.naive import AtAccumulation, AtStep
-
-NAIVE = {Naive.ACCUMULATE: AtAccumulation, Naive.STEP: AtStep}
+from tests.matrix.naive import naive_capture
 
 
 @functools.cache
@@ -41,11 +39,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("naive", Naive, ids=lambda naive: naive.name.lower())
 @pytest.mark.parametrize("name", REGIMES)
-def test_naive_capture_is_noticed(name: str, naive: Naive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naive_capture_is_noticed(name: str, naive: Naive) -> None:
     """With the capture moved to a naive place the regime's checks fail, or hold where the regime says so."""
-    monkeypatch.setattr("torch_grad_exporter.exporter.GradientCapture", NAIVE[naive])
     try:
-        wrong = REGIMES[name].run(Way.EVERYTHING, naive=True).wrong
+        with naive_capture(naive):
+            wrong = REGIMES[name].run(Way.EVERYTHING, naive=True).wrong
     except Exception as error:  # noqa: BLE001 - whatever a naive capture breaks is a way to notice it
         wrong = [repr(error)]
     wrong = of_reading(wrong)

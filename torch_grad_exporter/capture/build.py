@@ -38,11 +38,10 @@ from torch_grad_exporter.transfer.outcomes import Mode
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What the user may choose. `mode`: the first rung that is tried."""
+    """What the user may ask for beside the gradients: own ones under DDP, and norms of weights and of their updates."""
 
     local_norm: bool = False
     weights: bool = False
-    mode: Mode = Mode.OUTPUT
 
 
 class Capture:
@@ -71,7 +70,7 @@ class Capture:
             tracker=tracker, sampler=sampler, clock=clock, optimizers=optimizers, reader=reader, probes=probes, nodes=nodes,
             mailbox=mailbox,
         )  # fmt: skip
-        ladder = Ladder(nodes, probes, optimizers, options.mode)
+        ladder = Ladder(nodes, probes, optimizers)
         reductions = ReductionWatch(
             index=index, clock=clock, cost=cost, probes=probes, mailbox=mailbox, hooks=hooks, errors=errors,
             local_norm=options.local_norm,
