@@ -1,0 +1,374 @@
+"""The rules of rounds as a state machine, against a plain model that keeps the whole past and looks everything up in it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import tests.support.properties  # noqa: F401 - the profile
+from torch_grad_exporter.capture import round_events, round_pattern, rounds
+from torch_grad_exporter.capture.round_events import (
+    BackwardBegan,
+    BackwardEnded,
+    BackwardsCounted,
+    BeginRound,
+    CloseSample,
+    CountSkipped,
+    CountUnseen,
+    ForeignStep,
+    GradientsFound,
+    ModelReached,
+    NoBackwardSeen,
+    NormObserved,
+    ReadGradients,
+    ResolveNorm,
+    RoundEvent,
+    RoundNumbered,
+    RoundOfStep,
+    RoundsCounted,
+    SampleImpossible,
+    SampleRead,
+    StepAbandoned,
+    StepBegan,
+    StepEnded,
+    TrainingOver,
+)
+from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.transfer.outcomes import Outcome
+
+UNSEEN = 9
+"""The number under which steps count that no optimizer reports."""
+
+
+@dataclass
+class Past:
+    """A round that is over."""
+
+    models: frozenset[int]
+    stepped: frozenset[int]
+    backwards: int
+    cleared: bool
+
+
+@dataclass
+class Now:
+    """The round that is not."""
+
+    number: int
+    sampled: bool
+    backwards: int = 0
+    models: set[int] = field(default_factory=set)
+    fired: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)
+    state: str = "nothing read"
+    """Or `read`, or `closed`."""
+    lost: bool = False
+    abandoned: bool = False
+    norm: bool = False
+
+
+class Plain:
+    """The rules, said plainly: nothing is remembered but the list of all rounds."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.past: list[Past] = []
+        self.now = Now(0, sampled=True)
+        self.stepping: set[int] = set()
+        self.cleared_since_step = False
+        self.undecided = self.undecided_here = 0
+        self.skipped_unseen = False
+        self.skipped = self.unseen = self.lost = 0
+        self.closed: list[tuple[int, Outcome]] = []
+        self.norms: list[Outcome] = []
+
+    @property
+    def steps(self) -> list[Past]:
+        """The rounds with a step."""
+        return [one for one in self.past if one.stepped]
+
+    def clears_in_each_step(self) -> bool:
+        """SAM: the last four steps had a clearing before them."""
+        return len(self.steps) >= 4 and all(one.cleared for one in self.steps[-4:])
+
+    def has_had_a_plain_step(self) -> bool:
+        """There was a step without a clearing before it."""
+        return any(not one.cleared for one in self.steps)
+
+    def backward_begins(self, evidence: ClearingEvidence) -> None:
+        """A new round after a step; else it is decided whether the last step was skipped."""
+        self.stepping.clear()
+        now = self.now
+        if now.stepped:
+            self.next_round()
+            return
+        if not now.backwards:
+            return
+        usual = [one.backwards for one in self.steps if one.backwards][-64:]
+        cleared = evidence.gone or (evidence.written and bool(usual) and now.backwards >= min(usual))
+        self.cleared_since_step |= cleared
+        if not cleared or self.clears_in_each_step():
+            return
+        if not evidence.scaler_known and not self.has_had_a_plain_step() and self.undecided_here < 2:
+            self.undecided += 1
+            self.undecided_here += 1
+            now.backwards, now.state = 0, "nothing read" if now.state == "read" else now.state
+            now.fired.clear()
+        elif evidence.updated and not evidence.reporting:
+            self.unseen += 1 + self.undecided
+            self.undecided, self.cleared_since_step = 0, False
+            now.stepped.add(UNSEEN)
+            self.next_round()
+        else:
+            self.skipped += 1 + self.undecided
+            self.undecided = 0
+            self.next_round(skipped=True)
+
+    def next_round(self, *, skipped: bool = False) -> None:
+        """The outcome of what is open is told; the round becomes a past one."""
+        now = self.now
+        self.tell(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
+        self.close(Outcome.SKIPPED if skipped else Outcome.STEPPED if now.stepped else Outcome.UNKNOWN)
+        self.past.append(Past(frozenset(now.models), frozenset(now.stepped), now.backwards, self.cleared_since_step))
+        self.undecided_here = 0
+        if now.stepped:
+            self.cleared_since_step = False
+            if self.clears_in_each_step():
+                self.undecided = 0
+            if self.has_had_a_plain_step():
+                self.skipped += self.undecided
+                self.undecided = 0
+        if now.sampled and now.fired and now.state == "nothing read":
+            self.lose()
+        surprise = (skipped or self.skipped_unseen) and not now.sampled
+        self.skipped_unseen = False
+        self.now = Now(now.number + 1, (now.number + 1) % self.every == 0 or surprise)
+
+    def tell(self, outcome: Outcome) -> None:
+        """The outcome of an observed norm."""
+        if self.now.norm:
+            self.now.norm = False
+            self.norms.append(outcome)
+
+    def close(self, outcome: Outcome) -> None:
+        """The outcome of a sample."""
+        if self.now.state == "read":
+            self.now.state = "closed"
+            self.closed.append((self.now.number, outcome))
+
+    def lose(self) -> None:
+        """A sample that was due and was not taken; each once."""
+        self.lost += not self.now.lost
+        self.now.lost = True
+
+    def everybody_has_stepped(self, waited: frozenset[int]) -> bool:
+        """All who own gradients, but for those that did not step in the last eight rounds of the kind."""
+        alike = [one.stepped for one in self.steps if one.models == self.now.models][-8:]
+        if len(alike) == 8:
+            waited &= frozenset().union(*alike)
+        return waited <= self.now.stepped
+
+
+MODELS = strategies.sets(strategies.integers(0, 1), min_size=1)
+OPTIMIZERS = strategies.integers(0, 2)
+EVIDENCE = strategies.builds(ClearingEvidence, *[strategies.booleans()] * 5)
+
+
+class Machine(RuleBasedStateMachine):
+    """Both are told the same, and have to agree after each event."""
+
+    @initialize(every=strategies.integers(1, 4))
+    def start(self, every: int) -> None:
+        """Every so many rounds are sampled."""
+        self.plain = Plain(every)
+        self.tracker = RoundTracker(lambda number: number % every == 0, lambda: UNSEEN)
+        self.skipped = self.unseen = 0
+        self.closed: list[tuple[int, Outcome]] = []
+        self.norms: list[Outcome] = []
+
+    def tell(self, event: RoundEvent) -> list[object]:
+        """Tells the tracker, and does what it decides."""
+        left: list[object] = []
+        for decided in self.tracker.handle(event):
+            match decided:
+                case CountSkipped():
+                    self.skipped += decided.steps
+                case CountUnseen():
+                    assert decided.optimizer == UNSEEN
+                    self.unseen += decided.steps
+                case CloseSample():
+                    self.closed.append((decided.number, decided.outcome))
+                case ResolveNorm():
+                    self.norms.append(decided.outcome)
+                case BeginRound():
+                    assert decided.number == self.tracker.current.number
+                case _:
+                    left.append(decided)
+        return left
+
+    @rule(models=MODELS, evidence=EVIDENCE, fired=strategies.sets(strategies.integers(0, 3)), read=strategies.booleans())
+    def backward(self, models: set[int], evidence: ClearingEvidence, fired: set[int], read: bool) -> None:
+        """A backward from its begin to its end; what is to be read is read, or fails to be."""
+        plain = self.plain
+        asks = self.tracker.asks_for_evidence(within_step=False)
+        assert asks == (bool(plain.now.backwards) and not plain.now.stepped)
+        self.tell(BackwardBegan(within_step=False, evidence=evidence))
+        plain.backward_begins(evidence)
+        for model in models:
+            self.tell(ModelReached(model))
+        plain.now.models |= models
+        fired = fired if plain.now.sampled else set()
+        wants = self.tell(BackwardEnded(frozenset(fired)))
+        plain.now.backwards += 1
+        plain.now.fired |= fired
+        known = [one.backwards for one in plain.past if one.backwards][-64:]
+        expected = bool(fired) and plain.now.backwards >= (min(known) if known else 1)
+        assert (wants == [ReadGradients()]) == expected
+        if expected:
+            self.tell(SampleRead(read))
+            if not read:
+                plain.lose()
+            elif plain.now.state == "nothing read":
+                plain.now.state = "read"
+
+    @rule()
+    def backward_that_cannot_be_read(self) -> None:
+        """A sampled round turns out not to be readable."""
+        if self.plain.now.sampled:
+            self.tell(SampleImpossible())
+            self.plain.now.sampled = False
+            self.plain.lost += 1
+
+    @rule(optimizer=OPTIMIZERS, waited=strategies.frozensets(OPTIMIZERS))
+    def step(self, optimizer: int, waited: frozenset[int]) -> None:
+        """A step: the first of its round, another one, or one of an optimizer that has stepped already."""
+        plain = self.plain
+        self.tell(StepBegan(optimizer))
+        assert optimizer in self.tracker.stepping
+        again = optimizer in plain.now.stepped
+        assert (NoBackwardSeen() in self.tell(RoundOfStep(optimizer))) == (again or not plain.now.backwards)
+        if again:
+            plain.next_round()
+        self.tell(StepEnded(optimizer, waited))
+        plain.now.stepped.add(optimizer)
+        plain.tell(Outcome.STEPPED)
+        if plain.now.state == "read" and plain.everybody_has_stepped(waited):
+            plain.close(Outcome.STEPPED)
+        assert optimizer not in self.tracker.stepping
+
+    @rule(optimizer=OPTIMIZERS, closure=strategies.booleans())
+    def step_that_raises(self, optimizer: int, closure: bool) -> None:
+        """A step that begins and never ends."""
+        self.tell(StepBegan(optimizer, closure))
+        self.tell(StepAbandoned())
+        self.plain.now.abandoned = bool(self.plain.now.backwards)
+        assert not self.tracker.stepping
+        assert not self.tracker.closures
+
+    @rule()
+    def norm(self) -> None:
+        """The user gives the global norm: the sample tells its outcome, if there is one."""
+        self.tell(NormObserved())
+        self.plain.now.norm = self.plain.now.state == "nothing read"
+        if self.plain.now.stepped:
+            self.plain.tell(Outcome.STEPPED)
+
+    @rule(counted=strategies.integers(1, 300), skipped=strategies.integers(0, 2))
+    @precondition(lambda self: self.plain.now.stepped)
+    def rounds_that_were_counted(self, counted: int, skipped: int) -> None:
+        """Rounds that were counted elsewhere; a skipped one has the next one sampled."""
+        self.tell(RoundsCounted(counted, skipped))
+        self.plain.now.number += counted + skipped
+        self.plain.skipped += skipped
+        self.plain.skipped_unseen |= skipped > 0
+
+    @rule(backwards=strategies.integers(1, 3))
+    @precondition(lambda self: self.plain.now.stepped)
+    def backwards_that_were_counted(self, backwards: int) -> None:
+        """Backwards of a round that goes on are of the same models."""
+        models = set(self.plain.now.models)
+        self.tell(BackwardsCounted(backwards))
+        self.plain.next_round()
+        self.plain.now.backwards, self.plain.now.models = backwards, models
+
+    @rule(number=strategies.integers(0, 1000))
+    def numbered(self, number: int) -> None:
+        """The user numbers the round."""
+        self.tell(RoundNumbered(number))
+        self.plain.now.number = number
+
+    @invariant()
+    def both_agree(self) -> None:
+        """Numbers, counts and outcomes are those of the model."""
+        if not hasattr(self, "plain"):
+            return
+        now, current = self.plain.now, self.tracker.current
+        assert (current.number, current.sampled, current.backwards) == (now.number, now.sampled, now.backwards)
+        assert (current.fired, current.stepped) == (now.fired, now.stepped)
+        assert (self.skipped, self.unseen) == (self.plain.skipped, self.plain.unseen)
+        assert self.tracker.lost == self.plain.lost
+        assert self.closed == self.plain.closed
+        assert self.norms == self.plain.norms
+        assert self.tracker.sample_is_open == (now.state == "read")
+
+    def teardown(self) -> None:
+        """At the end nothing is left open."""
+        if hasattr(self, "plain"):
+            self.tell(TrainingOver())
+            self.plain.tell(Outcome.UNKNOWN)
+            self.plain.close(Outcome.STEPPED if self.plain.now.stepped else Outcome.UNKNOWN)
+            self.both_agree()
+            assert self.tell(TrainingOver()) == []
+
+
+TestMachine = pytest.mark.filterwarnings("ignore")(Machine.TestCase)
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_rules_of_rounds_know_no_torch() -> None:
+    """The tracker and what it is made of import nothing that imports torch."""
+    imported = {
+        node.module
+        for module in (rounds, round_events, round_pattern)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
+    ours = {name for name in imported if name.startswith("torch")}
+    assert ours == {
+        "torch_grad_exporter.capture.round_events",
+        "torch_grad_exporter.capture.round_pattern",
+        "torch_grad_exporter.transfer.outcomes",
+    }
+
+
+def test_a_foreign_step_changes_nothing_but_what_is_known_of_the_round() -> None:
+    """A step of an optimizer of another model ends no round and closes no sample."""
+    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
+    tracker.handle(BackwardBegan())
+    tracker.handle(BackwardEnded(frozenset({0})))
+    tracker.handle(SampleRead(taken=True))
+    assert tracker.handle(ForeignStep()) == []
+    assert tracker.current.foreign
+    assert tracker.sample_is_open
+    assert tracker.current.number == 0
+
+
+def test_gradients_that_are_found_at_a_step_are_read() -> None:
+    """Where no backward is seen, what an optimizer is about to use makes the sample; the next step of it begins another round."""
+    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
+    tracker.handle(StepBegan(0))
+    assert tracker.handle(RoundOfStep(0, reads=True)) == []
+    assert tracker.handle(GradientsFound(frozenset())) == []
+    assert tracker.handle(GradientsFound(frozenset({1, 2}))) == [ReadGradients()]
+    tracker.handle(SampleRead(taken=True))
+    tracker.handle(RoundOfStep(0))
+    assert tracker.handle(StepEnded(0, frozenset({0}))) == [
+        CloseSample(0, frozenset({1, 2}), Outcome.STEPPED, *[frozenset({0})] * 2)
+    ]
+    assert BeginRound(1, after_step=True) in tracker.handle(RoundOfStep(0, reads=True))
