@@ -372,3 +372,27 @@ def test_gradients_that_are_found_at_a_step_are_read() -> None:
         CloseSample(0, frozenset({1, 2}), Outcome.STEPPED, *[frozenset({0})] * 2)
     ]
     assert BeginRound(1, after_step=True) in tracker.handle(RoundOfStep(0, reads=True))
+
+
+def test_two_clearings_in_a_round_may_be_passes_of_one_step_the_third_is_none() -> None:
+    """Before the first plain step, gradients cleared a third time within a round were skipped, and the two before as well."""
+    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
+    decided: list[object] = []
+    for _ in range(4):
+        decided += tracker.handle(BackwardBegan(evidence=ClearingEvidence(gone=True)))
+        decided += tracker.handle(BackwardEnded())
+    assert decided == [CountSkipped(3), BeginRound(1, after_step=False)]
+
+
+def test_a_skipped_step_in_counted_rounds_is_remembered_until_a_round_begins() -> None:
+    """Counted rounds without a skip that follow do not make it forgotten: the next round is sampled."""
+    tracker = RoundTracker(lambda number: number == 0, lambda: UNSEEN)
+    tracker.handle(StepBegan(0))
+    tracker.handle(StepEnded(0))
+    tracker.handle(BackwardBegan())
+    assert not tracker.current.sampled
+    tracker.handle(StepEnded(0))
+    tracker.handle(RoundsCounted(5, 1))
+    tracker.handle(RoundsCounted(5, 0))
+    tracker.handle(BackwardBegan())
+    assert tracker.current.sampled
