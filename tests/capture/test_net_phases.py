@@ -1,0 +1,199 @@
+"""Which phase the time of slow code belongs to, wherever in a step it stands.
+
+The slow code sleeps for a known time, and at least that must be in its phase: a busy machine can only make it more. In the
+other phases it would be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from tests.support.models import batch, sgd
+from tests.support.scrape import errors, value
+from torch_grad_exporter import Exporter, start_exporter
+
+PHASE = "torch_train_phase_seconds_total"
+DURATION = "torch_train_step_duration_seconds"
+SLOW = 0.02
+"""Seconds."""
+
+
+class Slowly(torch.autograd.Function):
+    """The identity, with a slow backward."""
+
+    @staticmethod
+    def forward(_context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: object, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLOW)
+        return gradient
+
+
+class Loop(torch.nn.Module):
+    """A model and its training step, slow at the one place that is named."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 3)
+        self.optimizer = sgd(self)
+        if place == "optimizer":
+            self.optimizer.register_step_pre_hook(lambda *_: time.sleep(SLOW))
+
+    def here(self, place: str) -> None:
+        """Takes its time, if this is the place."""
+        if place == self.place:
+            time.sleep(SLOW)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.here("forward")
+        return self.second(Slowly.apply(x) if self.place == "backward" else x)
+
+    def step(self, data: Iterator[torch.Tensor] | None = None) -> None:
+        """One step of training."""
+        self.here("before the forward")
+        inputs = batch() if data is None else next(data)
+        self.optimizer.zero_grad()
+        loss = self(inputs).square().mean()
+        self.here("between forward and backward")
+        loss.backward()
+        self.here("between backward and step")
+        self.optimizer.step()
+        self.here("after the step")
+
+
+@contextlib.contextmanager
+def watching(model: torch.nn.Module, every: int) -> Iterator[Exporter]:
+    """An exporter whose budget pays for following every round."""
+    torch.manual_seed(0)
+    with start_exporter(model, port=None, every=every, overhead_budget=0.9) as exporter:
+        yield exporter
+        assert not errors(exporter)
+
+
+def phases(exporter: Exporter) -> dict[str, float]:
+    """The seconds of each phase."""
+    return {phase: value(exporter, PHASE, phase=phase) or 0.0 for phase in ("outside", "data", "forward", "backward", "optimizer")}
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize(
+    ("place", "phase"),
+    [
+        ("before the forward", "outside"),
+        ("forward", "forward"),
+        ("between forward and backward", "outside"),
+        ("backward", "backward"),
+        ("between backward and step", "outside"),
+        ("optimizer", "optimizer"),
+        ("after the step", "outside"),
+    ],
+)
+def test_slow_code_is_in_the_phase_that_it_runs_in(place: str, phase: str, every: int) -> None:
+    """Six steps with one slow place: its time is in its phase, in rounds that are sampled and in others."""
+    loop = Loop(place)
+    with watching(loop, every) as exporter:
+        loop.step()
+        loop.step()
+        before = phases(exporter)
+        for _ in range(6):
+            loop.step()
+        loop(batch())  # ends the phase after the last step
+        after = phases(exporter)
+        assert after[phase] - before[phase] >= 6 * SLOW
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_slow_code_between_two_backwards_is_outside(every: int) -> None:
+    """With two backwards to a step, what the loop does between them is in no phase of its own."""
+    loop = Loop("nowhere")
+    with watching(loop, every) as exporter:
+        loop.step()
+        before = phases(exporter)
+        for _ in range(4):
+            loop.optimizer.zero_grad()
+            loop(batch()).square().mean().backward()
+            time.sleep(SLOW)
+            loop(batch()).square().mean().backward()
+            loop.optimizer.step()
+        assert phases(exporter)["outside"] - before["outside"] >= 4 * SLOW
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_the_backward_of_a_checkpointed_root_is_no_forward(every: int, stops_early: bool) -> None:
+    """A root that a checkpoint runs again within the backward, to its end or not, leaves the rest of that backward in its phase."""
+    loop = Loop("backward")
+    with watching(loop, every) as exporter, torch.utils.checkpoint.set_checkpoint_early_stop(stops_early):
+        before = phases(exporter)
+        for _ in range(4):
+            loop.optimizer.zero_grad()
+            torch.utils.checkpoint.checkpoint(loop, batch(), use_reentrant=False).square().mean().backward()
+            loop.optimizer.step()
+        assert phases(exporter)["backward"] - before["backward"] >= 4 * SLOW
+
+
+def test_a_step_that_raised_is_over() -> None:
+    """After a step that raised, slow code of the loop is outside, and so is that after the backward which follows."""
+    loop = Loop("nowhere")
+    with watching(loop, 1) as exporter:
+        loop.step()
+
+        def fail() -> float:
+            raise RuntimeError("the user's own")
+
+        with pytest.raises(RuntimeError, match="the user's own"):
+            loop.optimizer.step(fail)
+        loop(batch()).square().mean().backward()
+        before = phases(exporter)
+        time.sleep(SLOW)
+        loop.optimizer.step()
+        assert phases(exporter)["outside"] - before["outside"] >= SLOW
+
+
+def test_an_evaluation_is_outside_of_the_phases() -> None:
+    """Forwards in evaluation mode, and forwards without gradients, are not in the phase `forward`."""
+    loop = Loop("forward")
+    with watching(loop, 1) as exporter:
+        loop.step()
+        before = phases(exporter)
+        loop.eval()
+        loop(batch())
+        with torch.no_grad():
+            loop(batch())
+            loop.train()
+            loop(batch())
+        loop.place = "nowhere"
+        loop.step()
+        after = phases(exporter)
+        assert after["outside"] - before["outside"] >= 3 * SLOW
+
+
+def test_durations_go_from_step_to_step() -> None:
+    """A slow place anywhere in the round is in the duration of that round, and not in the next one's."""
+    loop = Loop("nowhere")
+    with watching(loop, 1) as exporter:
+        loop.step()
+        for place in ("before the forward", "backward", "between backward and step", "after the step"):
+            loop.place = place
+            before = value(exporter, f"{DURATION}_sum") or 0.0
+            loop.step()
+            spent = (value(exporter, f"{DURATION}_sum") or 0.0) - before
+            if place != "after the step":  # that is in the next one
+                assert spent >= SLOW
+        loop.place = "nowhere"
+        before = value(exporter, f"{DURATION}_sum")
+        loop.step()
+        assert value(exporter, f"{DURATION}_sum") - before >= SLOW
+        assert value(exporter, f"{DURATION}_count") == 5
+        assert value(exporter, "torch_train_slowest_step_seconds") >= SLOW
