@@ -66,9 +66,10 @@ $(BENCH_STAMP): pyproject.toml
 	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
 	@touch $@
 
-lint: venv ## check style and formatting
+lint: venv ## check style, formatting and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 type: venv ## check types
 	$(BIN)/mypy --strict --package torch_grad_exporter
@@ -88,5 +89,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .tools build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .tools build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
