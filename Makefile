@@ -74,8 +74,9 @@ lint: venv ## check style, formatting and who imports whom
 type: venv ## check types
 	$(BIN)/mypy --strict --package torch_grad_exporter
 
-golden: venv ## write docs/metrics.md and the golden scrape anew
+golden: venv ## write docs/metrics.md, the golden scrape and what follows from the options anew
 	$(BIN)/python scripts/metrics_doc.py
+	$(BIN)/python scripts/options_doc.py
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/metrics/test_golden.py
 
 dashboards: venv ## make the Grafana dashboards anew

@@ -41,8 +41,10 @@ STEPS = 40
 LEFT_OUT = {
     "cli.main": "a program of its own",
     "cli.demo": "a program of its own",
-    "config.settings": "wrong settings raise before the training",
-    "config.checks": "wrong arguments raise before the training",
+    **dict.fromkeys(
+        ("config.arguments", "config.checks", "config.kinds", "config.option", "config.settings"),
+        "wrong options raise before the training",
+    ),
     "distributed.identity": "read at the start only",
     "errors": "the guard itself: nobody guards it",
     "exporter": "the user's door, which the scenes go through",

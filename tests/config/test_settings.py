@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pathlib
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 
-from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors import DEFAULT, NAMES
-from torch_grad_exporter.config.settings import PREFIX, RESERVED_LABELS, UNSET, Settings, resolve
+from torch_grad_exporter.config import option
+from torch_grad_exporter.config.kinds import RESERVED_LABELS
+from torch_grad_exporter.config.option import PREFIX, UNSET
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.metrics.catalogue import CATALOGUE, PYTHON_INFO, TRAIN_INFO
 from torch_grad_exporter.model.replicas import Ranks
 
@@ -136,6 +138,11 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
 ]
 
 
+def resolve(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
+    """The settings that were chosen."""
+    return option.resolve(Settings, arguments, environment)
+
+
 def value_of(settings: Settings, name: str) -> Any:  # noqa: ANN401 - any setting's
     """One setting, patterns by their text."""
     found = getattr(settings, name)
@@ -151,12 +158,6 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
         "advertise": "", "linger": 0.0, "textfile_dir": "",
     }  # fmt: skip
-
-
-def test_every_setting_is_an_argument_of_start_exporter() -> None:
-    """Each setting is a parameter of `start_exporter` whose default is to look into the environment."""
-    parameters = inspect.signature(start_exporter).parameters
-    assert all(parameters[f.name].default is UNSET for f in fields(Settings))
 
 
 def test_the_tables_here_leave_no_setting_out() -> None:

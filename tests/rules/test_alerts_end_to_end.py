@@ -24,7 +24,7 @@ from tests.support.real_alertmanager import Alertmanager, Webhook, alertmanager,
 from tests.support.real_prometheus import Prometheus, running
 from tests.support.real_victoria import flushing, victoria
 from tests.support.tools import REPOSITORY, eventually
-from torch_grad_exporter.config.settings import UNSET
+from torch_grad_exporter.config.option import UNSET
 
 pytestmark = pytest.mark.timeout(500)
 
