@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_grad_exporter.capture.schedule import LONGEST
-from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.model.replicas import Ranks
 
 PREFIX = "TORCH_GRAD_EXPORTER_"
@@ -55,7 +55,7 @@ class Settings:
     moments: bool = False
     weights: bool = False
     local_norm: bool = False
-    collectors: frozenset[str] = DEFAULT
+    collectors: frozenset[str] = field(default_factory=lambda: REGISTRY.on_by_default)
     web_config_file: str = ""
     run: str = ""
     rank: int | None = None
@@ -93,7 +93,7 @@ def _parsed(name: str, variable: str, text: str) -> object:
     try:
         return _PARSERS.get(name, str)(text)
     except ValueError:
-        raise ValueError(f"environment variable {variable}={text!r}: {_EXPECTED[name]}") from None
+        raise ValueError(f"environment variable {variable}={text!r}: {_expected(name)}") from None
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def _switch(text: str) -> bool:
 
 
 def _collector(name: str) -> str:
-    if name not in NAMES:
+    if name not in REGISTRY.names:
         raise ValueError
     return name
 
@@ -145,8 +145,7 @@ _EXPECTED = {
     "moments": "expected True or False",
     "weights": "expected True or False",
     "local_norm": "expected True or False",
-    "collectors": f"expected collectors to switch, such as {{'host': False}}, or host=off in the environment; "
-    f"there are {', '.join(NAMES)}",
+    "collectors": "expected collectors to switch, such as {'host': False}, or host=off in the environment",
     "web_config_file": "expected the path of a web configuration file",
     "run": "expected a name of 1 to 200 characters",
     "rank": "expected a whole number from 0",
@@ -159,8 +158,13 @@ _EXPECTED = {
 }
 
 
+def _expected(name: str) -> str:
+    """What is expected of a choice, as an error message says it."""
+    return _EXPECTED[name] + (f"; there are {', '.join(REGISTRY.names)}" if name == "collectors" else "")
+
+
 def _wrong(kind: type[Exception], source: str, name: str, value: object) -> Exception:
-    return kind(f"{source}={value!r}: {_EXPECTED[name]}")
+    return kind(f"{source}={value!r}: {_expected(name)}")
 
 
 def _name_of(source: str) -> str:
@@ -222,9 +226,9 @@ def _address(source: str, value: object) -> str:
 def _switches(source: str, value: object) -> frozenset[str]:
     if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
         raise _wrong(TypeError, source, "collectors", value)
-    if not set(value) <= set(NAMES):
+    if not set(value) <= set(REGISTRY.names):
         raise _wrong(ValueError, source, "collectors", dict(value))
-    return frozenset(name for name in NAMES if value.get(name, name in DEFAULT))
+    return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
 
 
 def _path(source: str, value: object) -> str:
@@ -292,40 +296,17 @@ def _pattern(source: str, value: object) -> re.Pattern[str]:
 def _labels(source: str, value: object) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
         raise _wrong(TypeError, source, "labels", value)
+    reserved = RESERVED_LABELS | REGISTRY.catalogue.labels
     for key in value:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
             raise ValueError(f"{source}={dict(value)!r}: {key!r} is no label name; use letters, digits and underscores")
-        if key in RESERVED_LABELS:
+        if key in reserved:
             raise ValueError(f"{source}={dict(value)!r}: {key!r} is a label of the exporter's own; choose another name")
     return dict(value)
 
 
-RESERVED_LABELS = frozenset(
-    {
-        "run",
-        "rank",
-        "local_rank",
-        "host",
-        "layer",
-        "optimizer",
-        "kind",
-        "outcome",
-        "state",
-        "phase",
-        "group",
-        "device",
-        "uuid",
-        "reason",
-        "generation",
-        "mode",
-        "source",
-        "collector",
-        "le",
-        "job",
-        "instance",
-    }
-)
-"""Label names that the metrics themselves or Prometheus use."""
+RESERVED_LABELS = frozenset({"run", "rank", "local_rank", "host", "le", "job", "instance"})
+"""Label names that the exporter sets itself or Prometheus uses; those of the metrics are reserved as well."""
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "port": _or_none(_integer(0, 65535)),
