@@ -9,7 +9,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,7 +23,7 @@ from torch_grad_exporter import lifecycle as living
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
+from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.capture import GradientCapture
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.loop import Number, TrainingLoop, WatchedLoader
@@ -32,20 +32,16 @@ from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.weights import WeightProbe
-from torch_grad_exporter.collectors import NAMES, resources
-from torch_grad_exporter.collectors.exporter import ExporterCollector
-from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
-from torch_grad_exporter.collectors.scrape import SOURCE as COLLECTOR
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext, ScrapeSize, Shown, Snapshots
+from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.training import TrainingCollector
-from torch_grad_exporter.collectors.whole_run import WholeRunCollector
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.distributed.store import JobStore
-from torch_grad_exporter.distributed.whole_run import WholeRun
 from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.metrics.catalogue import CATALOGUE, STANDARD
-from torch_grad_exporter.metrics.families import Collector, Family
+from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
@@ -64,9 +60,9 @@ logger = logging.getLogger("torch_grad_exporter")
 
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
-    "devices", "discovery", "textfile", "web_config", "otlp", "history", *(f"{COLLECTOR}_{name}" for name in NAMES),
+    "devices", "discovery", "textfile", "web_config", "otlp", "history",
 )  # fmt: skip
-"""Every boundary at which a failure of ours can be counted."""
+"""Every boundary at which a failure of ours can be counted, but for the collectors."""
 
 LATE_GROUP = (
     "the process group came after the exporter: this rank's series carry rank %d, as those of the others may, and all show "
@@ -128,7 +124,7 @@ class Exporter:
         self._identity = identity
         self._models = [weakref.ref(module) for module in models.values()]
         self._index = index
-        self._errors = ErrorLog(SOURCES)
+        self._errors = ErrorLog((*SOURCES, *REGISTRY.sources))
         self._store = store
         self._told_of_group = False
         self._closed = False
@@ -139,7 +135,7 @@ class Exporter:
         self._build(optimizers, grad_scaler, exponential=push is not None and push.exponential)
         self._labels = {"run": self.run, "rank": str(self.rank), **settings.labels}
         self._registry = RegistryCollector(
-            self._scrape, self._labels, CATALOGUE.values(), common=STANDARD, on_error=self._errors.count
+            self._scrape, self._labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=self._errors.count
         )
         self._outputs: Outputs | None = None
         self._instruments: Instruments | None = None
@@ -206,61 +202,40 @@ class Exporter:
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.table)
         self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
-        self._snapshot = self._host.snapshot()
-        self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
+        self._snapshots = Snapshots(self._host.snapshot)
+        self._scrape = self._scraped(ScrapeSize())
 
-    def _collectors(self) -> list[Collector]:
-        """Those that are switched on; one that cannot be made costs only itself."""
-        made: list[Collector] = []
-        factories = {**self._own_collectors(), **resources.collectors(self._identity, self._memory)}
-        for name in NAMES:
-            if name in self.settings.collectors:
-                self._errors.guard(f"{COLLECTOR}_{name}", lambda name=name: made.append(factories[name]()))  # type: ignore[misc]
-        return made
+    def _scraped(self, size: ScrapeSize) -> Scrape:
+        """The collectors that are switched on."""
+        collectors = REGISTRY.made(self.settings.collectors, self._context(size))
+        return Scrape(collectors, self._errors, self._take_snapshot, size=size)
 
-    def _own_collectors(self) -> dict[str, Callable[[], Collector]]:
-        """How the collectors of the training and of the exporter itself are made, by name."""
-
-        def latest() -> Snapshot:
-            return self._snapshot
-
-        return {
-            "gradients": lambda: GradientCollector(
-                lambda: latest().gradients,
-                self._optimizers.names,
-                dead_window=self.settings.dead_window,
-                moments=self.settings.moments,
-                weights=self.settings.weights,
-            ),
-            "training": lambda: TrainingCollector(
-                lambda: latest().totals,
-                self._clock,
-                self._optimizers.names,
-                info=functools.partial(_info, self._identity, self._loop, _kinds(self._index, self._models)),
-                world_size=self._identity.world_size,
-                ended=lambda: self._ending.state,
-                phases=lambda: self._loop.devices <= {"cpu"},
-            ),
-            "whole_run": self._whole_run,
-            "exporter": lambda: ExporterCollector(latest, self._capture, self._schedule, self._errors, lambda: self._scrape.series),
-        }
-
-    def _whole_run(self) -> WholeRunCollector:
-        whole_run = WholeRun(
-            self._store,
-            self.rank,
-            self._identity.world_size,
-            snapshot=self._host.snapshot,
-            steps=lambda: sum(self._clock.counts().steps.values()),
-            on_error=functools.partial(self._errors.count, f"{COLLECTOR}_whole_run"),
+    def _context(self, size: ScrapeSize) -> CollectorContext:
+        """What collectors read from."""
+        settings = self.settings
+        return CollectorContext(
+            snapshots=self._snapshots,
+            clock=self._clock,
+            optimizers=self._optimizers.names,
+            capture=self._capture,
+            schedule=self._schedule,
+            memory=self._memory,
+            errors=self._errors,
+            identity=self._identity,
+            rank=self.rank,
+            store=self._store,
+            shown=Shown(settings.dead_window, moments=settings.moments, weights=settings.weights),
+            scrape_size=size,
+            info=functools.partial(_info, self._identity, self._loop, _kinds(self._index, self._models)),
+            ended=lambda: self._ending.state,
+            phases_timed=lambda: self._loop.devices <= {"cpu"},
         )
-        return WholeRunCollector(whole_run)
 
     def _look_at_devices(self) -> None:
         self._errors.guard("devices", self._memory.look)
 
     def _take_snapshot(self) -> None:
-        self._snapshot = self._host.snapshot()
+        self._snapshots.renew()
         if not self._told_of_group and distributed.came_late(self._identity):
             self._told_of_group = True
             say(logger, logging.WARNING, LATE_GROUP, self.rank)

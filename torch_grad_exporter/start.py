@@ -82,7 +82,7 @@ def start_exporter(
     - `weights` (off): metrics of the norms of weights and of their updates.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      training, cuda_memory, gpu, process, host, container, whole_run, exporter. `{"whole_run": True}`, on all ranks, has rank 0
+      training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, has rank 0
       show what the samples of all ranks say together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.
@@ -111,15 +111,19 @@ def start_exporter(
     Starting again on a model replaces the exporter that was there. Raises `TypeError` or `ValueError` before
     anything is registered if an argument is wrong; later, nothing is ever raised into the training.
     """
-    given = dict(locals())
+    return _started(dict(locals()))
+
+
+def _started(given: Mapping[str, object]) -> Exporter:
+    """Checks the arguments, and only then makes the exporter and closes those that it replaces."""
     settings, chosen = resolve(Settings, given, os.environ), resolve(Arguments, given, {})
     push = push_settings.resolve(
         chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=os.environ
     )
     identity, store = distributed.identity(os.environ), JobStore()
-    models = checks.checked_models(model)
-    number = identity.rank if settings.rank is None else settings.rank
-    index = checks.checked_index(models, settings, given, Replicas(settings.ranks, number, identity.world_size))
+    models = checks.checked_models(given["model"])
+    rank = identity.rank if settings.rank is None else settings.rank
+    index = checks.checked_index(models, settings, given, Replicas(settings.ranks, rank, identity.world_size))
     checks.check_ownership(index, chosen.optimizers)
     web_config = checks.checked_web_config(settings, given)
     _replace_others(models.values())

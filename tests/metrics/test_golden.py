@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-GOLDEN = ROOT / "tests" / "golden" / "scrape.txt"
+GOLDEN = ROOT / "tests" / "metrics" / "golden" / "scrape.txt"
 REWRITE = os.environ.get("REWRITE_GOLDEN") == "1"
 
 EXACT = re.compile(

@@ -18,16 +18,16 @@ import torch
 from tests.cli.test_demo import demos
 from tests.metrics.test_golden import MACHINE
 from tests.resources.test_devices import FILLED, FakeCuda
+from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.scrape import errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.collectors import DEFAULT, NAMES
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.collectors import REGISTRY
 
 ALLOCATED = key("torch_cuda_memory_allocated_bytes", device="cuda:0")
-ON = tuple(name for name in NAMES if name in DEFAULT)
+ON = tuple(name for name in REGISTRY.names if name in REGISTRY.on_by_default)
 
 RESOURCES = frozenset(name for name in CATALOGUE if name.startswith(MACHINE))
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from torch_grad_exporter.cli import assets, demo, plot
-from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.outputs.live.history import QUANTITIES
@@ -158,7 +158,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--web-config-file", metavar="FILE", help=_help("web_config_file"))
     add("--device", choices=("cpu", "cuda"), default=default.device, help=f"where to train (default here: {default.device})")
     switches = parser.add_argument_group("collectors", "all of these are on by default")
-    for name in (name for name in NAMES if name in DEFAULT):
+    for name in (name for name in REGISTRY.names if name in REGISTRY.on_by_default):
         switches.add_argument(f"--no-collector.{name}", dest="collectors", action=_SwitchOff, const=name, nargs=0,
                               help=f"switch off the collector {name!r}")  # fmt: skip
 

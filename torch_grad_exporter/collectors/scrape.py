@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torch_grad_exporter.collectors.context import ScrapeSize
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS
+from torch_grad_exporter.collectors.registry import Collector, source_of
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.metrics.families import Collector, Family, RowCache
-
-SOURCE = "collector"
+from torch_grad_exporter.metrics.families import Family, RowCache
 
 PATIENCE = 1.0
 """Seconds that one collector may take."""
@@ -39,7 +39,10 @@ class _Result:
 
 
 class Scrape:
-    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds."""
+    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
+
+    `size`: is told how many series there were.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,8 @@ class Scrape:
         prepare: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         patience: float = PATIENCE,
+        *,
+        size: ScrapeSize | None = None,
     ) -> None:
         self._collectors = collectors
         self._errors = errors
@@ -58,7 +63,7 @@ class Scrape:
         self._late: dict[str, _Walk] = {}
         self._retry_at: dict[str, float] = {}
         self._rows = RowCache()
-        self.series: int | None = None
+        self._size = ScrapeSize() if size is None else size
 
     def __call__(self) -> list[Family]:
         """One scrape; the last families say how each collector did."""
@@ -70,14 +75,14 @@ class Scrape:
             results = self._collect([collector for collector in self._collectors if self._may_run(collector.name)])
             found = [family for result in results.values() for family in result.families or ()]
             found += self._reports(results)
-            self.series = sum(family.series for family in found)
+            self._size.note(sum(family.series for family in found))
             return found
 
     def start(self) -> None:
         """Has those collectors begin that do something of their own; one that cannot costs only itself."""
         for collector in self._collectors:
             if (start := getattr(collector, "start", None)) is not None:
-                self._errors.guard(_source(collector.name), start)
+                self._errors.guard(source_of(collector.name), start)
 
     def close(self) -> None:
         """Has those collectors give back what they hold that hold something. Waits for none that hangs."""
@@ -94,7 +99,7 @@ class Scrape:
         if name in self._late and not self._late[name].over.is_set():
             return False
         self._late.pop(name, None)
-        return not self._errors.switched_off(_source(name)) or self._clock() >= self._retry_at.get(name, 0.0)
+        return not self._errors.switched_off(source_of(name)) or self._clock() >= self._retry_at.get(name, 0.0)
 
     def _collect(self, collectors: Sequence[Collector]) -> dict[str, _Result]:
         """What each collector gave. They run in another thread, since nobody can be stopped who hangs."""
@@ -112,7 +117,7 @@ class Scrape:
             collectors = collectors[collectors.index(late) + 1 :]
         for name, result in results.items():
             if result.families is not None:
-                self._errors.succeeded(_source(name))
+                self._errors.succeeded(source_of(name))
         return results
 
     def _wait(self, walk: _Walk) -> Collector | None:
@@ -135,7 +140,7 @@ class Scrape:
         return _Result(families, self._clock() - start)
 
     def _failed(self, name: str, error: Exception) -> None:
-        self._errors.record(_source(name), error)
+        self._errors.record(source_of(name), error)
         self._retry_at[name] = self._clock() + RETRY_SECONDS
 
     def _reports(self, results: dict[str, _Result]) -> list[Family]:
@@ -146,8 +151,8 @@ class Scrape:
         success = np.array([name in results and results[name].families is not None for name in names], dtype=np.float64)
         seconds = np.array([results[name].seconds if name in results else 0.0 for name in names])
         return [
-            Family(c.EXPORTER_COLLECTOR_SUCCESS, success, rows),
-            Family(c.EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
+            Family(EXPORTER_COLLECTOR_SUCCESS, success, rows),
+            Family(EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
         ]
 
 
@@ -198,7 +203,3 @@ class _Walk:
                     self.current = None
         finally:
             self.over.set()
-
-
-def _source(name: str) -> str:
-    return f"{SOURCE}_{name}"

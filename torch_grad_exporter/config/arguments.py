@@ -16,7 +16,7 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.config import checks, kinds
-from torch_grad_exporter.config.option import option
+from torch_grad_exporter.config.option import option, option_made
 from torch_grad_exporter.outputs.otlp import push_settings
 
 
@@ -59,12 +59,12 @@ class Arguments:
         shown=f"{push_settings.INTERVAL:g}",
         variable="OTEL_METRIC_EXPORT_INTERVAL",
     )
-    optimizers: Mapping[str, torch.optim.Optimizer] = option(
+    optimizers: Mapping[str, torch.optim.Optimizer] = option_made(
         kinds.given(
             "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None",
             checks.checked_optimizers,
         ),
-        {},
+        dict,
         "optimizers, to give them names, or where they are not known before their first step",
         shown="found",
         variable="",

@@ -10,19 +10,14 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import Kind, Source
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 _Value = TypeVar("_Value")
 
-RESERVED_LABELS = frozenset(
-    (
-        "run", "rank", "local_rank", "host", "layer", "optimizer", "kind", "outcome", "state", "phase", "group", "device", "uuid",
-        "reason", "generation", "mode", "source", "collector", "le", "job", "instance",
-    )
-)  # fmt: skip
-"""Label names that the metrics themselves or Prometheus use."""
+RESERVED_LABELS = frozenset({"run", "rank", "local_rank", "host", "le", "job", "instance"})
+"""Label names that the exporter sets itself or Prometheus uses; those of the metrics are reserved as well."""
 
 # Numbers
 
@@ -151,21 +146,22 @@ def collectors() -> Kind[frozenset[str]]:
 
     def parse(text: str) -> dict[str, bool]:
         pairs = _pairs(text)
-        if not set(pairs) <= set(NAMES):
+        if not set(pairs) <= set(REGISTRY.names):
             raise ValueError
         return {name: _on(word) for name, word in pairs.items()}
 
     def check(source: Source, value: object) -> frozenset[str]:
         if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
             raise source.wrong(TypeError, value)
-        if not set(value) <= set(NAMES):
+        if not set(value) <= set(REGISTRY.names):
             raise source.wrong(ValueError, dict(value))
-        return frozenset(name for name in NAMES if value.get(name, name in DEFAULT))
+        return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
 
-    expected = (
-        f"expected collectors to switch, such as {{'host': False}}, or host=off in the environment; there are {', '.join(NAMES)}"
-    )
-    return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`")
+    def there_are() -> str:
+        return f"; there are {', '.join(REGISTRY.names)}"
+
+    expected = "expected collectors to switch, such as {'host': False}, or host=off in the environment"
+    return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`", there_are)
 
 
 # Texts
@@ -274,10 +270,11 @@ def labels() -> Kind[Mapping[str, str]]:
     def check(source: Source, value: object) -> Mapping[str, str]:
         if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
             raise source.wrong(TypeError, value)
+        reserved = RESERVED_LABELS | REGISTRY.catalogue.labels
         for key in value:
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
                 raise source.wrong(ValueError, dict(value), f"{key!r} is no label name; use letters, digits and underscores")
-            if key in RESERVED_LABELS:
+            if key in reserved:
                 raise source.wrong(ValueError, dict(value), f"{key!r} is a label of the exporter's own; choose another name")
         return dict(value)
 

@@ -6,11 +6,9 @@ what checks, the signature of `start_exporter`, its docstring, the README's tabl
 
 from __future__ import annotations
 
-import copy
 import enum
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 PREFIX = "TORCH_GRAD_EXPORTER_"
@@ -51,7 +49,7 @@ class Kind(Generic[_Value_co]):
 
     `takes`: the argument's annotation. `expected`: see `Source`. `check`: gives the value as the settings hold it, and raises what
     `Source.wrong` makes. `parse`: what the text of a variable stands for, before it is checked; raises `ValueError`. `spelled`:
-    how a variable says it.
+    how a variable says it. `choices`: what `expected` ends with, where that is not known before it is needed.
     """
 
     takes: str
@@ -59,6 +57,7 @@ class Kind(Generic[_Value_co]):
     check: Callable[[Source, object], _Value_co]
     parse: Callable[[str], object] = str
     spelled: str = "as it is"
+    choices: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +89,21 @@ class Option:
         takes = self.kind.takes.removesuffix(" | None")
         return takes + (" | Unset" if self.read else "") + (" | None" if not self.read or takes != self.kind.takes else "")
 
+    def from_argument(self, given: object) -> object:
+        """The value that an argument stands for. Raises what names it."""
+        return self.kind.check(self._source(self.name), given)
+
     def from_variable(self, text: str) -> object:
         """The value that the text of the environment variable stands for. Raises what names the variable."""
-        source = Source(f"environment variable {self.variable}", self.kind.expected)
+        source = self._source(f"environment variable {self.variable}")
         try:
             value = self.kind.parse(text)
         except ValueError:
             raise source.wrong(ValueError, text) from None
         return self.kind.check(source, value)
+
+    def _source(self, name: str) -> Source:
+        return Source(name, self.kind.expected + self.kind.choices())
 
 
 def option(
@@ -113,17 +119,22 @@ def option(
 
     `variable`: what else than the exporter's own variable stands for it, which is then for others to read; empty for none.
     """
-    metadata = {
-        "kind": kind,
-        "default": default,
-        "help": help,
-        "more": more,
-        "shown": _shown(default) if shown is None else shown,
-        "variable": variable,
-    }
-    if isinstance(default, Mapping):  # a dataclass shares no mutable default
-        return field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    said = {"help": help, "more": more, "shown": _shown(default) if shown is None else shown}
+    return field(default=default, metadata={"kind": kind, "variable": variable, **said})
+
+
+def option_made(
+    kind: Kind[_Value],
+    make: Callable[[], _Value],
+    help: str,  # noqa: A002 - as above
+    more: str = "",
+    *,
+    shown: str,
+    variable: str | None = None,
+) -> _Value:
+    """As `option`, with a default that is made anew each time."""
+    said = {"help": help, "more": more, "shown": shown}
+    return field(default_factory=make, metadata={"kind": kind, "variable": variable, **said})
 
 
 def _shown(default: object) -> str:
@@ -134,12 +145,13 @@ def _shown(default: object) -> str:
 
 def options_of(declared: type) -> tuple[Option, ...]:
     """The options that a dataclass declares, in its order."""
-    return tuple(_option(one.name, **one.metadata) for one in fields(declared))
+    return tuple(_option(one, **one.metadata) for one in fields(declared))
 
 
-def _option(name: str, *, variable: str | None, **rest: Any) -> Option:  # noqa: ANN401 - the metadata of a field
-    own = PREFIX + name.upper()
-    return Option(name, **rest, variable=own if variable is None else variable, read=variable is None)
+def _option(declared: Field[object], *, variable: str | None, **said: Any) -> Option:  # noqa: ANN401 - the metadata of a field
+    default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+    own = PREFIX + declared.name.upper()
+    return Option(declared.name, default=default, variable=own if variable is None else variable, read=variable is None, **said)
 
 
 def resolve(declared: type[_Options], arguments: Mapping[str, object], environment: Mapping[str, str]) -> _Options:
@@ -152,7 +164,7 @@ def resolve(declared: type[_Options], arguments: Mapping[str, object], environme
         given = arguments.get(one.name, UNSET)
         text = environment.get(one.variable, "").strip() if one.read else ""
         if given is not UNSET:
-            chosen[one.name] = one.kind.check(Source(one.name, one.kind.expected), given)
+            chosen[one.name] = one.from_argument(given)
         elif text:
             chosen[one.name] = one.from_variable(text)
     return declared(**chosen)

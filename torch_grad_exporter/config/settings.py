@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_grad_exporter.capture.schedule import LONGEST
-from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config import kinds
-from torch_grad_exporter.config.option import option
+from torch_grad_exporter.config.option import option, option_made
 from torch_grad_exporter.model.replicas import Ranks
 
 
@@ -65,11 +65,11 @@ class Settings:
     moments: bool = option(kinds.switch(), False, "metrics of mean, deviation and extremes of gradients")
     weights: bool = option(kinds.switch(), False, "metrics of the norms of weights and of their updates")
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
-    collectors: frozenset[str] = option(
+    collectors: frozenset[str] = option_made(
         kinds.collectors(),
-        DEFAULT,
+        lambda: REGISTRY.on_by_default,
         'collectors to switch off, such as `{"host": False}`, or on',
-        f"There are {', '.join(NAMES)}. "
+        f"There are {', '.join(REGISTRY.names)}. "
         '`{"whole_run": True}`, on all ranks, has rank 0 show what the samples of all ranks say together.',
         shown="all but whole_run",
     )
@@ -90,7 +90,7 @@ class Settings:
         "where they are made equal by hand. What is sharded is shown by every rank that has a part of it.",
         shown='"auto"',
     )
-    labels: Mapping[str, str] = option(kinds.labels(), {}, "more labels for every series", shown="none")
+    labels: Mapping[str, str] = option_made(kinds.labels(), dict, "more labels for every series", shown="none")
     sd_dir: str = option(
         kinds.path("a directory that Prometheus reads with file_sd_configs"),
         "",

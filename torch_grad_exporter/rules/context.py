@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memories
 from torch_grad_exporter.rules.values import Table, Values
@@ -85,7 +85,7 @@ class RuleContext:
     @property
     def young(self) -> bool:
         """Whether the exporter was started within `YOUNG`."""
-        age = self.age(c.TRAIN_START_TIMESTAMP)
+        age = self.age(TRAIN_START_TIMESTAMP)
         return age is not None and age < YOUNG
 
     def increase(self, spec: Spec, seconds: float) -> Table:
@@ -110,7 +110,7 @@ class RuleContext:
 
     def within(self, seconds: float) -> str:
         """Since when `increase` counts, in words."""
-        age = self.age(c.TRAIN_START_TIMESTAMP)
+        age = self.age(TRAIN_START_TIMESTAMP)
         return "since the start" if age is not None and age < seconds else f"in the last {span(seconds)}"
 
     def growth(self, spec: Spec, seconds: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
 from torch_grad_exporter.rules import exporter, gradients, resources, training
 from torch_grad_exporter.rules.context import Problem, Rule, RuleContext
 from torch_grad_exporter.rules.memory import MINUTES_10, Memories
@@ -36,7 +36,7 @@ class Watch:
     def rates(self, values: Values, now: float, seconds: float = 60.0) -> dict[str, float]:
         """Steps, samples and tokens per second over the last minute, or for as long as is remembered."""
         found: dict[str, float] = {}
-        for name, spec in (("steps", c.TRAIN_STEPS), ("samples", c.TRAIN_SAMPLES), ("tokens", c.TRAIN_TOKENS)):
+        for name, spec in (("steps", TRAIN_STEPS), ("samples", TRAIN_SAMPLES), ("tokens", TRAIN_TOKENS)):
             memory, table = self._memories.of(spec, MINUTES_10), values.table(spec)
             before = memory.before(spec, now - seconds) or memory.oldest(spec)
             if before is not None and now - before[0] >= LEAST_SECONDS and (more := table.since(before[1]).largest()) is not None:

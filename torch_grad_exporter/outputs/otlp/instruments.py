@@ -18,36 +18,59 @@ from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_ALLOCATED, CUDA_MEMORY_RESERVED
+from torch_grad_exporter.collectors.exporter import EXPORTER_OVERHEAD_RATIO
+from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_CLIPPED_STEPS,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_NONFINITE_STEPS,
+)
+from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE
+from torch_grad_exporter.collectors.process import PROCESS_CPU_SECONDS, PROCESS_RESIDENT_MEMORY
+from torch_grad_exporter.collectors.training import (
+    TRAIN_EPOCH,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    TRAIN_LEARNING_RATE,
+    TRAIN_LOSS,
+    TRAIN_SAMPLES,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_STATE,
+    TRAIN_STEPS,
+    TRAIN_TOKENS,
+)
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import samples
 from torch_grad_exporter.version import __version__
 
 SPECS = (
-    c.GRAD_GLOBAL_NORM,
-    c.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    c.GRAD_CLIP_COEFFICIENT,
-    c.GRAD_NONFINITE_STEPS,
-    c.GRAD_CLIPPED_STEPS,
-    c.TRAIN_STATE,
-    c.TRAIN_STEPS,
-    c.TRAIN_SKIPPED_STEPS,
-    c.TRAIN_SAMPLES,
-    c.TRAIN_TOKENS,
-    c.TRAIN_LOSS,
-    c.TRAIN_EPOCH,
-    c.TRAIN_LEARNING_RATE,
-    c.TRAIN_SLOWEST_STEP,
-    c.TRAIN_LAST_STEP_TIMESTAMP,
-    c.CUDA_MEMORY_ALLOCATED,
-    c.CUDA_MEMORY_RESERVED,
-    c.GPU_UTILIZATION,
-    c.PROCESS_RESIDENT_MEMORY,
-    c.PROCESS_CPU_SECONDS,
-    c.HOST_CPU,
-    c.HOST_MEMORY_AVAILABLE,
-    c.EXPORTER_OVERHEAD_RATIO,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_NONFINITE_STEPS,
+    GRAD_CLIPPED_STEPS,
+    TRAIN_STATE,
+    TRAIN_STEPS,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_SAMPLES,
+    TRAIN_TOKENS,
+    TRAIN_LOSS,
+    TRAIN_EPOCH,
+    TRAIN_LEARNING_RATE,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    CUDA_MEMORY_ALLOCATED,
+    CUDA_MEMORY_RESERVED,
+    GPU_UTILIZATION,
+    PROCESS_RESIDENT_MEMORY,
+    PROCESS_CPU_SECONDS,
+    HOST_CPU,
+    HOST_MEMORY_AVAILABLE,
+    EXPORTER_OVERHEAD_RATIO,
 )
 """What the instruments show, by the names that the metrics have everywhere."""
 
