@@ -19,7 +19,7 @@ import torch
 from opentelemetry.metrics import MeterProvider
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter import lifecycle
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -421,7 +421,7 @@ class Exporter:
             self._errors.guard("close", action)
         for finalizer in self._finalizers:
             finalizer.detach()
-        living.discard(self)
+        lifecycle.unregister(self)
 
     def end(self, error: BaseException | None) -> None:
         """Closes at the end of the process, if nobody has; `error`: what has ended it, if an exception has."""

@@ -7,11 +7,11 @@ scrapers of a second share one of them (`shared`). Whatever hangs, one worker is
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
+from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
@@ -76,8 +76,8 @@ class MetricsServer:
         )
         self._closed = False
         self._threads = [
-            threading.Thread(target=target, name=f"torch-grad-exporter-http-{name}", daemon=True)
-            for name, target in (("loop", self._loop.run), *((f"worker-{i}", self._work) for i in range(_WORKERS)))
+            BackgroundThread("http-loop", self._loop.run),
+            *(BackgroundThread(f"http-worker-{number}", self._work) for number in range(_WORKERS)),
         ]
         try:
             for thread in self._threads:
@@ -99,8 +99,7 @@ class MetricsServer:
         for _ in range(_WORKERS):
             self._jobs.put(None)
         for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.0, give_up_at - time.monotonic()))
+            thread.join(give_up_at - time.monotonic())
         self._loop.abandon()
 
     def after_fork_in_child(self) -> None:
