@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
@@ -57,6 +58,7 @@ class MetricsServer:
         web_config: WebConfigFile | None = None,
     ) -> None:
         self._on_error = on_error
+        self._guard = Guard(functools.partial(on_error, "request"))
         self._web_config = web_config
         self._endpoints = Endpoints(
             SharedScrape(scrape, renderer, patience=timeout, clock=clock),
@@ -127,19 +129,17 @@ class MetricsServer:
             return False
         connection, request = job
         if request is None:
-            self._look(connection)
+            self._guard(self._look, connection)
         else:
-            self._answer(connection, request)
+            self._guard(self._answer, connection, request)
         return True
 
     def _answer(self, connection: Connection, request: Request) -> None:
         try:
             self._endpoints.answer(request, functools.partial(self._loop.respond, connection))
-        except BaseException as exc:
+        except BaseException:
             self._loop.respond(connection, None)  # also where this thread ends: the client must not wait for it
-            if not isinstance(exc, Exception):
-                raise
-            self._on_error("request", exc)  # the boundary of the thread: it goes on, and that is counted
+            raise
 
     def _look(self, connection: Connection) -> None:
         try:

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import Guard, say
+from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp import delivery
@@ -221,15 +221,14 @@ class _Transfer:
     def sent(self, way: Delivery, request: Request) -> bool:
         """Sends a request. False where the next one would have no better luck."""
         self.began_at = time.monotonic()
-        failures: list[Exception] = []
-        arrived = Guard(failures.append)(way.send, request.body)
-        settled = arrived or any(isinstance(failure, DeliveryError) and failure.permanent for failure in failures)
+        failure = caught(way.send, request.body)
+        settled = failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
         with self._lock:
             if self._stopped:
                 return False
             if settled:
                 self.settled.append(request)
-            for failure in failures:
+            if failure is not None:
                 self.failed(failure)
         return settled
 
