@@ -365,12 +365,12 @@ def test_which_failures_are_a_handlers() -> None:
     try:
         for handler in (stop, Stops(), Stops().stop, functools.partial(stop), lambda *_: stop()):
             signal.signal(signal.SIGUSR1, handler)
-            raised = failure_of(lambda: errors.guard("capture", lambda: signal.raise_signal(signal.SIGUSR1)))
+            raised = failure_of(lambda: errors.boundary("capture")(signal.raise_signal, signal.SIGUSR1))
             assert raised_by_handler(raised)
             assert errors.counts() == {}
     finally:
         signal.signal(signal.SIGUSR1, before)
-    errors.guard("capture", stop)
+    errors.boundary("capture")(stop)
     assert errors.counts() == {"capture": 1}
     assert not raised_by_handler(failure_of(stop))
 

@@ -62,7 +62,7 @@ class Loop:
 
 def without_worker(exporter: Exporter) -> Exporter:
     """Ends the worker's thread, as if it were starved."""
-    exporter._host._stop.set()
+    exporter._host._thread.stop()
     exporter._host._thread.join()
     return exporter
 

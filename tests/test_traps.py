@@ -1061,7 +1061,7 @@ def test_device_assert_with_the_last_evidence_in_flight() -> None:
     assert device.asked == 0
     assert found is not None
     assert np.array_equal(found, [math.nan, 3.0], equal_nan=True)
-    failures.guard("capture", lambda: transfer.send(device))  # type: ignore[arg-type]
+    failures.boundary("capture")(lambda: transfer.send(device))  # type: ignore[arg-type]
     assert failures.counts() == {"capture": 1}
 
 

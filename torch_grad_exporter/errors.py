@@ -1,9 +1,9 @@
 """The guard at every boundary: a failure of ours is logged once, counted, and never reaches the user.
 
-A boundary is a place where somebody else's code calls ours: a hook, the worker's loop, a collector, a
-request. What a boundary raises is recorded here under its source; a source that fails `LIMIT` times in a
-row is switched off. `BaseException` (an interrupt, an exit) always passes, and so does what a signal's handler of the
-user's raises while the main thread is in code of ours: it is meant for the training.
+A boundary is a place where somebody else's code calls ours: a hook, an iteration of a background thread, a collector, a request.
+Each has a `Guard` of its own, which counts what it catches under the boundary's source; a boundary that fails `LIMIT` times in a
+row is switched off, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an exit) always passes, and
+so does what a signal's handler of the user's raises while the main thread is in code of ours: it is meant for the training.
 
 Logging is somebody else's code, too. A handler that raises costs its line; one that blocks, blocks: it is the user's, and a
 line is logged once per source.
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import signal
 import threading
 from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -23,7 +25,67 @@ PREFIX = "torch_grad_exporter: "
 """Of every line that is logged."""
 
 LIMIT = 10
-"""Failures in a row after which a source switches itself off."""
+"""Failures in a row after which a boundary is switched off."""
+
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Guard:
+    """One boundary: what an action raises goes to `on_error`, and no further.
+
+    It counts its own failures in a row, which nothing but a success of its own ends. After `limit` of them it calls `gave_up`
+    and is off: it runs nothing any more. Without a limit it goes on whatever happens. To be called from any thread.
+    """
+
+    __slots__ = ("_gave_up", "_in_a_row", "_limit", "_on_error")
+
+    def __init__(
+        self,
+        on_error: Callable[[Exception], None],
+        *,
+        limit: int | None = None,
+        gave_up: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_error = on_error
+        self._limit = math.inf if limit is None else limit
+        self._gave_up = gave_up
+        self._in_a_row = 0
+
+    def __call__(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> bool:
+        """Runs `action`, unless it is off; whether that was done and raised nothing."""
+        if self._in_a_row >= self._limit:
+            return False
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the caller
+            self.failed(error)
+            return False
+        if 0 < self._in_a_row < self._limit:  # one that another thread has switched off stays off
+            self._in_a_row = 0
+        return True
+
+    def result(self, action: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result | None:
+        """What `action` returns; `None` where it fails, or the guard is off."""
+        results: list[_Result] = []
+        self(lambda: results.append(action(*arguments)))
+        return results[0] if results else None
+
+    def failed(self, error: Exception) -> None:
+        """Notes a failure that was not raised in a call. Raises what `on_error` raises, as where a signal's handler has failed."""
+        self._on_error(error)
+        self._in_a_row += 1
+        if self._in_a_row == self._limit and self._gave_up is not None:
+            self._gave_up()
+
+    def succeeded(self) -> None:
+        """Notes a success outside of a call: ends the row of failures, and switches on what is off."""
+        self._in_a_row = 0
+
+    @property
+    def off(self) -> bool:
+        """Whether it has failed too often in a row to run anything."""
+        return self._in_a_row >= self._limit
 
 
 class ErrorLog:
@@ -32,20 +94,20 @@ class ErrorLog:
     def __init__(self, sources: tuple[str, ...], log: logging.Logger = logger) -> None:
         self._log = log
         self._counts = dict.fromkeys(sources, 0)
-        self._in_a_row = dict.fromkeys(sources, 0)
+        self._shared: dict[str, Guard] = {}
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
 
-    def record(self, source: str, error: BaseException) -> None:
-        """Counts one failure of a source that `switched_off` guards; logs the first one and the switching off."""
-        self.count(source, error)
-        with self._lock:
-            in_a_row = self._in_a_row[source] = self._in_a_row.get(source, 0) + 1
-        if in_a_row == LIMIT:
-            self.gave_up(source)
+    def boundary(self, source: str, part: str = "", *, limit: int | None = LIMIT) -> Guard:
+        """A guard of one boundary, whose failures are counted under `source`; several may count under the same one.
+
+        `limit`: failures in a row after which it is off, `None` for never. `part`: what is off, in the line that says so.
+        """
+        name = f"{source} ({part})" if part else source
+        return Guard(functools.partial(self.count, source), limit=limit, gave_up=functools.partial(self.gave_up, name))
 
     def count(self, source: str, error: BaseException, times: int = 1) -> None:
-        """Counts a failure of a source that goes on whatever happens, or several at once; logs the first one.
+        """Counts a failure, or several at once; logs the first one of the source.
 
         Raises the error if it is none of ours, see `raised_by_handler`.
         """
@@ -76,31 +138,22 @@ class ErrorLog:
         """Logs that a source is switched off."""
         say(self._log, logging.ERROR, "%s failed %d times in a row and is switched off", source, LIMIT)
 
-    def succeeded(self, source: str) -> None:
-        """Ends a row of failures."""
-        if self._in_a_row.get(source):
-            with self._lock:
-                self._in_a_row[source] = 0
-
-    def switched_off(self, source: str) -> bool:
-        """Whether the source has failed too often in a row to be called again."""
-        return self._in_a_row.get(source, 0) >= LIMIT
-
     def counts(self) -> dict[str, int]:
         """Failures by source since the start; every known source is there, with 0 if it never failed."""
         with self._lock:
             return dict(self._counts)
 
     def guard(self, source: str, action: Callable[[], None]) -> None:
-        """Runs `action`; a failure is recorded, a source that is switched off is not run."""
-        if self.switched_off(source):
-            return
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the caller
-            self.record(source, error)
-        else:
-            self.succeeded(source)
+        """Runs `action` behind a guard that all callers with this source share; `boundary` gives each its own."""
+        guard = self._shared.get(source) or self._shared.setdefault(source, self.boundary(source))
+        guard(action)
+
+
+def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
+    """Runs `action`; what it has raised, `None` if nothing. For a failure that somebody else is to judge, as in another thread."""
+    failures: list[Exception] = []
+    Guard(failures.append)(action, *arguments)
+    return failures[0] if failures else None
 
 
 def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 from opentelemetry.metrics import MeterProvider
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter import lifecycle
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -40,7 +40,7 @@ from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.distributed.store import JobStore
-from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -125,6 +125,10 @@ class Exporter:
         self._models = [weakref.ref(module) for module in models.values()]
         self._index = index
         self._errors = ErrorLog((*SOURCES, *REGISTRY.sources))
+        self._observing = self._errors.boundary("observe", limit=None)
+        self._stepping = self._errors.boundary("observe", "step")
+        self._looking_at_devices = self._errors.boundary("devices")
+        self._closing_guard = self._errors.boundary("close", limit=None)
         self._store = store
         self._told_of_group = False
         self._closed = False
@@ -142,10 +146,10 @@ class Exporter:
         self._view = self._viewed()
         try:
             self._appear(registry, meter_provider)
-            self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
+            self._errors.boundary("worker", limit=None)(self._host.start)  # without its thread, scrapes drain the mailbox
             self._outputs = self._served(store, web_config, push)
             self._scrape.start()
-            self._errors.guard("history", self._view.start)
+            self._errors.boundary("history", limit=None)(self._view.start)
             self._install(models)
         except BaseException:
             self._drop_instruments()  # a run that has not begun has no last values
@@ -197,7 +201,9 @@ class Exporter:
             errors=self._errors,
             models=len(self._models),
             weights=WeightProbe(post) if settings.weights else None,
-            periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
+            periodic=functools.partial(self._errors.boundary("devices"), self._memory.look)
+            if settings.collectors & {"cuda_memory", "gpu"}
+            else None,
         )
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.table)
@@ -232,7 +238,7 @@ class Exporter:
         )
 
     def _look_at_devices(self) -> None:
-        self._errors.guard("devices", self._memory.look)
+        self._looking_at_devices(self._memory.look)
 
     def _take_snapshot(self) -> None:
         self._snapshots.renew()
@@ -295,7 +301,7 @@ class Exporter:
     def _release(self) -> None:
         """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
         for action in (self._capture.release, self._loop.count_only.release):
-            self._errors.guard("close", action)
+            self._closing_guard(action)
 
     # The user's door
 
@@ -327,10 +333,7 @@ class Exporter:
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         for name, value in values.items():
             if value is not None and not self._closed:
-                try:
-                    self._loop.observe(name, value)
-                except Exception as error:  # noqa: BLE001 - the boundary: a wrong value must not end the training
-                    self._errors.count("observe", error)
+                self._observing(self._loop.observe, name, value)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
@@ -339,7 +342,7 @@ class Exporter:
         or restarted runs count alike.
         """
         if not self._closed:
-            self._errors.guard("observe", lambda: self._loop.manual_step(number))
+            self._stepping(self._loop.manual_step, number)
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
@@ -347,21 +350,14 @@ class Exporter:
 
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
-        try:
-            return self._scrape()
-        except Exception as error:  # noqa: BLE001 - the boundary: whoever asks may be the training
-            self._errors.count("request", error)
-            return []
+        return self._errors.boundary("request", limit=None).result(self._scrape) or []
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.
 
         A failure, such as a full disk, is logged: the training goes on.
         """
-        try:
-            self._view.save(os.fspath(path))
-        except Exception as error:  # noqa: BLE001 - the boundary: a picture must not end the training
-            self._errors.tell("history", error)
+        Guard(functools.partial(self._errors.tell, "history"))(lambda: self._view.save(os.fspath(path)))
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Whether this exporter watches one of the models."""
@@ -393,10 +389,10 @@ class Exporter:
             self._scrape.close,
             lambda: self._store.close(STORE_SECONDS),
         ):
-            self._errors.guard("close", action)
+            self._closing_guard(action)
         for finalizer in self._finalizers:
             finalizer.detach()
-        living.discard(self)
+        lifecycle.unregister(self)
 
     def end(self, error: BaseException | None) -> None:
         """Closes at the end of the process, if nobody has; `error`: what has ended it, if an exception has."""

@@ -11,7 +11,7 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter import lifecycle
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.config import checks
 from torch_grad_exporter.config.arguments import Arguments
@@ -132,13 +132,13 @@ def _started(given: Mapping[str, object]) -> Exporter:
         web_config=web_config, run=run_name(identity, settings.run, store), store=store, push=push,
         meter_provider=chosen.meter_provider,
     )  # fmt: skip
-    living.add(exporter)
+    lifecycle.register(exporter)
     return exporter
 
 
 def _replace_others(models: Collection[torch.nn.Module]) -> None:
     """Closes exporters on one of the models. A notebook cell that is run again makes its model anew: then the old one is gone."""
-    for other in living.everyone():
+    for other in lifecycle.open_exporters():
         if isinstance(other, Exporter) and (other.watches(models) or other.orphaned):
             say(logger, logging.INFO, "a new exporter replaces one on the same model, or on a model that is gone")
             other.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -174,12 +175,11 @@ class GpuCollector:
         if library is None:
             return []
         found: _Found = {spec: {} for spec in SPECS}
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._keep_rising, {spec: {} for spec in SPECS})
+            undone.callback(self._give_back)
             self._ask_all(library, found)
-        except Exception:
-            self._give_back()
-            self._keep_rising({spec: {} for spec in SPECS})
-            raise
+            undone.pop_all()
         self._keep_rising(found)
         return [
             Family(spec, np.array(list(values.values()), dtype=np.float64), self._rows[spec].get(tuple(values)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -96,11 +95,9 @@ class Registry:
 
     def made(self, chosen: Collection[str], context: CollectorContext) -> list[Collector]:
         """The chosen ones; one that cannot be made costs only itself."""
-        collectors: list[Collector] = []
-        for declaration in self:
-            if declaration.name in chosen:
-                context.errors.guard(source_of(declaration.name), functools.partial(_make, declaration, context, collectors))
-        return collectors
+        chosen_ones = [declaration for declaration in self if declaration.name in chosen]
+        made = [context.errors.boundary(source_of(one.name), limit=None).result(one.make, context) for one in chosen_ones]
+        return [collector for collector in made if collector is not None]
 
 
 class Registration:
@@ -118,10 +115,6 @@ class Registration:
 def source_of(name: str) -> str:
     """The source under which a collector's failures are counted."""
     return f"{SOURCE}_{name}"
-
-
-def _make(declaration: Declaration, context: CollectorContext, collectors: list[Collector]) -> None:
-    collectors.append(declaration.make(context))
 
 
 def _catalogue(declarations: Iterable[Declaration]) -> Catalogue:

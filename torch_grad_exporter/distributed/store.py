@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from torch_grad_exporter.distributed.identity import Identity, new_run_name
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.lifecycle import BackgroundThread
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -77,7 +78,7 @@ class JobStore:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Reentrant: a signal's handler may close while its own thread asks.
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._connection: Connection | None = None
         self._stuck: Future[None] | None = None
         self._over = ""
@@ -117,7 +118,7 @@ class JobStore:
             thread = self._thread
             self._calls.put(None)
         # To the end of the program as well: a thread that comes back from torch into an interpreter that ends, aborts it.
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             thread.join(seconds)
 
     def after_fork_in_child(self) -> None:
@@ -145,7 +146,7 @@ class JobStore:
                 raise StoreError("the job's store has not answered an earlier question yet")
             self._stuck = None
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="torch_grad_exporter_store", daemon=True)
+                thread = BackgroundThread("store", self._work)
                 try:
                     thread.start()
                 except RuntimeError as error:  # no more threads to be had
@@ -162,7 +163,7 @@ class JobStore:
             if future.set_running_or_notify_cancel():
                 try:
                     self._answer(question)
-                except Exception as error:  # noqa: BLE001 - the boundary: it is raised again where the question was asked
+                except StoreError as error:  # raised again where the question was asked
                     future.set_exception(error)
                 else:
                     future.set_result(None)

@@ -933,7 +933,7 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
     recorder.close(0.05)
     assert time.monotonic() - began < 5
     go_on.set()
-    assert eventually(lambda: not recorder._thread.is_alive())
+    assert eventually(lambda: not recorder._thread.running)
 
 
 def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:

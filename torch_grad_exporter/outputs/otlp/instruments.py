@@ -42,6 +42,7 @@ from torch_grad_exporter.collectors.training import (
     TRAIN_STEPS,
     TRAIN_TOKENS,
 )
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import samples
@@ -105,7 +106,7 @@ class Instruments:
     ) -> None:
         self._scrape = scrape
         self._labels = dict(labels)
-        self._on_error = on_error
+        self._guard = Guard(on_error)
         self._clock = clock
         self._scraping = threading.Lock()
         self._families: dict[Spec, list[Family]] = {}
@@ -118,23 +119,13 @@ class Instruments:
 
     def observations(self, spec: Spec) -> list[Observation]:
         """As of `Source`."""
-        try:
-            return [observation for family in self._latest().get(spec, ()) for observation in self._observed(family)]
-        except Exception as error:  # noqa: BLE001 - the boundary: the collection is the user's
-            self._on_error(error)
-            return []
+        return self._guard.result(lambda: self._of(self._latest(), spec)) or []
 
     def close(self) -> None:
         """Leaves the values as of now in the instruments, for each reader's next collection and no further one; idempotent."""
         if self not in self._sources:
             return
-        try:
-            # Without our own lock: whoever holds it may be what this one has interrupted.
-            families = by_spec(self._scrape())
-            values = {spec: [one for family in families.get(spec, ()) for one in self._observed(family)] for spec in SPECS}
-        except Exception as error:  # noqa: BLE001 - the boundary: the end of a run goes on
-            self._on_error(error)
-            values = {}
+        values = self._guard.result(self._last_values) or {}
         with _lock:
             if self in self._sources:
                 last = _Last(values, self._labels, _readers(self._provider()), self._sources)
@@ -151,6 +142,14 @@ class Instruments:
                 self._families = by_spec(self._scrape())
                 self._scraped = self._clock()
             return self._families
+
+    def _last_values(self) -> dict[Spec, list[Observation]]:
+        # Without our own lock: whoever holds it may be what this one has interrupted.
+        families = by_spec(self._scrape())
+        return {spec: self._of(families, spec) for spec in SPECS}
+
+    def _of(self, families: Mapping[Spec, Iterable[Family]], spec: Spec) -> list[Observation]:
+        return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
     def _observed(self, family: Family) -> Iterable[Observation]:
         for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
