@@ -117,8 +117,12 @@ UNREACHED = {
     "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
     "aggregation.peaks.Peaks.forget": "the thread of the history, tests/aggregation/test_moments.py",
     "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
+    "outputs.announcement.Announcement.start": "the start",
+    "outputs.announcement.Announcement.body": "what asks for the ranks, tests/outputs/test_outputs.py",
+    "outputs.announcement.Announcement.after_fork_in_child": "a forked child, tests/test_exits.py",
     "collectors.scrape.Scrape.start": "the start",
     "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "collectors.scrape._Walk.running": "a collector that hangs, tests/collectors/test_scrape.py",
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
@@ -294,7 +298,7 @@ class Watched(Watch):
     def worker(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(count_only, "STILL_SECONDS", 0.0)
-            self.exporter._host._guarded(self.exporter._loop.count_only.look)
+            self.exporter._host._guard(self.exporter._loop.count_only.look)
 
     @property
     def port(self) -> int | None:

@@ -44,12 +44,13 @@ from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.outputs.announcement import Rank
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
-from torch_grad_exporter.outputs.outputs import Outputs, Rank
+from torch_grad_exporter.outputs.outputs import OutputOptions, Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.eager import EagerStatistics
@@ -96,6 +97,26 @@ class _Ending:
         return cls("failed", type(error).__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Guards:
+    """Of the calls that come through the exporter itself."""
+
+    observe: Guard
+    step: Guard
+    devices: Guard
+    close: Guard
+
+    @classmethod
+    def of(cls, errors: ErrorLog) -> _Guards:
+        """What is called once, or may be right the next time, is never switched off."""
+        return cls(
+            observe=errors.boundary("observe", limit=None),
+            step=errors.boundary("observe", "step"),
+            devices=errors.boundary("devices"),
+            close=errors.boundary("close", limit=None),
+        )
+
+
 class Exporter:
     """A running exporter; made by `start_exporter`. A context manager: leaving it closes it.
 
@@ -125,10 +146,7 @@ class Exporter:
         self._models = [weakref.ref(module) for module in models.values()]
         self._index = index
         self._errors = ErrorLog((*SOURCES, *REGISTRY.sources))
-        self._observing = self._errors.boundary("observe", limit=None)
-        self._stepping = self._errors.boundary("observe", "step")
-        self._looking_at_devices = self._errors.boundary("devices")
-        self._closing_guard = self._errors.boundary("close", limit=None)
+        self._guards = _Guards.of(self._errors)
         self._store = store
         self._told_of_group = False
         self._closed = False
@@ -201,9 +219,7 @@ class Exporter:
             errors=self._errors,
             models=len(self._models),
             weights=WeightProbe(post) if settings.weights else None,
-            periodic=functools.partial(self._errors.boundary("devices"), self._memory.look)
-            if settings.collectors & {"cuda_memory", "gpu"}
-            else None,
+            periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.table)
@@ -238,7 +254,7 @@ class Exporter:
         )
 
     def _look_at_devices(self) -> None:
-        self._looking_at_devices(self._memory.look)
+        self._guards.devices(self._memory.look)
 
     def _take_snapshot(self) -> None:
         self._snapshots.renew()
@@ -251,7 +267,7 @@ class Exporter:
         return Outputs(
             self._scrape,
             rank,
-            self.settings,
+            _of_outputs(self.settings),
             self._errors,
             health=self._health,
             store=store,
@@ -301,7 +317,7 @@ class Exporter:
     def _release(self) -> None:
         """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
         for action in (self._capture.release, self._loop.count_only.release):
-            self._closing_guard(action)
+            self._guards.close(action)
 
     # The user's door
 
@@ -333,7 +349,7 @@ class Exporter:
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         for name, value in values.items():
             if value is not None and not self._closed:
-                self._observing(self._loop.observe, name, value)
+                self._guards.observe(self._loop.observe, name, value)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
@@ -342,7 +358,7 @@ class Exporter:
         or restarted runs count alike.
         """
         if not self._closed:
-            self._stepping(self._loop.manual_step, number)
+            self._guards.step(self._loop.manual_step, number)
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
@@ -389,7 +405,7 @@ class Exporter:
             self._scrape.close,
             lambda: self._store.close(STORE_SECONDS),
         ):
-            self._closing_guard(action)
+            self._guards.close(action)
         for finalizer in self._finalizers:
             finalizer.detach()
         lifecycle.unregister(self)
@@ -450,6 +466,19 @@ class Exporter:
         self._scrape.after_fork_in_child()
         self._hooks.disconnect()
         self._loop.count_only.release()
+
+
+def _of_outputs(settings: Settings) -> OutputOptions:
+    return OutputOptions(
+        port=settings.port,
+        addr=settings.addr,
+        advertise=settings.advertise,
+        sd_dir=settings.sd_dir,
+        textfile_dir=settings.textfile_dir,
+        web_config_file=settings.web_config_file,
+        linger=settings.linger,
+        labels=settings.labels,
+    )
 
 
 def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) -> frozenset[str]:
