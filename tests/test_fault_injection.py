@@ -279,7 +279,7 @@ class Watched(Watch):
     def end(self) -> None:
         """Takes back what a failing `close` has left."""
         exporter = self.exporter
-        closes = [exporter.close, exporter._host.close, exporter._hooks.close, exporter._loop.close]
+        closes = [exporter.close, exporter._host.close, exporter._training.hooks.close, exporter._training.capture._loop.close]
         for close in [*closes, functools.partial(exporter._outputs.close, failed=False, hurried=True)]:
             close()
 
@@ -298,7 +298,7 @@ class Watched(Watch):
     def worker(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(count_only, "STILL_SECONDS", 0.0)
-            self.exporter._host._guard(self.exporter._loop.count_only.look)
+            self.exporter._host._guard(self.exporter._training.capture._loop.count_only.look)
 
     @property
     def port(self) -> int | None:
@@ -797,7 +797,7 @@ class WithFaultyClock(Watched):
 
     def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
         super().start(model, **options)
-        clock = self.exporter._clock
+        clock = self.exporter._training.clock
         setattr(clock, self.attribute, doubled(getattr(clock, self.attribute), self.faults[0]))
 
 

@@ -1,4 +1,4 @@
-"""What outlives a call: the open exporters, for the process' fork and exit handlers, and the background threads.
+"""What outlives a call: the open exporters, for the process' fork and exit handlers, how a run ends, and the background threads.
 
 An exporter stays registered until it is closed, like its hooks, though nothing else may hold it. The handlers are registered with
 the first exporter, and the process has one set of them: there is no way to take them back.
@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch_grad_exporter.errors import Guard
@@ -69,6 +70,75 @@ def _at_exit() -> None:
     error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
     for exporter in open_exporters():
         exporter.end(error)
+
+
+# A run
+
+
+class Ending:
+    """The end of a run of `ranks` ranks: how it came, and that everything is given back once. From any thread.
+
+    The first end is the one that counts, for `torch_train_state`, the page and the outputs.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._several = ranks > 1
+        self._end: _End | None = None
+        self._closed = False
+        # Reentrant: a signal's handler may close while its own thread is at it.
+        self._closing = threading.RLock()
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything is given back, or about to be."""
+        return self._closed
+
+    def close(self) -> bool:
+        """Whether whoever calls is the first, who then has to give everything back. A run that has no end yet ends well."""
+        with self._closing:
+            first = not self._closed
+            self._closed = True
+        self.by(None)
+        return first
+
+    def after_fork_in_child(self) -> None:
+        """The child has nothing to give back, and none of the threads that may hold the lock."""
+        self._closed = True
+        self._closing = threading.RLock()
+
+    def by(self, error: BaseException | None) -> None:
+        """The run ends, by this exception if by one. Ctrl-C is an end that was wished for, and so is `sys.exit` with success."""
+        if self._end is None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            success = isinstance(error, SystemExit) and error.code in (None, 0)
+            failed = error is not None and not success and not interrupted
+            self._end = _End(type(error).__name__ if failed else None, interrupted=interrupted)
+
+    @property
+    def state(self) -> str | None:
+        """`finished` or `failed`; `None` while the run goes on."""
+        return None if self._end is None else "finished" if self._end.error is None else "failed"
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended it."""
+        return self.error is not None
+
+    @property
+    def error(self) -> str | None:
+        """The type of the exception that ended it; no more of that, since a message may hold anything."""
+        return None if self._end is None else self._end.error
+
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for the end: at the keyboard, or a launcher, for which ranks that fail wait together."""
+        return self._end is not None and (self._end.interrupted or (self.failed and self._several))
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: str | None
+    interrupted: bool
 
 
 # Threads

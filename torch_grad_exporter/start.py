@@ -13,16 +13,10 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter import lifecycle
 from torch_grad_exporter.capture.reader import Scaler
-from torch_grad_exporter.config import checks
-from torch_grad_exporter.config.arguments import Arguments
-from torch_grad_exporter.config.option import UNSET, Unset, resolve
-from torch_grad_exporter.config.settings import Settings
-from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.distributed.store import JobStore, run_name
+from torch_grad_exporter.config.checked import checked
+from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.exporter import Exporter
-from torch_grad_exporter.model.replicas import Replicas
-from torch_grad_exporter.outputs.otlp import push_settings
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -111,27 +105,9 @@ def start_exporter(
     Starting again on a model replaces the exporter that was there. Raises `TypeError` or `ValueError` before
     anything is registered if an argument is wrong; later, nothing is ever raised into the training.
     """
-    return _started(dict(locals()))
-
-
-def _started(given: Mapping[str, object]) -> Exporter:
-    """Checks the arguments, and only then makes the exporter and closes those that it replaces."""
-    settings, chosen = resolve(Settings, given, os.environ), resolve(Arguments, given, {})
-    push = push_settings.resolve(
-        chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=os.environ
-    )
-    identity, store = distributed.identity(os.environ), JobStore()
-    models = checks.checked_models(given["model"])
-    rank = identity.rank if settings.rank is None else settings.rank
-    index = checks.checked_index(models, settings, given, Replicas(settings.ranks, rank, identity.world_size))
-    checks.check_ownership(index, chosen.optimizers)
-    web_config = checks.checked_web_config(settings, given)
-    _replace_others(models.values())
-    exporter = Exporter(
-        models, index, settings, identity, optimizers=chosen.optimizers, grad_scaler=chosen.grad_scaler, registry=chosen.registry,
-        web_config=web_config, run=run_name(identity, settings.run, store), store=store, push=push,
-        meter_provider=chosen.meter_provider,
-    )  # fmt: skip
+    chosen = checked(dict(locals()), os.environ)
+    _replace_others(chosen.models.values())
+    exporter = Exporter(chosen)
     lifecycle.register(exporter)
     return exporter
 

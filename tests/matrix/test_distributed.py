@@ -98,7 +98,7 @@ def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if isinstance(way, Naive):
-            with mock.patch("torch_grad_exporter.exporter.GradientCapture", NAIVE[way]):
+            with mock.patch("torch_grad_exporter.capture.build.GradientCapture", NAIVE[way]):
                 run = regime.run(Way.EVERYTHING, naive=True)
         else:
             run = regime.run(way, tolerant=True)

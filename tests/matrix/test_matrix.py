@@ -43,7 +43,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", REGIMES)
 def test_naive_capture_is_noticed(name: str, naive: Naive, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the capture moved to a naive place the regime's checks fail, or hold where the regime says so."""
-    monkeypatch.setattr("torch_grad_exporter.exporter.GradientCapture", NAIVE[naive])
+    monkeypatch.setattr("torch_grad_exporter.capture.build.GradientCapture", NAIVE[naive])
     try:
         wrong = REGIMES[name].run(Way.EVERYTHING, naive=True).wrong
     except Exception as error:  # noqa: BLE001 - whatever a naive capture breaks is a way to notice it

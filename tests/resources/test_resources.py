@@ -125,7 +125,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     now = [0.0]
     with start_exporter(model, None) as exporter:
-        exporter._memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
+        exporter._training.memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
         assert values(exporter).get(ALLOCATED) is None
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
@@ -143,7 +143,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
 def test_a_collector_that_is_switched_off_asks_no_device() -> None:
     """Without both collectors that show devices the loop does not look at them either."""
     with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
-        assert exporter._loop._periodic is None
+        assert exporter._training.capture._loop._periodic is None
 
 
 def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
@@ -153,7 +153,7 @@ def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with start_exporter(model, None) as exporter:
-        exporter._memory.__init__(cuda=cuda)  # type: ignore[misc]
+        exporter._training.memory.__init__(cuda=cuda)  # type: ignore[misc]
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         assert errors(exporter) == {"devices": 1}

@@ -175,7 +175,10 @@ def failing_collector(training: Training) -> None:
 
 def losing_samples(training: Training, every: int = 3) -> None:
     """Of so many samples one cannot be read."""
-    reader, read = training.exporter._capture._reader, training.exporter._capture._reader.read
+    reader, read = (
+        training.exporter._training.capture._gradients._reader,
+        training.exporter._training.capture._gradients._reader.read,
+    )
     reader.read = lambda *given: training.steps % every != 0 and read(*given)  # type: ignore[method-assign]
     while True:
         training.step()

@@ -7,10 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.announcement import Announcement, Rank
@@ -33,23 +32,20 @@ CLOSE_SECONDS = 1.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What the user has chosen, as `Settings` has it. `port`: `None` serves nothing. `labels`: of the entries for discovery."""
+    """What the user has chosen, as `Settings` has it. `port`: `None` serves nothing."""
 
     port: int | None
     addr: str = ""
-    advertise: str = ""
-    sd_dir: str = ""
     textfile_dir: str = ""
     web_config_file: str = ""
     linger: float = 0.0
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Outputs:
     """Serves what `scrape` gives, says where, and pushes it.
 
-    `health`: for `/healthz`. `store`: the job's, for the list of ranks. `push`: what to push and where, `None` for nothing.
-    `page`: the live page.
+    `health`: for `/healthz`. `announcement`: tells where the server is, from the moment it is there until `close`. `push`: what to
+    push and where, `None` for nothing. `page`: the live page.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class Outputs:
         errors: ErrorLog,
         *,
         health: Callable[[], Mapping[str, object]],
-        store: JobStore,
+        announcement: Announcement,
         web_config: WebConfigFile | None = None,
         push: PushSettings | None = None,
         page: Callable[[Request], Response | None] = lambda _request: None,
@@ -74,10 +70,7 @@ class Outputs:
         self._seen_over = threading.Event()
         self._last_values = self._started_last_values() if options.textfile_dir else None
         self._push = None if push is None else Guard(self._not_pushed).result(self._started_push, push)
-        self._announcement = Announcement(
-            rank, store, errors,
-            addr=options.addr, advertise=options.advertise, sd_dir=options.sd_dir, labels=options.labels,
-        )  # fmt: skip
+        self._announcement = announcement
         self._server = self._serve(health, page, web_config)
         if self._server is not None:
             errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
@@ -119,7 +112,7 @@ class Outputs:
                 ports=candidate_ports(port, identity.local_rank, identity.local_world_size),
                 on_error=self._not_served,
                 health=health,
-                targets=self.targets,
+                targets=self._announcement.body,
                 page=page,
                 web_config=web_config,
             )
@@ -141,10 +134,6 @@ class Outputs:
     def _not_served(self, source: str, error: BaseException) -> None:
         # What is wrong with a file is for the user to read, each time.
         (self._errors.tell if source == "web_config" else self._errors.count)(source, error)
-
-    def targets(self) -> bytes:
-        """What http_sd reads: the ranks known here, this one first."""
-        return self._announcement.body()
 
     @property
     def port(self) -> int | None:
