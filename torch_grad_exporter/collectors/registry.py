@@ -64,10 +64,9 @@ class Registry:
             raise ValueError(f"there is a collector {declaration.name!r} already; choose another name")
         _catalogue((*(one for one in self if one.name != declaration.name), declaration))
         self._declared = (*self._declared, declaration)
-        return Registration(self, declaration)
+        return Registration(functools.partial(self._take_out, declaration))
 
-    def remove(self, declaration: Declaration) -> None:
-        """Takes a collector out again, if it is in."""
+    def _take_out(self, declaration: Declaration) -> None:
         self._declared = tuple(one for one in self._declared if one is not declaration)
 
     def __iter__(self) -> Iterator[Declaration]:
@@ -104,15 +103,14 @@ class Registry:
 
 
 class Registration:
-    """A collector in a registry, until it is closed."""
+    """What was registered, until it is closed. `remove` takes it out; it may be called again."""
 
-    def __init__(self, registry: Registry, declaration: Declaration) -> None:
-        self._registry = registry
-        self._declaration = declaration
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove = remove
 
     def close(self) -> None:
-        """Takes the collector out again; exporters that run keep theirs. Idempotent."""
-        self._registry.remove(self._declaration)
+        """Takes it out again; exporters that run keep theirs. Idempotent."""
+        self._remove()
 
 
 def source_of(name: str) -> str:
