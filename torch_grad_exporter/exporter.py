@@ -145,6 +145,8 @@ class Exporter:
             self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
             self._outputs = self._served(store, web_config, push)
             self._scrape.start()
+            if REGISTRY.reads_devices(settings.collectors):
+                self._look_at_devices()  # their counters are there before the first step
             self._errors.guard("history", self._view.start)
             self._install(models)
         except BaseException:
@@ -197,7 +199,7 @@ class Exporter:
             errors=self._errors,
             models=len(self._models),
             weights=WeightProbe(post) if settings.weights else None,
-            periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
+            periodic=self._look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
         )
         ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
         ledger.use(index.table)

@@ -35,6 +35,7 @@ class Declaration:
 
     `make` may raise: that costs this collector alone. `default`: whether it is on unless the user says otherwise. `place`: the
     lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
+    `reads_devices`: whether it shows what `CollectorContext.memory` tells, which the training thread then has to look at.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Declaration:
     make: Callable[[CollectorContext], Collector]
     default: bool = True
     place: int = 90
+    reads_devices: bool = False
 
 
 class Registry:
@@ -92,6 +94,10 @@ class Registry:
     def catalogue(self) -> Catalogue:
         """All metrics that they declare."""
         return _catalogue(self)
+
+    def reads_devices(self, chosen: Collection[str]) -> bool:
+        """Whether one of the chosen does."""
+        return any(declaration.reads_devices for declaration in self if declaration.name in chosen)
 
     def made(self, chosen: Collection[str], context: CollectorContext) -> list[Collector]:
         """The chosen ones; one that cannot be made costs only itself."""
