@@ -44,6 +44,8 @@ LEFT_OUT = {
     "config.settings": "wrong settings raise before the training",
     "config.checks": "wrong arguments raise before the training",
     "distributed.identity": "read at the start only",
+    "metrics.catalogue": "declared at import",
+    "collectors.registry": "read at the start only",
     "errors": "the guard itself: nobody guards it",
     "exporter": "the user's door, which the scenes go through",
     "start": "as `exporter`",
@@ -68,7 +70,8 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.memory",
-            "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live", "outputs.live.pages",
+            "rules.registry", "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live",
+            "outputs.live.pages",
         ),
         "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",
     ),
@@ -76,7 +79,7 @@ LEFT_OUT = {
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
     "statistics.reference": "for tests and documentation, called by nobody here",
     **dict.fromkeys(
-        ("resources.cgroups", "resources.nvml", "resources.readings", "collectors.resources", "resources.cuda_visible_devices"),
+        ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
         "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
     ),
     **dict.fromkeys(
@@ -115,6 +118,7 @@ UNREACHED = {
     "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
     "aggregation.peaks.Peaks.forget": "the thread of the history, tests/aggregation/test_moments.py",
     "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
+    "collectors.context.Snapshots.fresh": "several ranks, tests/distributed/test_whole_run.py",
     "collectors.scrape.Scrape.start": "the start",
     "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
@@ -260,7 +264,7 @@ class Watched(Watch):
     exporter: Exporter = field(init=False)
 
     def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
-        others = dict.fromkeys(("cuda_memory", "gpu", "process", "aggregation.worker", "container"), False)
+        others = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
         chosen: dict[str, Any] = {"port": None, "addr": "127.0.0.1", "every": 1, "collectors": others, **options}
         self.exporter = start_exporter(model, **chosen)
         self.arm(to=True)
