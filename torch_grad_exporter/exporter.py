@@ -146,7 +146,7 @@ class Exporter:
             self._outputs = self._served(store, web_config, push)
             self._scrape.start()
             if REGISTRY.reads_devices(settings.collectors):
-                self._look_at_devices()  # their counters are there before the first step
+                self._errors.guard("devices", self._memory.look_at_once)  # their counters are there before the first step
             self._errors.guard("history", self._view.start)
             self._install(models)
         except BaseException:

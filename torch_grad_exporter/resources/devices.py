@@ -132,11 +132,15 @@ class DeviceMemory:
         now = self._clock()
         if now >= self._due:
             self._due = now + INTERVAL
-            try:
-                self._look()
-            except Exception:
-                self._seen, self._snapshot = {}, ()
-                raise
+            self.look_at_once()
+
+    def look_at_once(self) -> None:
+        """Looks again, however long ago the last look was; otherwise as `look`."""
+        try:
+            self._look()
+        except Exception:
+            self._seen, self._snapshot = {}, ()
+            raise
 
     def _look(self) -> None:
         for backend in tuple(self._backends):
