@@ -108,7 +108,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
         hooks=hooks,
         errors=errors,
         options=checked.capture,
-        periodic=look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
+        periodic=look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
     )
     return TrainingSide(
         mailbox=post, hints=hints, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
@@ -277,6 +277,8 @@ class Exporter:
             page=self._view.page,
         )
         self._scrape.start()
+        if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
+            self._errors.boundary("devices", limit=None)(self._training.memory.look_at_once)
         self._errors.boundary("history", limit=None)(self._view.start)
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)

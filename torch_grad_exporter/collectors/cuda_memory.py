@@ -96,4 +96,4 @@ def _make(context: CollectorContext) -> CudaMemoryCollector:
     return CudaMemoryCollector(context.memory.snapshot)
 
 
-COLLECTOR = Declaration("cuda_memory", (METRICS,), _make, place=40)
+COLLECTOR = Declaration("cuda_memory", (METRICS,), _make, place=40, reads_devices=True)

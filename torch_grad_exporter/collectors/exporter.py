@@ -83,7 +83,8 @@ class ExporterCollector:
         """The families as of now."""
         snapshot, schedule = self._snapshot(), self._schedule
         table = snapshot.gradients.table
-        yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio)
+        # Before there were steps it has taken nothing of their time.
+        yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
         yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.interval)
         yield scalar(EXPORTER_TIMING_INTERVAL, schedule.timing_interval)

@@ -269,4 +269,4 @@ def _make(context: CollectorContext) -> GpuCollector:
     return GpuCollector(context.memory.snapshot, local_rank=identity.local_rank, local_world_size=identity.local_world_size)
 
 
-COLLECTOR = Declaration("gpu", (METRICS,), _make, place=50)
+COLLECTOR = Declaration("gpu", (METRICS,), _make, place=50, reads_devices=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Declaration:
 
     `make` may raise: that costs this collector alone. `default`: whether it is on unless the user says otherwise. `place`: the
     lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
+    `reads_devices`: whether it shows what `CollectorContext.memory` tells, which the training thread then has to look at.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Declaration:
     make: Callable[[CollectorContext], Collector]
     default: bool = True
     place: int = 90
+    reads_devices: bool = False
 
 
 class Registry:
@@ -63,10 +66,9 @@ class Registry:
             raise ValueError(f"there is a collector {declaration.name!r} already; choose another name")
         _catalogue((*(one for one in self if one.name != declaration.name), declaration))
         self._declared = (*self._declared, declaration)
-        return Registration(self, declaration)
+        return Registration(functools.partial(self._take_out, declaration))
 
-    def remove(self, declaration: Declaration) -> None:
-        """Takes a collector out again, if it is in."""
+    def _take_out(self, declaration: Declaration) -> None:
         self._declared = tuple(one for one in self._declared if one is not declaration)
 
     def __iter__(self) -> Iterator[Declaration]:
@@ -93,6 +95,10 @@ class Registry:
         """All metrics that they declare."""
         return _catalogue(self)
 
+    def reads_devices(self, chosen: Collection[str]) -> bool:
+        """Whether one of the chosen does."""
+        return any(declaration.reads_devices for declaration in self if declaration.name in chosen)
+
     def made(self, chosen: Collection[str], context: CollectorContext) -> list[Collector]:
         """The chosen ones; one that cannot be made costs only itself."""
         chosen_ones = [declaration for declaration in self if declaration.name in chosen]
@@ -101,15 +107,14 @@ class Registry:
 
 
 class Registration:
-    """A collector in a registry, until it is closed."""
+    """What was registered, until it is closed. `remove` takes it out; it may be called again."""
 
-    def __init__(self, registry: Registry, declaration: Declaration) -> None:
-        self._registry = registry
-        self._declaration = declaration
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove = remove
 
     def close(self) -> None:
-        """Takes the collector out again; exporters that run keep theirs. Idempotent."""
-        self._registry.remove(self._declaration)
+        """Takes it out again; exporters that run keep theirs. Idempotent."""
+        self._remove()
 
 
 def source_of(name: str) -> str:

@@ -159,10 +159,13 @@ class TrainingCollector:
         return Family(TRAIN_STATE, np.array([float(state == current) for state in STATES]), rows)
 
     def _steps(self, steps: Mapping[int, int]) -> Family:
-        rows = self._rows[TRAIN_STEPS].get(tuple((self._names[number],) for number in steps))
-        return Family(TRAIN_STEPS, np.array(list(steps.values()), dtype=np.float64), rows)
+        # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
+        names = tuple(self._names)
+        rows = self._rows[TRAIN_STEPS].get(tuple((name,) for name in names))
+        return Family(TRAIN_STEPS, np.array([steps.get(number, 0) for number in range(len(names))], dtype=np.float64), rows)
 
     def _phase_seconds(self) -> Iterator[Family]:
+        # Not with 0 from the start: a model that is never called as a whole has no phases, and a series must not go again.
         seen = self._clock.phases_seen
         if "forward" not in seen or not self._phases():
             return

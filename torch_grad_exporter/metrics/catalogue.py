@@ -72,9 +72,10 @@ class Catalogue(Mapping[str, Spec]):
         # In OpenMetrics a counter's family is called like the counter without `_total`.
         families: dict[str, Spec] = {}
         for spec in (spec for section in self.sections for spec in section.specs):
-            other = families.setdefault(_family_name(spec), spec)
-            if other is not spec:
-                raise ValueError(f"{spec.name} and {other.name} are metrics of one name; choose another one")
+            name = _family_name(spec)
+            if name in families:
+                raise ValueError(f"{spec.name} and {families[name].name} are metrics of one name; choose another one")
+            families[name] = spec
 
     def __getitem__(self, name: str) -> Spec:
         return self._specs[name]

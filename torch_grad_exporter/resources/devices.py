@@ -133,10 +133,14 @@ class DeviceMemory:
         now = self._clock()
         if now >= self._due:
             self._due = now + INTERVAL
-            with contextlib.ExitStack() as undone:
-                undone.callback(self._forget)
-                self._look()
-                undone.pop_all()
+            self.look_at_once()
+
+    def look_at_once(self) -> None:
+        """Looks again, however long ago the last look was; otherwise as `look`."""
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._forget)
+            self._look()
+            undone.pop_all()
 
     def _forget(self) -> None:
         self._seen, self._snapshot = {}, ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -148,11 +148,15 @@ class RuleContext:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Judges by the expression of an alert, in the states of the run that it is for."""
+    """Judges by the expression of an alert, in the states of the run that it is for.
+
+    `remembers`: metrics that it asks for the past of, and how many seconds back, beside those that are always remembered.
+    """
 
     alert: str
     states: frozenset[str | None]
     judge: Callable[[RuleContext], Iterator[Finding]]
+    remembers: Mapping[Spec, float] = field(default_factory=dict)
 
     def problems(self, context: RuleContext) -> Iterator[Problem]:
         """What is wrong by it."""
@@ -161,9 +165,11 @@ class Rule:
                 yield Problem(self.alert, found.severity, found.text, found.layer, found.others)
 
 
-def rule(alert: str, states: frozenset[str | None]) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
+def rule(
+    alert: str, states: frozenset[str | None], remembers: Mapping[Spec, float] | None = None
+) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
     """Makes a rule of a function."""
-    return lambda judge: Rule(alert, states, judge)
+    return lambda judge: Rule(alert, states, judge, remembers or {})
 
 
 def either(first: Table, *others: Table) -> Table:

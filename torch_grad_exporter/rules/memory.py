@@ -114,20 +114,22 @@ class Longest:
 
 
 class Memories:
-    """All that is remembered."""
+    """All that is remembered. `more`: further metrics, and for how many seconds."""
 
-    def __init__(self) -> None:
-        self._all = (
+    def __init__(self, more: Mapping[Spec, float] | None = None) -> None:
+        self._all: tuple[Memory, ...] = (
             Memory(_MINUTES, OFTEN, MINUTES_10),
             Memory(_LAYERS, SELDOM, MINUTES_10, np.float32),
             Memory(_AN_HOUR, SELDOM, HOUR),
+            *(Memory((spec,), OFTEN if seconds <= MINUTES_10 else SELDOM, seconds) for spec, seconds in (more or {}).items()),
         )
         self.slowest_step = Longest()
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now."""
-        for memory in (*self._all, self.slowest_step):
+        for memory in self._all:
             memory.remember(values, now)
+        self.slowest_step.remember(values, now)
 
     def of(self, spec: Spec, seconds: float) -> Memory:
         """The one that reaches so far back for this metric."""
