@@ -20,6 +20,7 @@ from opentelemetry.metrics import MeterProvider
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter import torch_compat
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -314,6 +315,7 @@ class Exporter:
             self._finalizers.append(weakref.finalize(module, self._release))
             self._finalizers[-1].atexit = False
         self._hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
+        torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
 

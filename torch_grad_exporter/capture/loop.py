@@ -22,11 +22,12 @@ from torch_grad_exporter.capture.count_only import CountOnly
 from torch_grad_exporter.capture.progress import DATA, FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import HOOKS_SECONDS, SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks, at_end_of_backward, graph_task
+from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
 from torch_grad_exporter.transfer.events import Mailbox, Observed
 from torch_grad_exporter.transfer.tracing import active_trace
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
@@ -382,15 +383,6 @@ def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | 
     if any(type(size) is not int for size in sizes):
         return 0  # a tracer's symbols: this forward is no training
     return sizes[0] if len(set(sizes)) == 1 else None
-
-
-def called_from_step(frame: types.FrameType | None) -> bool:
-    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def calling_scaler(frame: types.FrameType | None) -> Scaler | None:

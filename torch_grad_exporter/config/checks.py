@@ -17,6 +17,7 @@ from torch_grad_exporter.model.layers import LayerFilter, LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
+from torch_grad_exporter.torch_compat import has_scale
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -68,8 +69,7 @@ def checked_optimizers(optimizers: object) -> dict[str, torch.optim.Optimizer]:
 
 def check_objects(scaler: object, registry: object, meter_provider: object) -> None:
     """Raises on what is no gradient scaler, no registry of `prometheus_client`, or no meter provider."""
-    # A disabled one has no scale.
-    if scaler is not None and not hasattr(scaler, "_scale") and not isinstance(scaler, torch.amp.GradScaler):
+    if scaler is not None and not has_scale(scaler):
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
     if registry is not None and not hasattr(registry, "register"):
         raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
