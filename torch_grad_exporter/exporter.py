@@ -27,11 +27,12 @@ from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
 from torch_grad_exporter.capture.capture import GradientCapture
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.loop import Number, TrainingLoop, WatchedLoader
+from torch_grad_exporter.capture.loop import Number, TrainingLoop
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.collectors import NAMES, resources
 from torch_grad_exporter.collectors.exporter import ExporterCollector
