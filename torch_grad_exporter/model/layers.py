@@ -20,6 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind, is_copy, is_sharded, split_dims
 from torch_grad_exporter.torch_compat import TRANSPOSED, children_in, local, parameters_in
@@ -183,22 +184,6 @@ def make_table(
         counts=counts,
         shown=shown,
     )
-
-
-def fold(names: Sequence[str], most: int) -> list[str]:
-    """The label of each layer name: the name itself, or its first parts where there are too many names.
-
-    Takes the largest depth at which at most `most` different labels remain; if even the first parts are too
-    many, everything becomes one group.
-    """
-    if len(set(names)) <= most:
-        return list(names)
-    parts = [name.split(".") for name in names]
-    for depth in range(max(map(len, parts)) - 1, 0, -1):
-        labels = [".".join(part[:depth]) for part in parts]
-        if len(set(labels)) <= most:
-            return labels
-    return ["model"] * len(names)
 
 
 def clean(name: str) -> str:
