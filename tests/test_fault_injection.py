@@ -80,6 +80,7 @@ LEFT_OUT = {
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
     "statistics.reference": "for tests and documentation, called by nobody here",
+    "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
         "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
@@ -134,6 +135,13 @@ UNREACHED = {
     "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
+    "torch_compat.tell": "the start",
+    "torch_compat.never_compile": "the import",
+    "torch_compat.has_scale": "the start",
+    "torch_compat.root_mesh": "a slice of a mesh of ranks, tests/model/test_sharding.py",
+    "torch_compat.composed_wrapper": "several ranks, tests/model/test_replicas.py",
+    "torch_compat.default_store": "several ranks, tests/distributed/test_ranks.py",
+    "torch_compat.without_prefix": "several ranks, tests/distributed/test_store.py",
     "model.wrappers.within": "several ranks, tests/model/test_replicas.py",
     "model.wrappers.anywhere": "several ranks, tests/model/test_replicas.py",
 }  # fmt: skip

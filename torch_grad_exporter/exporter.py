@@ -13,17 +13,18 @@ from typing import Self, TypeVar
 
 import torch
 
-from torch_grad_exporter import lifecycle
+from torch_grad_exporter import lifecycle, torch_compat
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.loop import Number, WatchedLoader
+from torch_grad_exporter.capture.loop import Number
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, ScrapeSize, Snapshots
 from torch_grad_exporter.collectors.gradients import dead_from
@@ -283,6 +284,7 @@ class Exporter:
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)
         self._training.capture.watch_optimizers()
+        torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
 

@@ -36,9 +36,14 @@ from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import PROBES, GradientVersions, Round, RoundPattern
 from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import (
-    Handle,
-    Hooks,
+from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.capture.waits import GradientWaits
+from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, TrackedParameter
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.reduction import Reductions
+from torch_grad_exporter.torch_compat import (
+    BACKWARDS_ARE_SEEN,
     after_backward,
     at_end_of_backward,
     compiled_backwards,
@@ -47,11 +52,6 @@ from torch_grad_exporter.capture.torch_hooks import (
     on_gradient,
     within_transform,
 )
-from torch_grad_exporter.capture.waits import GradientWaits
-from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, TrackedParameter
-from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.transfer.events import Closed, Mailbox, Outcome, OutcomeResolved
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -128,7 +128,7 @@ class GradientCapture:
         self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in range(models)]
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in range(models)]
         self._end_hook = hooks.guarded("backward_hook", self._on_end)
-        self.mode = Mode.OUTPUT
+        self.mode = Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
         self.samples = self.skipped = self._misses = 0
         self._round = Round(0, index.table, sampled=schedule.due(0))
         self._pattern = RoundPattern()

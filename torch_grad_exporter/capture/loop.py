@@ -10,8 +10,8 @@ import functools
 import numbers
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,15 @@ import torch
 from torch_grad_exporter.capture.capture import GradientCapture
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.count_only import CountOnly
-from torch_grad_exporter.capture.progress import DATA, FORWARD, OUTSIDE, StepClock
+from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.reader import GradientReader, Scaler
 from torch_grad_exporter.capture.schedule import HOOKS_SECONDS, SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks, at_end_of_backward, graph_task
+from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
 from torch_grad_exporter.transfer.events import Mailbox, Observed
 from torch_grad_exporter.transfer.tracing import active_trace
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
@@ -38,7 +39,6 @@ GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
 
 Number = float | int | torch.Tensor | np.number[Any]
-_Batch = TypeVar("_Batch")
 
 
 class TrainingLoop:
@@ -335,43 +335,6 @@ class TrainingLoop:
         raise TypeError(f"expected a number or a tensor of one element, got {type(value).__name__}")
 
 
-class WatchedLoader(Generic[_Batch]):
-    """Iterates over a loader and counts the time that the loop waits for it; else it is the loader."""
-
-    def __init__(self, loader: Iterable[_Batch], clock: StepClock, errors: ErrorLog) -> None:
-        self._loader = loader
-        self._clock = clock
-        self._errors = errors
-
-    def __iter__(self) -> Iterator[_Batch]:
-        batches = self._waited(lambda: iter(self._loader))
-        while True:
-            try:
-                batch = self._waited(lambda: next(batches))
-            except StopIteration:
-                return
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the loader has
-        return getattr(self._loader, name)
-
-    def _waited(self, fetch: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the loader gives
-        self._switch(DATA)
-        try:
-            return fetch()
-        finally:
-            self._switch(OUTSIDE)
-
-    def _switch(self, phase: str) -> None:
-        try:
-            self._clock.switch(phase)
-        except Exception as error:  # noqa: BLE001 - the boundary: what fails is ours, not the loader
-            self._errors.count("observe", error)
-
-
 def _tensor(value: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
@@ -382,15 +345,6 @@ def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | 
     if any(type(size) is not int for size in sizes):
         return 0  # a tracer's symbols: this forward is no training
     return sizes[0] if len(set(sizes)) == 1 else None
-
-
-def called_from_step(frame: types.FrameType | None) -> bool:
-    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def calling_scaler(frame: types.FrameType | None) -> Scaler | None:

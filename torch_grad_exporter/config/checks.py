@@ -21,6 +21,7 @@ from torch_grad_exporter.model.layers import LayerFilter, LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
+from torch_grad_exporter.torch_compat import has_scale
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -72,8 +73,7 @@ def checked_optimizers(optimizers: object) -> dict[str, torch.optim.Optimizer]:
 
 def checked_scaler(scaler: object) -> Scaler | None:
     """The gradient scaler; raises on what is none."""
-    # A disabled one has no scale.
-    if scaler is not None and not hasattr(scaler, "_scale") and not isinstance(scaler, torch.amp.GradScaler):
+    if scaler is not None and not has_scale(scaler):
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
     return cast("Scaler | None", scaler)
 

@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
+from torch_grad_exporter import torch_compat
 from torch_grad_exporter.distributed.identity import Identity, new_run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.lifecycle import BackgroundThread
@@ -202,10 +203,10 @@ class Store(Protocol):
 
 
 def groups_store() -> Store | None:
-    """The default process group's store, with the group's prefix; `None` if there is no group. Private: torch has no other way."""
+    """The default process group's store, with the group's prefix; `None` if there is no group."""
     if not dist.is_initialized():
         return None
-    store: Store = dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
+    store: Store | None = torch_compat.default_store()
     return store
 
 
@@ -233,7 +234,7 @@ def _agents_store(host: str, port: int) -> Connection:
 
 def _knock(connection: object) -> None:
     """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
-    bare = getattr(connection, "_underlying_non_prefix_store", connection)
+    bare = torch_compat.without_prefix(connection)
     host, port = getattr(bare, "host", None), getattr(bare, "port", None)
     if host is not None and port is not None:
         socket.create_connection((host, port), timeout=SECONDS).close()
