@@ -66,15 +66,17 @@ $(BENCH_STAMP): pyproject.toml
 	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
 	@touch $@
 
-lint: venv ## check style and formatting
+lint: venv ## check style, formatting and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 type: venv ## check types
 	$(BIN)/mypy --strict --package torch_grad_exporter
 
-golden: venv ## write docs/metrics.md and the golden scrape anew
+golden: venv ## write docs/metrics.md, the golden scrape and what follows from the options anew
 	$(BIN)/python scripts/metrics_doc.py
+	$(BIN)/python scripts/options_doc.py
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/metrics/test_golden.py
 
 dashboards: venv ## make the Grafana dashboards anew
@@ -88,5 +90,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .tools build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .tools build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.fleet_job import Recording
 from benchmarks.fleet_run import Found, Outcome
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.collectors import REGISTRY
 
 MIB, KIB = 2**20, 2**10
 
@@ -53,7 +53,7 @@ def by_group(recording: Recording) -> dict[str, int]:
 
 
 def _group(name: str) -> str:
-    if "layer" in CATALOGUE[name].labels and name != "torch_grad_norm_distribution":
+    if "layer" in REGISTRY.catalogue[name].labels and name != "torch_grad_norm_distribution":
         return "what else there is per layer"
     beginnings = {beginning: group for group, some in GROUPS.items() for beginning in some if name.startswith(beginning)}
     return beginnings[max(beginnings, key=len)]

@@ -1,31 +1,18 @@
-"""Writes docs/metrics.md from the catalogue; `make golden` runs it, and a test compares."""
+"""Writes docs/metrics.md from what the collectors declare; `make golden` runs it, and a test compares."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
 
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.metrics.families import Kind, Spec
 
 TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
-SECTIONS = {
-    "Gradients": ("torch_grad_",),
-    "Weights": ("torch_weight_",),
-    "Training": ("torch_train_",),
-    "The whole run": ("torch_run_",),
-    "Memory of CUDA devices": ("torch_cuda_",),
-    "GPUs": ("torch_gpu_",),
-    "Process": ("process_", "python_", "torch_process_"),
-    "Host and container": ("torch_host_", "torch_container_"),
-    "The exporter itself": ("torch_grad_exporter_",),
-}
-"""Title and name prefixes of each section; the longest prefix that fits decides."""
-
 HEAD = """# Metrics
 
-Written from `torch_grad_exporter/metrics/catalogue.py` by `make golden`; edit the catalogue, not this page.
+Written by `make golden` from what the files in `torch_grad_exporter/collectors/` declare; edit those, not this page.
 
 Every series also carries `run` and `rank`, and the labels that the user added. A metric without a value yields no
 sample: no made-up zero stands for "unknown". Counters that can count are there from the start. What is *sampled* is
@@ -40,12 +27,6 @@ first one does (`ranks="all"` changes that); see [distributed.md](distributed.md
 """
 
 
-def section_of(spec: Spec) -> str:
-    """The section of the page that a metric belongs to."""
-    fitting = [(len(prefix), title) for title, own in SECTIONS.items() for prefix in own if spec.name.startswith(prefix)]
-    return max(fitting)[1]
-
-
 def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
     if spec.name.startswith("torch_run_"):
@@ -53,7 +34,9 @@ def ranks(spec: Spec) -> str:
     return "part, copy" if "layer" in spec.labels else "all"
 
 
-_SWITCH = {"whole_run": 'collectors={"whole_run": True}'}
+def switch(spec: Spec) -> str:
+    """What switches a metric on that is off by default: a collector or an option."""
+    return f'collectors={{"{spec.opt_in}": True}}' if spec.opt_in in REGISTRY.names else f"{spec.opt_in}=True"
 
 
 def rows(specs: list[Spec]) -> Iterator[str]:
@@ -64,7 +47,7 @@ def rows(specs: list[Spec]) -> Iterator[str]:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         meaning = spec.help
         if spec.opt_in:
-            meaning += f" Only with `{_SWITCH.get(spec.opt_in, f'{spec.opt_in}=True')}`."
+            meaning += f" Only with `{switch(spec)}`."
         if spec.kind is Kind.HISTOGRAM:
             meaning += f" Buckets: {', '.join(f'{bound:g}' for bound in spec.buckets)}."
         yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {ranks(spec)} | {meaning} |"
@@ -72,10 +55,10 @@ def rows(specs: list[Spec]) -> Iterator[str]:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    for title in SECTIONS:
-        members = [spec for spec in CATALOGUE.values() if section_of(spec) == title]
-        parts.append(f"## {title}\n\n" + "\n".join(rows(members)) + "\n")
+    members: dict[str, list[Spec]] = {}
+    for section in REGISTRY.catalogue.sections:
+        members.setdefault(section.title, []).extend(section.specs)
+    parts = [HEAD, *(f"## {title}\n\n" + "\n".join(rows(specs)) + "\n" for title, specs in members.items())]
     return "\n".join(parts)
 
 

@@ -1,56 +1,83 @@
-"""The rooms keep their doors: who may import whom."""
+"""The package keeps its shape: who may import whom, how long functions are, and what an import does."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
+import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "torch_grad_exporter"
 
-FORBIDDEN = {
-    "outputs/http": ("torch", "torch_grad_exporter.collectors", "torch_grad_exporter.capture", "torch_grad_exporter.aggregation"),
-    "outputs/prometheus": (
-        "torch",
-        "torch_grad_exporter.collectors",
-        "torch_grad_exporter.capture",
-        "torch_grad_exporter.aggregation",
-    ),
-    "collectors": ("torch_grad_exporter.outputs", "torch_grad_exporter.exporter"),
-    "statistics": ("torch_grad_exporter.metrics.catalogue", "torch_grad_exporter.aggregation", "torch_grad_exporter.outputs"),
-    "capture": ("torch_grad_exporter.metrics.catalogue", "torch_grad_exporter.aggregation"),
-    "aggregation": ("torch_grad_exporter.capture", "torch_grad_exporter.collectors"),
-    "metrics/families.py": ("torch", "torch_grad_exporter."),
+PLANTED = {
+    "rooms": ("model/layers.py", "torch_grad_exporter.outputs.live.history"),
+    "outputs": ("outputs/live/view.py", "torch_grad_exporter.outputs.otlp.delta"),
+    "server": ("outputs/http/message.py", "torch"),
+    "metrics": ("metrics/catalogue.py", "torch"),
+    "families": ("metrics/families.py", "torch_grad_exporter.errors"),
+    "statistics": ("statistics/eager.py", "torch_grad_exporter.metrics.catalogue"),
 }
+"""By contract of pyproject.toml: an import that breaks it, and the file to plant it in."""
 
 
-def imported(path: pathlib.Path) -> set[str]:
-    """The full names that a file imports, at any depth."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names
+def contracts(package: pathlib.Path, *chosen: str) -> subprocess.CompletedProcess[str]:
+    """What `lint-imports` says of the package in this folder, by all contracts or by some."""
+    program = pathlib.Path(sys.executable).with_name("lint-imports")
+    only = [argument for contract in chosen for argument in ("--contract", contract)]
+    config = ["--config", str(PACKAGE.parent / "pyproject.toml")]
+    return subprocess.run(
+        [program, *config, "--no-cache", "--no-logo", *only], cwd=package, capture_output=True, text=True, check=False
+    )
 
 
-@pytest.mark.parametrize("room", FORBIDDEN)
-def test_a_room_imports_only_what_lies_before_it(room: str) -> None:
-    """No file of the room imports, anywhere in it, what the direction of the data forbids."""
-    files = [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py"))
-    assert files
-    found = {
-        f"{path.name}: {name}"
-        for path in files
-        for name in imported(path)
-        for wrong in FORBIDDEN[room]
-        if name == wrong or name.startswith(f"{wrong.rstrip('.')}.")
-    }
-    assert found == set()
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with a copy of the package's sources."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "shipped", "page"))
+    return folder
+
+
+def test_no_room_imports_from_above() -> None:
+    """The package as it is keeps every contract of pyproject.toml, and each of them has a planted import below."""
+    declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert {contract["id"] for contract in declared} == set(PLANTED)
+    result = contracts(PACKAGE.parent)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("contract", PLANTED)
+def test_a_planted_import_breaks_its_contract(copy: pathlib.Path, contract: str) -> None:
+    """A single forbidden import, planted within a function of a copy of the package, is found and named by the contract."""
+    path, imported = PLANTED[contract]
+    file = copy / PACKAGE.name / path
+    before = file.read_text()
+    assert contracts(copy, contract).returncode == 0
+    try:
+        file.write_text(f"{before}\n\ndef _planted() -> None:\n    import {imported}\n")
+        result = contracts(copy, contract)
+    finally:
+        file.write_text(before)
+    room = path.removesuffix(".py").replace("/", ".")
+    assert result.returncode == 1
+    assert f"{PACKAGE.name}.{room} -> {imported}" in " ".join(result.stdout.split())
+
+
+def test_a_folder_in_no_line_is_found(copy: pathlib.Path) -> None:
+    """A new folder that the order of rooms does not name breaks the contract: nothing stands outside of it."""
+    attic = copy / PACKAGE.name / "attic"
+    attic.mkdir()
+    try:
+        (attic / "__init__.py").write_text("")
+        result = contracts(copy, "rooms")
+    finally:
+        shutil.rmtree(attic)
+    assert result.returncode == 1
+    assert "attic" in result.stdout
 
 
 def length(function: ast.FunctionDef) -> int:

@@ -365,12 +365,12 @@ def test_which_failures_are_a_handlers() -> None:
     try:
         for handler in (stop, Stops(), Stops().stop, functools.partial(stop), lambda *_: stop()):
             signal.signal(signal.SIGUSR1, handler)
-            raised = failure_of(lambda: errors.guard("capture", lambda: signal.raise_signal(signal.SIGUSR1)))
+            raised = failure_of(lambda: errors.boundary("capture")(signal.raise_signal, signal.SIGUSR1))
             assert raised_by_handler(raised)
             assert errors.counts() == {}
     finally:
         signal.signal(signal.SIGUSR1, before)
-    errors.guard("capture", stop)
+    errors.boundary("capture")(stop)
     assert errors.counts() == {"capture": 1}
     assert not raised_by_handler(failure_of(stop))
 
@@ -398,11 +398,11 @@ def test_closing_in_a_handler_that_interrupts_closing(starter: Starter) -> None:
             print("closed", flush=True)
 
         signal.signal(signal.SIGALRM, close)
-        close_hooks = exporter._hooks.close
-        exporter._hooks.close = lambda: (close_hooks(), signal.raise_signal(signal.SIGALRM))
-        hold = exporter._closing.__enter__()
+        close_hooks = exporter._training.hooks.close
+        exporter._training.hooks.close = lambda: (close_hooks(), signal.raise_signal(signal.SIGALRM))
+        hold = exporter._ending._closing.__enter__()
         signal.raise_signal(signal.SIGALRM)
-        exporter._closing.__exit__(None, None, None)
+        exporter._ending._closing.__exit__(None, None, None)
         """
     end = end_of(starter.start(program("exporter.close()", before), "watched"))
     assert (end.status, end.err) == (0, "")
@@ -424,7 +424,7 @@ if exporter is not None:
 
 HANGS = """
 if exporter is not None:
-    exporter._host.snapshot = lambda: time.sleep(60)
+    exporter._scrape._prepare = lambda: time.sleep(60)
 """
 
 HELD = """
@@ -567,22 +567,22 @@ def test_no_child_has_our_sockets(starter: Starter, tmp_path: Path) -> None:
 
 FORKED = """
 asked, go = threading.Event(), threading.Event()
-snapshot = exporter._host.snapshot
+prepare = exporter._scrape._prepare
 
 def slow():
     with exporter._host._lock:
         asked.set()
         go.wait(20)
-    return snapshot()
+    prepare()
 
-exporter._host.snapshot = slow
+exporter._scrape._prepare = slow
 asked.wait(20)
 child = os.fork()
 if child == 0:
     step(torch.randn(5, 6))
     exporter.observe(loss=1.0)
     exporter.step()
-    exporter._host.snapshot = snapshot
+    exporter._scrape._prepare = prepare
     exporter.collect()
     exporter.close()
     print("child", os.getpid(), flush=True)

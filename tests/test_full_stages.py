@@ -62,7 +62,7 @@ class Loop:
 
 def without_worker(exporter: Exporter) -> Exporter:
     """Ends the worker's thread, as if it were starved."""
-    exporter._host._stop.set()
+    exporter._host._thread.stop()
     exporter._host._thread.join()
     return exporter
 
@@ -76,7 +76,7 @@ def test_samples_are_skipped_where_nobody_takes_them(monkeypatch: pytest.MonkeyP
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
         loop.train(50)
-        captured = exporter._capture.samples
+        captured = exporter._training.capture.samples
         assert 5 < captured < 30  # of each sample there are a few records
         assert value(exporter, STEPS, optimizer="SGD") == 50
         assert value(exporter, CAPTURES) == captured
@@ -93,7 +93,7 @@ def test_a_full_mailbox_leaves_out_and_counts(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(events, "ROOM", 20)
     loop = Loop()
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), without_worker(watching(loop.model, every=100)) as exporter:
-        post = exporter._clock._mailbox
+        post = exporter._training.clock._mailbox
         loop.train(2)
         values(exporter)
         for _ in range(50):
@@ -117,7 +117,7 @@ def test_vectors_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
         loop.train(50)
-        waiting = [event for event in exporter._clock._mailbox if isinstance(event, Captured)]
+        waiting = [event for event in exporter._training.clock._mailbox if isinstance(event, Captured)]
         held = sum(part.ticket.values.nbytes for event in waiting for part in event.parts)
         captured = len(waiting)
         del waiting
@@ -171,9 +171,9 @@ def test_a_full_ring_skips_and_counts() -> None:
     """With a ring of eight buffers and no worker, eight vectors wait; each sample beyond is skipped and counted."""
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
-        exporter._capture._reader._transfer = Device()
+        exporter._training.capture._reader._transfer = Device()
         loop.train(40)
-        captured = exporter._capture.samples
+        captured = exporter._training.capture.samples
         assert 4 <= captured <= 8  # a sample that was measured again before the step has two
         assert value(exporter, CAPTURES) == captured
         assert value(exporter, SKIPPED) == 40 - captured

@@ -12,7 +12,7 @@ import torch
 from tests.support.real_prometheus import prometheus
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.metrics.catalogue import DECADES
+from torch_grad_exporter.metrics.buckets import DECADES
 
 pytestmark = pytest.mark.server
 

@@ -41,13 +41,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import real_prometheus
+from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, mode, value, values
 from tests.support.tools import eventually, find
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.transfer.transfer import SENTINEL, HostTransfer, _UnderWay
 
@@ -1061,7 +1061,7 @@ def test_device_assert_with_the_last_evidence_in_flight() -> None:
     assert device.asked == 0
     assert found is not None
     assert np.array_equal(found, [math.nan, 3.0], equal_nan=True)
-    failures.guard("capture", lambda: transfer.send(device))  # type: ignore[arg-type]
+    failures.boundary("capture")(lambda: transfer.send(device))  # type: ignore[arg-type]
     assert failures.counts() == {"capture": 1}
 
 

@@ -148,20 +148,12 @@ class ErrorLog:
         guard = self._shared.get(source) or self._shared.setdefault(source, self.boundary(source))
         guard(action)
 
-    # The shared guards by name, until each collector has its own.
 
-    def record(self, source: str, error: Exception) -> None:
-        """Counts one failure of a source that `switched_off` guards; logs the first one and the switching off."""
-        self._shared.setdefault(source, self.boundary(source)).failed(error)
-
-    def succeeded(self, source: str) -> None:
-        """Ends a row of failures."""
-        if source in self._shared:
-            self._shared[source].succeeded()
-
-    def switched_off(self, source: str) -> bool:
-        """Whether the source has failed too often in a row to be called again."""
-        return source in self._shared and self._shared[source].off
+def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
+    """Runs `action`; what it has raised, `None` if nothing. For a failure that somebody else is to judge, as in another thread."""
+    failures: list[Exception] = []
+    Guard(failures.append)(action, *arguments)
+    return failures[0] if failures else None
 
 
 def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:

@@ -1,76 +1,60 @@
-"""The composition root: `Exporter` builds the stages, wires them together and owns every handle; `close()` gives them back."""
+"""The composition root: builds the stages in the order of the data, owns their handles, and gives them back with `close()`."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import platform
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-import prometheus_client
 import torch
-from opentelemetry.metrics import MeterProvider
-from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter import lifecycle, torch_compat
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
-from torch_grad_exporter.capture.build import Capture, CaptureOptions
+from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader, Scaler
+from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.watched_loader import WatchedLoader
-from torch_grad_exporter.collectors import NAMES, resources
-from torch_grad_exporter.collectors.exporter import ExporterCollector
-from torch_grad_exporter.collectors.gradients import GradientCollector, dead_from
-from torch_grad_exporter.collectors.scrape import SOURCE as COLLECTOR
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext, ScrapeSize, Snapshots
+from torch_grad_exporter.collectors.gradients import dead_from
+from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.training import TrainingCollector
-from torch_grad_exporter.collectors.whole_run import WholeRunCollector
-from torch_grad_exporter.config.settings import Settings
-from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.distributed.store import JobStore
-from torch_grad_exporter.distributed.whole_run import WholeRun
-from torch_grad_exporter.errors import ErrorLog, say
-from torch_grad_exporter.metrics.catalogue import CATALOGUE, STANDARD
-from torch_grad_exporter.metrics.families import Collector, Family
-from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.collectors.train_info import TrainInfo, device_kinds
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.distributed.identity import LateGroup, hostname
+from torch_grad_exporter.errors import ErrorLog, Guard, say
+from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.outputs.http.web_config import WebConfigFile
+from torch_grad_exporter.model.watched import WatchedModels
+from torch_grad_exporter.outputs.announcement import Announcement
 from torch_grad_exporter.outputs.live.live import Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
-from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
-from torch_grad_exporter.outputs.outputs import Outputs, Rank
+from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.transfer.events import Hints, mailbox
+from torch_grad_exporter.transfer.events import Hints, Mailbox, mailbox
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
-    "devices", "discovery", "textfile", "web_config", "otlp", "history", *(f"{COLLECTOR}_{name}" for name in NAMES),
+    "devices", "discovery", "textfile", "web_config", "otlp", "history",
 )  # fmt: skip
-"""Every boundary at which a failure of ours can be counted."""
-
-LATE_GROUP = (
-    "the process group came after the exporter: this rank's series carry rank %d, as those of the others may, and all show "
-    "their layers; start the exporter after init_process_group, or with torchrun"
-)
+"""Every boundary at which a failure of ours can be counted, but for the collectors."""
 
 STORE_SECONDS = 0.4
 """That the end waits for the job's store, at most."""
@@ -78,25 +62,166 @@ STORE_SECONDS = 0.4
 _Batch = TypeVar("_Batch")
 
 
+# The stages, in the order of the data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSide:
+    """What belongs to the training thread. `hints`: the one way back, from the host's side."""
+
+    mailbox: Mailbox
+    hints: Hints
+    hooks: Hooks
+    clock: StepClock
+    schedule: SamplingSchedule
+    optimizers: Optimizers
+    memory: DeviceMemory
+    capture: Capture
+
+
+def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
+    settings, index = checked.settings, checked.index
+    post, hints = mailbox(), Hints()
+    hooks, clock = Hooks(errors), StepClock(post)
+    schedule = SamplingSchedule(settings.every, settings.overhead_budget)
+    optimizers = Optimizers(index, checked.optimizers)
+    reader = GradientReader(
+        optimizers=optimizers,
+        statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
+        mailbox=post,
+        hints=hints,
+        scaler=checked.grad_scaler,
+    )
+    memory = DeviceMemory(used=lambda: reader.devices)
+    guard = errors.boundary("devices")
+
+    def look_at_devices() -> None:
+        guard(memory.look)
+
+    capture = Capture(
+        index=index,
+        models=len(checked.models),
+        optimizers=optimizers,
+        reader=reader,
+        schedule=schedule,
+        clock=clock,
+        mailbox=post,
+        hooks=hooks,
+        errors=errors,
+        options=checked.capture,
+        periodic=look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
+    )
+    return TrainingSide(
+        mailbox=post, hints=hints, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
+        capture=capture,
+    )  # fmt: skip
+
+
+def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
+    exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
+    ledger = GradientLedger(checked.settings.dead_window, training.hints, exponentials)
+    ledger.use(checked.index.table)
+    return HostSide(training.mailbox, ledger, TrainingTotals(), errors, periodic=training.capture.look)
+
+
+def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: ErrorLog, ending: lifecycle.Ending) -> Scrape:
+    snapshots, group = Snapshots(host.snapshot), LateGroup(checked.identity, checked.rank)
+
+    def prepare() -> None:
+        snapshots.renew()
+        group.look()
+
+    context = _collector_context(checked, training, snapshots, errors, ending)
+    collectors = REGISTRY.made(checked.settings.collectors, context)
+    return Scrape(collectors, errors, prepare, size=context.scrape_size)
+
+
+def _collector_context(
+    checked: Checked, training: TrainingSide, snapshots: Snapshots, errors: ErrorLog, ending: lifecycle.Ending
+) -> CollectorContext:
+    """What collectors read from."""
+    capture = training.capture
+    expected = device_kinds(checked.index, checked.models.values())
+    return CollectorContext(
+        snapshots=snapshots,
+        clock=training.clock,
+        optimizers=training.optimizers.names,
+        capture=capture,
+        schedule=training.schedule,
+        memory=training.memory,
+        errors=errors,
+        identity=checked.identity,
+        rank=checked.rank,
+        store=checked.store,
+        shown=checked.shown,
+        scrape_size=ScrapeSize(),
+        info=TrainInfo(checked.identity, lambda: capture.devices, expected),
+        ended=lambda: ending.state,
+        phases_timed=lambda: capture.devices <= {"cpu"},
+    )
+
+
+# What shows them
+
+
+def _run(checked: Checked, announcement: Announcement) -> Run:
+    return Run(checked.run, checked.rank, checked.identity.world_size, hostname(), __version__, targets=announcement.body)
+
+
+def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, errors: ErrorLog, *, dead_window: int) -> View:
+    clock = training.clock
+    return View(
+        run,
+        host.snapshot,
+        lambda: max(clock.counts().steps.values(), default=0),
+        scrape,
+        dead_from=dead_from(dead_window),
+        now=time.time,
+        on_error=functools.partial(errors.count, "history"),
+    )
+
+
+def _announcement(checked: Checked, errors: ErrorLog) -> Announcement:
+    chosen = checked.settings
+    return Announcement(
+        checked.whose, checked.store, errors,
+        addr=chosen.addr, advertise=chosen.advertise, sd_dir=chosen.sd_dir, labels=chosen.labels,
+    )  # fmt: skip
+
+
+def _health(run: str, rank: int, training: TrainingSide, errors: ErrorLog) -> dict[str, object]:
+    return {
+        "status": "ok",
+        "run": run,
+        "rank": rank,
+        "version": __version__,
+        "capture_mode": training.capture.mode.value,
+        "sampling_interval_steps": training.schedule.interval,
+        "sampling_interval_at_cap": training.schedule.capped,
+        "errors": sum(errors.counts().values()),
+    }
+
+
+# The user's door
+
+
 @dataclass(frozen=True, slots=True)
-class _Ending:
-    """How the run ended, for `torch_train_state` and the page.
+class _Guards:
+    """Of the calls that come through the exporter itself. What may be right the next time is never switched off."""
 
-    `error`: the type of the exception that has ended it; no more of that, since a message may hold anything.
-    `interrupted`: by somebody who is at the keyboard.
-    """
-
-    state: str | None = None
-    error: str | None = None
-    interrupted: bool = False
+    observe: Guard
+    step: Guard
+    request: Guard
+    close: Guard
 
     @classmethod
-    def by(cls, error: BaseException | None) -> _Ending:
-        """Ctrl-C is an end, as somebody wants it, and so is `sys.exit` with a status of success."""
-        success = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is None or success or isinstance(error, KeyboardInterrupt):
-            return cls("finished", interrupted=isinstance(error, KeyboardInterrupt))
-        return cls("failed", type(error).__name__)
+    def of(cls, errors: ErrorLog) -> _Guards:
+        return cls(
+            observe=errors.boundary("observe", limit=None),
+            step=errors.boundary("observe", "step"),
+            request=errors.boundary("request", limit=None),
+            close=errors.boundary("close", limit=None),
+        )
 
 
 class Exporter:
@@ -105,218 +230,73 @@ class Exporter:
     `port` is the port in use and `url` the address of the metrics on this host; both `None` if nothing is served.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, torch.nn.Module],
-        index: LayerIndex,
-        settings: Settings,
-        identity: distributed.Identity,
-        *,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        grad_scaler: Scaler | None,
-        registry: prometheus_client.CollectorRegistry | None,
-        web_config: WebConfigFile | None,
-        run: str,
-        store: JobStore,
-        push: PushSettings | None = None,
-        meter_provider: MeterProvider | None = None,
-    ) -> None:
-        self.settings = settings
-        self.run = run
-        self.rank = identity.rank if settings.rank is None else settings.rank
-        self._identity = identity
-        self._models = [weakref.ref(module) for module in models.values()]
-        self._index = index
-        self._errors = ErrorLog(SOURCES)
-        self._store = store
-        self._told_of_group = False
-        self._closed = False
-        # Reentrant: a signal's handler may close while its own thread is at it.
-        self._closing = threading.RLock()
-        self._ending = _Ending()
-        self._finalizers: list[weakref.finalize[[], torch.nn.Module]] = []
-        self._build(optimizers, grad_scaler, exponential=push is not None and push.exponential)
-        self._labels = {"run": self.run, "rank": str(self.rank), **settings.labels}
+    def __init__(self, checked: Checked) -> None:
+        self.settings = checked.settings
+        self.run = checked.run
+        self.rank = checked.rank
+        self._errors = ErrorLog((*SOURCES, *REGISTRY.sources))
+        self._guards = _Guards.of(self._errors)
+        self._ending = lifecycle.Ending(checked.identity.world_size)
+        self._store = checked.store
+        self._training = _training_side(checked, self._errors)
+        self._host = _host_side(checked, self._training, self._errors)
+        self._scrape = _scrape(checked, self._training, self._host, self._errors, self._ending)
         self._registry = RegistryCollector(
-            self._scrape, self._labels, CATALOGUE.values(), common=STANDARD, on_error=self._errors.count
+            self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=self._errors.count
         )
-        self._outputs: Outputs | None = None
         self._instruments: Instruments | None = None
-        self._view = self._viewed()
+        announcement = _announcement(checked, self._errors)
+        run = _run(checked, announcement)
+        self._view = _view(run, self._training, self._host, self._scrape, self._errors, dead_window=checked.settings.dead_window)
+        self._outputs: Outputs | None = None
+        # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
+        self._models = WatchedModels(checked.models.values(), gone=self._release)
         try:
-            self._appear(registry, meter_provider)
-            self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
-            self._outputs = self._served(store, web_config, push)
-            self._scrape.start()
-            self._errors.guard("history", self._view.start)
-            self._install(models)
+            self._start(checked, announcement)
         except BaseException:
             self._drop_instruments()  # a run that has not begun has no last values
             self.close()
             raise
 
-    # Building
-
-    def _build(self, optimizers: Mapping[str, torch.optim.Optimizer], grad_scaler: Scaler | None, *, exponential: bool) -> None:
-        """The stages from left to right."""
-        settings, index = self.settings, self._index
-        post = mailbox()
-        hints = Hints()
-        self._hooks = Hooks(self._errors)
-        self._clock = StepClock(post)
-        self._memory = DeviceMemory(used=lambda: self._capture.devices)
-        self._schedule = SamplingSchedule(settings.every, settings.overhead_budget)
-        self._optimizers = Optimizers(index, optimizers)
-        reader = GradientReader(
-            optimizers=self._optimizers,
-            statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
-            mailbox=post,
-            hints=hints,
-            scaler=grad_scaler,
-        )
-        self._capture = Capture(
-            index=index,
-            models=len(self._models),
-            optimizers=self._optimizers,
-            reader=reader,
-            schedule=self._schedule,
-            clock=self._clock,
-            mailbox=post,
-            hooks=self._hooks,
-            errors=self._errors,
-            options=CaptureOptions(local_norm=settings.local_norm, weights=settings.weights),
-            periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
-        )
-        ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
-        ledger.use(index.table)
-        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._capture.look)
-        self._snapshot = self._host.snapshot()
-        self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
-
-    def _collectors(self) -> list[Collector]:
-        """Those that are switched on; one that cannot be made costs only itself."""
-        made: list[Collector] = []
-        factories = {**self._own_collectors(), **resources.collectors(self._identity, self._memory)}
-        for name in NAMES:
-            if name in self.settings.collectors:
-                self._errors.guard(f"{COLLECTOR}_{name}", lambda name=name: made.append(factories[name]()))  # type: ignore[misc]
-        return made
-
-    def _own_collectors(self) -> dict[str, Callable[[], Collector]]:
-        """How the collectors of the training and of the exporter itself are made, by name."""
-
-        def latest() -> Snapshot:
-            return self._snapshot
-
-        return {
-            "gradients": lambda: GradientCollector(
-                lambda: latest().gradients,
-                self._optimizers.names,
-                dead_window=self.settings.dead_window,
-                moments=self.settings.moments,
-                weights=self.settings.weights,
-            ),
-            "training": lambda: TrainingCollector(
-                lambda: latest().totals,
-                self._clock,
-                self._optimizers.names,
-                info=functools.partial(_info, self._identity, self._capture, _kinds(self._index, self._models)),
-                world_size=self._identity.world_size,
-                ended=lambda: self._ending.state,
-                phases=lambda: self._capture.devices <= {"cpu"},
-            ),
-            "whole_run": self._whole_run,
-            "exporter": lambda: ExporterCollector(latest, self._capture, self._schedule, self._errors, lambda: self._scrape.series),
-        }
-
-    def _whole_run(self) -> WholeRunCollector:
-        whole_run = WholeRun(
-            self._store,
-            self.rank,
-            self._identity.world_size,
-            snapshot=self._host.snapshot,
-            steps=lambda: sum(self._clock.counts().steps.values()),
-            on_error=functools.partial(self._errors.count, f"{COLLECTOR}_whole_run"),
-        )
-        return WholeRunCollector(whole_run)
-
-    def _look_at_devices(self) -> None:
-        self._errors.guard("devices", self._memory.look)
-
-    def _take_snapshot(self) -> None:
-        self._snapshot = self._host.snapshot()
-        if not self._told_of_group and distributed.came_late(self._identity):
-            self._told_of_group = True
-            say(logger, logging.WARNING, LATE_GROUP, self.rank)
-
-    def _served(self, store: JobStore, web_config: WebConfigFile | None, push: PushSettings | None) -> Outputs:
-        rank = Rank(self.run, self.rank, self._identity, self._labels)
-        return Outputs(
+    def _start(self, checked: Checked, announcement: Announcement) -> None:
+        """From here on the training is watched, and what is seen of it is shown."""
+        if checked.registry is not None:
+            self._registry.register(checked.registry)
+        if checked.meter_provider is not None:
+            on_error = functools.partial(self._errors.count, "request")
+            self._instruments = Instruments(checked.meter_provider, self._scrape, checked.labels, on_error=on_error)
+        self._errors.boundary("worker", limit=None)(self._host.start)  # without its thread, scrapes drain the mailbox
+        self._outputs = Outputs(
             self._scrape,
-            rank,
-            self.settings,
+            checked.whose,
+            checked.outputs,
             self._errors,
-            health=self._health,
-            store=store,
-            web_config=web_config,
-            push=push,
+            health=functools.partial(_health, checked.run, checked.rank, self._training, self._errors),
+            announcement=announcement,
+            web_config=checked.web_config,
+            push=checked.push,
             page=self._view.page,
         )
-
-    def _appear(self, registry: prometheus_client.CollectorRegistry | None, provider: MeterProvider | None) -> None:
-        """In what the user has already."""
-        if registry is not None:
-            self._registry.register(registry)
-        if provider is not None:
-            on_error = functools.partial(self._errors.count, "request")
-            self._instruments = Instruments(provider, self._scrape, self._labels, on_error=on_error)
-
-    def _viewed(self) -> View:
-        run = Run(
-            self.run,
-            self.rank,
-            self._identity.world_size,
-            distributed.hostname(),
-            __version__,
-            targets=lambda: b"[]" if self._outputs is None else self._outputs.targets(),
-        )
-        return View(
-            run,
-            self._host.snapshot,
-            lambda: max(self._clock.counts().steps.values(), default=0),
-            self._scrape,
-            dead_from=dead_from(self.settings.dead_window),
-            now=time.time,
-            on_error=functools.partial(self._errors.count, "history"),
-        )
-
-    def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
-        """Registers the hooks; from here on the training is watched."""
-        for number, module in enumerate(models.values()):
-            self._capture.watch(number, module)
-            # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
-            self._finalizers.append(weakref.finalize(module, self._release))
-            self._finalizers[-1].atexit = False
-        self._capture.watch_optimizers()
+        self._scrape.start()
+        if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
+            self._errors.boundary("devices", limit=None)(self._training.memory.look_at_once)
+        self._errors.boundary("history", limit=None)(self._view.start)
+        for number, module in enumerate(checked.models.values()):
+            self._training.capture.watch(number, module)
+        self._training.capture.watch_optimizers()
+        torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
-
-    def _release(self) -> None:
-        """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
-        for action in (self._capture.release, self._capture.release_witness):
-            self._errors.guard("close", action)
-
-    # The user's door
 
     @property
     def port(self) -> int | None:
         """The port in use, `None` if nothing is served."""
-        return None if self._outputs is None or self._closed else self._outputs.port
+        return None if self._outputs is None or self._ending.closed else self._outputs.port
 
     @property
     def url(self) -> str | None:
         """The address of the metrics as seen from this host, `None` if nothing is served."""
-        return None if self._outputs is None or self._closed else self._outputs.url
+        return None if self._outputs is None or self._ending.closed else self._outputs.url
 
     def observe(
         self,
@@ -335,11 +315,8 @@ class Exporter:
         """
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         for name, value in values.items():
-            if value is not None and not self._closed:
-                try:
-                    self._capture.observe(name, value)
-                except Exception as error:  # noqa: BLE001 - the boundary: a wrong value must not end the training
-                    self._errors.count("observe", error)
+            if value is not None and not self._ending.closed:
+                self._guards.observe(self._training.capture.observe, name, value)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
@@ -347,145 +324,93 @@ class Exporter:
         To be called after the step and before the gradients are cleared. `number` numbers the step, so that ranks
         or restarted runs count alike.
         """
-        if not self._closed:
-            self._errors.guard("observe", lambda: self._capture.manual_step(number))
+        if not self._ending.closed:
+            self._guards.step(self._training.capture.manual_step, number)
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
-        return WatchedLoader(loader, self._clock, self._errors)
+        return WatchedLoader(loader, self._training.clock, self._errors)
 
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
-        try:
-            return self._scrape()
-        except Exception as error:  # noqa: BLE001 - the boundary: whoever asks may be the training
-            self._errors.count("request", error)
-            return []
+        return self._guards.request.result(self._scrape) or []
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.
 
         A failure, such as a full disk, is logged: the training goes on.
         """
-        try:
-            self._view.save(os.fspath(path))
-        except Exception as error:  # noqa: BLE001 - the boundary: a picture must not end the training
-            self._errors.tell("history", error)
+        Guard(functools.partial(self._errors.tell, "history"))(lambda: self._view.save(os.fspath(path)))
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Whether this exporter watches one of the models."""
-        mine = {id(module) for reference in self._models if (module := reference()) is not None}
-        return any(id(model) in mine for model in models)
+        return self._models.any_of(models)
 
     @property
     def orphaned(self) -> bool:
         """Whether all models that this exporter watched are gone."""
-        return all(reference() is None for reference in self._models)
+        return self._models.all_gone
+
+    # The end
 
     def close(self) -> None:
         """Removes every hook, thread, socket and reference. Idempotent, from any thread, never raises."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-        if self._ending.state is None:
-            self._ending = _Ending("finished")
-        for action in (
-            self._hooks.close,
-            self._capture.settle,
-            self._capture.close,
-            self._host.close,
-            lambda: self._view.close(self._ending.error),
-            self._close_outlets,
-            self._registry.close,
-            self._close_instruments,
-            self._scrape.close,
-            lambda: self._store.close(STORE_SECONDS),
-        ):
-            self._errors.guard("close", action)
-        for finalizer in self._finalizers:
-            finalizer.detach()
-        living.discard(self)
+        if not self._ending.close():
+            return
+        for action in self._closers():
+            self._guards.close(action)
+        lifecycle.unregister(self)
+
+    def _closers(self) -> Iterator[Callable[[], object]]:
+        """What gives back what each part holds, in the order of the data."""
+        training = self._training
+        yield training.hooks.close
+        yield training.capture.settle
+        yield training.capture.close
+        yield self._host.close
+        yield functools.partial(self._view.close, self._ending.error)
+        if self._outputs is not None:
+            yield functools.partial(self._outputs.close, failed=self._ending.failed, hurried=self._ending.hurried)
+        yield self._registry.close
+        if self._instruments is not None:
+            yield self._instruments.close
+        yield self._scrape.close
+        yield functools.partial(self._store.close, STORE_SECONDS)
+        yield self._models.close
 
     def end(self, error: BaseException | None) -> None:
-        """Closes at the end of the process, if nobody has; `error`: what has ended it, if an exception has."""
-        if not self._closed:
-            self._ending = _Ending.by(error)
+        """Closes at the end of a `with` or of the process; `error`: what has ended it. The first end is the one that counts."""
+        self._ending.by(error)
         self.close()
-
-    def _close_instruments(self) -> None:
-        if self._instruments is not None:
-            self._instruments.close()
-
-    def _drop_instruments(self) -> None:
-        if self._instruments is not None:
-            self._instruments.drop()
-
-    def _close_outlets(self) -> None:
-        if self._outputs is not None:
-            failed = self._ending.state == "failed"
-            # The ranks of a run that fails wait for each other, and for the launcher that is to end them.
-            hurried = self._ending.interrupted or (failed and self._identity.world_size > 1)
-            self._outputs.close(failed=failed, hurried=hurried)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._ending = _Ending.by(error)
-        self.close()
+        self.end(error)
 
     def __repr__(self) -> str:
-        where = "closed" if self._closed else self.url or "not serving"
+        where = "closed" if self._ending.closed else self.url or "not serving"
         return f"<Exporter run={self.run!r} rank={self.rank} {where}>"
 
-    def _health(self) -> dict[str, object]:
-        return {
-            "status": "ok",
-            "run": self.run,
-            "rank": self.rank,
-            "version": __version__,
-            "capture_mode": self._capture.mode.value,
-            "sampling_interval_steps": self._schedule.interval,
-            "sampling_interval_at_cap": self._schedule.capped,
-            "errors": sum(self._errors.counts().values()),
-        }
+    def _release(self) -> None:
+        """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
+        capture = self._training.capture
+        for action in (capture.release, capture.release_witness):
+            self._guards.close(action)
+
+    def _drop_instruments(self) -> None:
+        if self._instruments is not None:
+            self._instruments.drop()
 
     def after_fork_in_child(self) -> None:
         """The forked child is another process: it serves nothing, watches nothing and frees the port."""
-        self._closed = True
-        self._closing = threading.RLock()
+        self._ending.after_fork_in_child()
         if self._outputs is not None:
             self._outputs.after_fork_in_child()
         self._drop_instruments()
         self._store.after_fork_in_child()
         self._host.after_fork_in_child()
         self._scrape.after_fork_in_child()
-        self._hooks.disconnect()
-        self._capture.release_witness()
-
-
-def _kinds(index: LayerIndex, models: Iterable[weakref.ref[torch.nn.Module]]) -> frozenset[str]:
-    """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
-    every = [parameter for reference in models if (module := reference()) is not None for parameter in module.parameters()]
-    if any(is_lazy(parameter) or parameter.is_meta for parameter in every):
-        return frozenset()
-    return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
-
-
-def _info(identity: distributed.Identity, capture: Capture, expected: frozenset[str]) -> dict[str, str] | None:
-    """The labels of `torch_train_info`, `None` as long as they are not known: a series that changed its name would be two.
-
-    `expected`: the kinds of devices that the parameters were on at the start. They count until gradients are somewhere else.
-    """
-    devices = capture.devices if capture.devices - expected else expected
-    if not devices:
-        return None
-    return {
-        "torch_version": str(torch.__version__),
-        "exporter_version": __version__,
-        "python_version": platform.python_version(),
-        "host": distributed.hostname(),
-        "local_rank": str(identity.local_rank),
-        "devices": ",".join(sorted(devices)),
-    }
+        self._training.hooks.disconnect()
+        self._training.capture.release_witness()

@@ -1,7 +1,7 @@
-"""The exporters that nobody has closed, for the process' fork and exit handlers.
+"""What outlives a call: the open exporters, for the process' fork and exit handlers, how a run ends, and the background threads.
 
-They live on, like their hooks, though nobody may hold them. The handlers are registered with the first exporter, and the process
-has one set of them: there is no way to take them back.
+An exporter stays registered until it is closed, like its hooks, though nothing else may hold it. The handlers are registered with
+the first exporter, and the process has one set of them: there is no way to take them back.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import queue
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from torch_grad_exporter.errors import Guard
 
-class Living(Protocol):
-    """What is to be told of the process' end, and of its double."""
+# The process
+
+
+class OpenExporter(Protocol):
+    """What the handlers tell of the process' end and of a fork."""
 
     def end(self, error: BaseException | None) -> None:
         """Gives everything back at the end of the process; never raises. `error`: what has ended it, if an exception has."""
@@ -23,14 +31,14 @@ class Living(Protocol):
         """Lets go, in a forked child, of everything that is the parent's."""
 
 
-_living: dict[Living, None] = {}
+_open: dict[OpenExporter, None] = {}
 _handled = False
 
 
-def add(one: Living) -> None:
-    """Remembers it until `discard`."""
+def register(exporter: OpenExporter) -> None:
+    """Remembers an exporter until `unregister`."""
     global _handled  # noqa: PLW0603 - see above
-    _living[one] = None
+    _open[exporter] = None
     if not _handled:
         _handled = True
         if hasattr(os, "register_at_fork"):
@@ -38,27 +46,211 @@ def add(one: Living) -> None:
         atexit.register(_at_exit)
 
 
-def discard(one: Living) -> None:
-    """Forgets it; one that is not known is none too."""
-    _living.pop(one, None)
+def unregister(exporter: OpenExporter) -> None:
+    """Forgets an exporter; idempotent."""
+    _open.pop(exporter, None)
 
 
-def everyone() -> list[Living]:
-    """All that are not closed, in the order of their start."""
-    return list(_living)
+def open_exporters() -> list[OpenExporter]:
+    """All that are registered, in the order of their start."""
+    return list(_open)
 
 
 def _after_fork_in_child() -> None:
-    for one in everyone():
-        # Nothing can be counted or logged here: what the parent's threads held at the fork is held for ever.
+    for exporter in open_exporters():
+        # Nothing can be counted or logged here: a lock that a thread of the parent held at the fork is never released.
         with contextlib.suppress(Exception):
-            one.after_fork_in_child()
-    _living.clear()
+            exporter.after_fork_in_child()
+    _open.clear()
 
 
 def _at_exit() -> None:
     # What the interpreter has reported last; in a notebook this may have been an earlier cell.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
-    for one in everyone():
-        one.end(error)
+    for exporter in open_exporters():
+        exporter.end(error)
+
+
+# A run
+
+
+class Ending:
+    """The end of a run of `ranks` ranks: how it came, and that everything is given back once. From any thread.
+
+    The first end is the one that counts, for `torch_train_state`, the page and the outputs.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._several = ranks > 1
+        self._end: _End | None = None
+        self._closed = False
+        # Reentrant: a signal's handler may close while its own thread is at it.
+        self._closing = threading.RLock()
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything is given back, or about to be."""
+        return self._closed
+
+    def close(self) -> bool:
+        """Whether whoever calls is the first, who then has to give everything back. A run that has no end yet ends well."""
+        with self._closing:
+            first = not self._closed
+            self._closed = True
+        self.by(None)
+        return first
+
+    def after_fork_in_child(self) -> None:
+        """The child has nothing to give back, and none of the threads that may hold the lock."""
+        self._closed = True
+        self._closing = threading.RLock()
+
+    def by(self, error: BaseException | None) -> None:
+        """The run ends, by this exception if by one. Ctrl-C is an end that was wished for, and so is `sys.exit` with success."""
+        if self._end is None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            success = isinstance(error, SystemExit) and error.code in (None, 0)
+            failed = error is not None and not success and not interrupted
+            self._end = _End(type(error).__name__ if failed else None, interrupted=interrupted)
+
+    @property
+    def state(self) -> str | None:
+        """`finished` or `failed`; `None` while the run goes on."""
+        return None if self._end is None else "finished" if self._end.error is None else "failed"
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended it."""
+        return self.error is not None
+
+    @property
+    def error(self) -> str | None:
+        """The type of the exception that ended it; no more of that, since a message may hold anything."""
+        return None if self._end is None else self._end.error
+
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for the end: at the keyboard, or a launcher, for which ranks that fail wait together."""
+        return self._end is not None and (self._end.interrupted or (self.failed and self._several))
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: str | None
+    interrupted: bool
+
+
+# Threads
+
+
+class BackgroundThread:
+    """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
+
+    It may hang: whoever waits does so for a given time and then leaves it behind, and the end of the program does not wait. In a
+    forked child, which has none of the parent's threads, every method returns at once. `body` has a guard of its own: what it
+    raises ends the thread.
+    """
+
+    def __init__(self, role: str, body: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=body, name=f"torch-grad-exporter-{role}", daemon=True)
+        self._process = os.getpid()
+
+    def start(self) -> None:
+        """Starts it, once. Raises `RuntimeError` where there are no more threads to be had."""
+        if self.in_its_process:
+            self._thread.start()
+
+    @property
+    def in_its_process(self) -> bool:
+        """Whether this is the process that made it, and no forked child."""
+        return os.getpid() == self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether it has started and not ended."""
+        return self.in_its_process and self._thread.is_alive()
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits until it has ended, for so long at most; whether it has. Called by the thread itself it returns at once."""
+        if self.running and self._thread is not threading.current_thread():
+            self._thread.join(None if seconds is None else max(0.0, seconds))
+        return not self.running
+
+
+class BackgroundLoop:
+    """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
+
+    An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
+    A function is asked for the seconds before each iteration. One iteration runs at a time: what was asked for meanwhile, however
+    often, is one more. Each call is behind `guard`, so a failure costs that call alone.
+
+    Nothing here takes a lock but `start` and waiting, so all methods may be called from any thread, also from the loop's own, and
+    from a signal's handler, whatever it has interrupted.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *work: Callable[[], object],
+        guard: Guard,
+        pause: float | Callable[[], float] | None = None,
+        last: Callable[[], object] | None = None,
+    ) -> None:
+        self._work = work
+        self._guard = guard
+        self._pause = pause
+        self._last = last
+        self._stopping = False
+        # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = BackgroundThread(role, self._run)
+
+    def start(self) -> None:
+        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has an iteration begin at once, or after the one under way; before `start`, the first one."""
+        if self._thread.in_its_process:
+            self._wakes.put(None)
+
+    def stop(self) -> None:
+        """Lets the iteration under way come to its end, and begins no other; returns at once. Idempotent."""
+        self._stopping = True
+        self.wake()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called, for work that takes its time."""
+        return self._stopping
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has started and not ended."""
+        return self._thread.running
+
+    def join(self, seconds: float | None = None) -> bool:
+        """As `BackgroundThread.join`."""
+        return self._thread.join(seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Stops it and waits for its end, for so long at most; whether it has ended, else it is left behind. Idempotent."""
+        self.stop()
+        return self.join(seconds)
+
+    def _run(self) -> None:
+        while self._goes_on():
+            for action in self._work:
+                self._guard(action)
+        if self._last is not None:
+            self._guard(self._last)
+
+    def _goes_on(self) -> bool:
+        """Waits until the next iteration is due; whether there is to be one."""
+        pause = self._pause() if callable(self._pause) else self._pause
+        with contextlib.suppress(queue.Empty):
+            self._wakes.get(timeout=None if pause is None else min(max(0.0, pause), threading.TIMEOUT_MAX))
+        while not self._wakes.empty():
+            self._wakes.get()
+        return not self._stopping

@@ -14,7 +14,7 @@ from torch import nn
 from torch_grad_exporter.aggregation.clipping import Clipping, compare, is_unscaling, revealed_scale
 from torch_grad_exporter.aggregation.ledger import UNOWNED, GradientLedger, GradientSnapshot
 from torch_grad_exporter.collectors.gradients import GradientCollector
-from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights

@@ -14,8 +14,13 @@ from tests.aggregation.test_ledger import NAN, NOW, PLAN, after, captured, close
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import Snapshot
-from torch_grad_exporter.collectors.gradients import GradientCollector
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_NORM,
+    GRAD_SHARD_NORM,
+    GradientCollector,
+)
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, Moment
 from torch_grad_exporter.outputs.live.recorder import Moments
@@ -159,7 +164,7 @@ def test_of_a_sharded_gradient_there_is_no_norm_that_metrics_do_not_have(sharded
         it.ledger.observe_norm(7.0)
     moment = it.look()
     collector = GradientCollector(lambda: it.ledger.snapshot(NOW), ["sgd"], dead_window=20)
-    specs = (c.GRAD_GLOBAL_NORM, c.GRAD_GLOBAL_NORM_AFTER_CLIP, c.GRAD_NORM, c.GRAD_SHARD_NORM)
+    specs = (GRAD_GLOBAL_NORM, GRAD_GLOBAL_NORM_AFTER_CLIP, GRAD_NORM, GRAD_SHARD_NORM)
     whole, clipped, norms, shards = present(collector.collect(), *(spec.name for spec in specs)).values()
     assert (bool(whole), bool(clipped)) == (observed or not any(sharded),) * 2
     assert [math.isfinite(scalar(moment, name)[0]) for name in ("norm", "norm_after_clip")] == [bool(whole), bool(clipped)]

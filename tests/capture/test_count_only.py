@@ -69,7 +69,7 @@ class Loop:
         """Trains until at least so many rounds in a row were only counted, and more will be."""
         for _ in range(1000):
             (one or self.step)()
-            counting = exporter._capture._count_only._counting
+            counting = exporter._training.capture._count_only._counting
             if counting is not None and len(counting.moments) >= rounds:
                 return
         pytest.fail("no round was only counted")
@@ -77,7 +77,7 @@ class Loop:
 
 def resting(exporter: Exporter) -> bool:
     """Whether rounds are only counted now."""
-    return exporter._capture._count_only.counting
+    return exporter._training.capture._count_only.counting
 
 
 def test_steps_backwards_durations_and_samples_are_exact() -> None:
@@ -92,7 +92,7 @@ def test_steps_backwards_durations_and_samples_are_exact() -> None:
                 assert value(exporter, SAMPLES) == 5 * loop.steps
         assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 20
         loop.rest(exporter)
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, "torch_train_step_duration_seconds_count") == loop.steps - 1
         elapsed = value(exporter, "torch_train_step_duration_seconds_sum")
         assert sum(value(exporter, "torch_train_phase_seconds_total", phase=p) for p in ("forward", "backward")) < 0.2 * elapsed
@@ -116,7 +116,7 @@ def test_hooks_rest_in_a_stretch() -> None:
         loop.rest(exporter)
         assert not loop.model._forward_pre_hooks
         assert not loop.model._forward_hooks
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert (list(loop.model._forward_pre_hooks.values()), list(_global_optimizer_post_hooks.values())) == before
 
 
@@ -179,7 +179,7 @@ def test_an_observed_norm_has_the_outcome_of_its_own_step(step_first: bool, skip
         observed(math.nan, skip=skips)
         for _ in range(4):
             observed()
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, NONFINITE, outcome="stepped") == (not skips)
         assert value(exporter, NONFINITE, outcome="skipped") == skips
         assert value(exporter, NONFINITE, outcome="unknown") == 0
@@ -195,13 +195,13 @@ def test_a_norm_keeps_its_outcome_when_the_stretch_ends_before_it(skips: bool) -
         loop.rest(exporter)
         loop.backward()
         exporter.observe(grad_norm=math.nan)
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         if not skips:
             loop.optimizer.step()
         for _ in range(3):
             loop.step()
         loop.rest(exporter)
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, NONFINITE, outcome="stepped") == (not skips)
         assert value(exporter, NONFINITE, outcome="skipped") == skips
         assert value(exporter, SKIPPED) == skips
@@ -241,7 +241,7 @@ def test_a_step_that_the_user_numbers_is_counted_once() -> None:
             loop.step()
             exporter.step(loop.steps)
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-        assert exporter._capture._rounds.tracker.current.number == loop.steps
+        assert exporter._training.capture._rounds.tracker.current.number == loop.steps
 
 
 def test_a_witness_that_is_not_used_costs_no_backward() -> None:
@@ -280,7 +280,7 @@ def test_a_witness_that_fires_twice_is_none() -> None:
             loop.optimizer.zero_grad()
             loop.model(batch(inputs=8)).square().mean().backward()
             loop.optimizer.step()
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, SKIPPED) == 0
         assert value(exporter, BACKWARDS) == value(exporter, STEPS, optimizer="SGD") == 600
 
@@ -296,7 +296,7 @@ def test_one_backward_more_now_and_then_is_no_skipped_step(set_to_none: bool) ->
             if step % 20 == 7:
                 loop.add()
             loop.optimizer.step()
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, SKIPPED) == 0
 
 
@@ -316,7 +316,7 @@ def test_a_shorter_round_is_what_it_is() -> None:
         whole = loop.steps
         accumulated(2)
         accumulated()
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert value(exporter, BACKWARDS) == 4 * whole + 2 + 4
         assert value(exporter, SKIPPED) == 0
 
@@ -327,7 +327,7 @@ def test_a_skipped_step_before_a_stall_is_seen() -> None:
     with watching(loop.model) as exporter:
         loop.rest(exporter)
         loop.backward()
-        exporter._hooks.wake_modules()
+        exporter._training.hooks.wake_modules()
         for _ in range(3):
             loop.step()
         assert value(exporter, SKIPPED) == 1
@@ -354,7 +354,7 @@ def test_a_stretch_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         began = 0
         for _ in range(300):
             loop.step()
-            assert not resting(exporter) or len(exporter._capture._count_only._counting.moments) == 0
+            assert not resting(exporter) or len(exporter._training.capture._count_only._counting.moments) == 0
             began += resting(exporter)
         assert began > 10
         assert value(exporter, STEPS, optimizer="SGD") == 300
@@ -368,9 +368,9 @@ def test_what_the_user_observes_is_not_charged_to_one_round() -> None:
             loop.step()
             exporter.observe(loss=torch.zeros(()))
         assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 5
-        floors = sorted(exporter._schedule.counting._floors)
+        floors = sorted(exporter._training.schedule.counting._floors)
         assert floors[3 * len(floors) // 4] < 20 * floors[0]  # a round that is interrupted by another process costs more
-        assert min(exporter._schedule._steps._seconds) > 0
+        assert min(exporter._training.schedule._steps._seconds) > 0
 
 
 def test_hooks_of_others_keep_their_places() -> None:
@@ -381,9 +381,9 @@ def test_hooks_of_others_keep_their_places() -> None:
         seen: list[str] = []
         loop.model.register_forward_pre_hook(lambda *_: seen.append("before"))
         loop.model.register_forward_hook(lambda *_: seen.append("after"))
-        exporter._hooks.wake_modules()
+        exporter._training.hooks.wake_modules()
         assert len(loop.model._forward_hooks) == 1
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert [type(hook).__name__ for hook in loop.model._forward_pre_hooks.values()] == ["GuardedHook", "function"]
         assert [type(hook).__name__ for hook in loop.model._forward_hooks.values()] == ["GuardedHook", "function"]
         for _ in range(600):
@@ -402,12 +402,12 @@ def test_an_interrupt_at_the_wrong_moment_leaves_no_hook_at_rest(monkeypatch: py
     with watching(loop.model) as exporter:
         loop.rest(exporter)
         with monkeypatch.context() as patch:
-            patch.setattr(type(exporter._hooks), "_put_back", interrupted)
+            patch.setattr(type(exporter._training.hooks), "_put_back", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                exporter._capture._count_only.settle()
+                exporter._training.capture._count_only.settle()
         for _ in range(5):
             loop.step()
-        exporter._capture._count_only.settle()
+        exporter._training.capture._count_only.settle()
         assert loop.model._forward_hooks
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
@@ -420,7 +420,7 @@ def test_where_no_stretch_is_possible_the_schedule_knows() -> None:
         for _ in range(300):
             loop.step()
             second.step()
-        schedule = exporter._schedule
+        schedule = exporter._training.schedule
         assert value(exporter, "torch_grad_exporter_timing_interval_steps") == 1
         assert schedule._available() == pytest.approx(0.0025)
 
@@ -431,7 +431,7 @@ def test_an_evaluation_after_a_stretch_shows(monkeypatch: pytest.MonkeyPatch) ->
     with watching(loop.model) as exporter:
         loop.rest(exporter)
         monkeypatch.setattr(count_only, "STILL_SECONDS", 0.0)
-        exporter._capture._count_only.look()
+        exporter._training.capture._count_only.look()
         loop.model.eval()
         with torch.no_grad():
             loop.model(batch())
@@ -467,7 +467,7 @@ def test_closing_in_a_stretch_loses_nothing_and_leaves_nothing(elsewhere: bool) 
             thread.start()
             thread.join()
         exporter.close()
-        exporter._take_snapshot()
+        exporter._host.snapshot()
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
     assert (dict(_global_optimizer_pre_hooks), dict(_global_optimizer_post_hooks)) == hooks
     assert not loop.model._forward_pre_hooks
@@ -480,14 +480,14 @@ def test_a_forked_child_counts_nothing() -> None:
     loop = Loop()
     with watching(loop.model) as exporter:
         loop.rest(exporter)
-        counting = exporter._capture._count_only._counting
+        counting = exporter._training.capture._count_only._counting
         exporter.after_fork_in_child()
         seen = len(counting.moments), len(counting.backwards)
         for _ in range(10):
             loop.step()
         assert (len(counting.moments), len(counting.backwards)) == seen
         assert set(counting.backwards) == {None}
-        exporter._closed = False
+        exporter._ending._closed = False
 
 
 def test_the_model_stays_ordinary() -> None:
@@ -557,5 +557,5 @@ def test_nothing_is_compiled_again(part: str) -> None:
     with watching(model) as exporter:
         for _ in range(3):
             loop.rest(exporter)
-            exporter._capture._count_only.settle()
+            exporter._training.capture._count_only.settle()
     assert len(compiled) == 1

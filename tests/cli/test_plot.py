@@ -40,7 +40,8 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import picture, plot
 from torch_grad_exporter.cli.plot import PlotError
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
+from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Moment
@@ -66,9 +67,9 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
         at[0] = number
         history.look()
     families = [
-        Family(c.TRAIN_STATE, np.ones(1), LabelRows((("training",),))),
-        Family(c.TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),
-        Family(c.GRAD_DEAD_RATIO, np.full(len(names), 0.95), LabelRows(tuple((name,) for name in names))),
+        Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),))),
+        Family(TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),
+        Family(GRAD_DEAD_RATIO, np.full(len(names), 0.95), LabelRows(tuple((name,) for name in names))),
     ]
     found: plot.Saved = Live(Run(run, 0, 1, "host", "0"), history, lambda: families, now=lambda: 1.8e9 + at[0]).everything()
     return found

@@ -16,12 +16,14 @@ import pynvml
 import pytest
 import torch
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.collected import series
 from tests.support.fake_nvml import FakeDriver, FakeGpu, older
-from torch_grad_exporter.collectors.gpu import QUESTIONS, GpuCollector
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_SUCCESS
+from torch_grad_exporter.collectors.gpu import GPU_MEMORY_USED, QUESTIONS, GpuCollector
+from torch_grad_exporter.collectors.host import HOST_CPU
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import scalar
 from torch_grad_exporter.resources.cuda_visible_devices import Installed, visible
 from torch_grad_exporter.resources.devices import DeviceStatistics
@@ -98,8 +100,8 @@ def test_the_real_names() -> None:
     """Every function and constant that is asked for exists in nvidia-ml-py, and so do the metrics of the catalogue."""
     names = {name for question in QUESTIONS for name in (*question.functions, *question.arguments)}
     assert {name for name in names if not hasattr(pynvml, name)} == set()
-    declared = {spec for spec in c.CATALOGUE.values() if spec.name.startswith("torch_gpu_")}
-    assert {question.spec for question in QUESTIONS} | {c.GPU_MEMORY_USED} == declared
+    declared = {spec for spec in CATALOGUE.values() if spec.name.startswith("torch_gpu_")}
+    assert {question.spec for question in QUESTIONS} | {GPU_MEMORY_USED} == declared
 
 
 def test_devices_in_use_are_found_by_uuid(three: Scene) -> None:
@@ -543,7 +545,7 @@ def test_a_lost_gpu_costs_only_this_collector(one: Scene, caplog: pytest.LogCapt
         name = "host"
 
         def collect(self) -> list[Any]:
-            return [scalar(c.HOST_CPU, 0.5)]
+            return [scalar(HOST_CPU, 0.5)]
 
     errors = ErrorLog(())
     scrape = Scrape([one.collector(), Other()], errors, lambda: None)
@@ -551,8 +553,8 @@ def test_a_lost_gpu_costs_only_this_collector(one: Scene, caplog: pytest.LogCapt
 
     def success() -> dict[str, float]:
         families = {family.spec: family for family in scrape()}
-        assert families[c.HOST_CPU].values[0] == 0.5
-        family = families[c.EXPORTER_COLLECTOR_SUCCESS]
+        assert families[HOST_CPU].values[0] == 0.5
+        family = families[EXPORTER_COLLECTOR_SUCCESS]
         return {row[0]: value for row, value in zip(family.labels.rows, family.values, strict=True)}
 
     with caplog.at_level(logging.WARNING):

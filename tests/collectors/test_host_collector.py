@@ -11,13 +11,22 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from torch_grad_exporter.collectors.host import HostCollector
-from torch_grad_exporter.metrics import catalogue as c
+from tests.support.catalogue import CATALOGUE
+from torch_grad_exporter.collectors.host import (
+    HOST_CPU,
+    HOST_DISK_READ,
+    HOST_DISK_WRITE,
+    HOST_MEMORY_AVAILABLE,
+    HOST_MEMORY_TOTAL,
+    HOST_NETWORK_RECEIVE,
+    HOST_NETWORK_TRANSMIT,
+    HostCollector,
+)
 from torch_grad_exporter.metrics.families import Family, Spec
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
 
-HOST = [spec.name for spec in c.CATALOGUE.values() if spec.name.startswith("torch_host_")]
+HOST = [spec.name for spec in CATALOGUE.values() if spec.name.startswith("torch_host_")]
 
 
 class Cpu(NamedTuple):
@@ -116,7 +125,7 @@ def test_each_declared_metric_is_collected_once() -> None:
 def test_memory_is_that_of_the_host() -> None:
     """Total and available memory, not what is free."""
     collector = Fake().collector()
-    assert (read(collector, c.HOST_MEMORY_TOTAL), read(collector, c.HOST_MEMORY_AVAILABLE)) == (64, 48)
+    assert (read(collector, HOST_MEMORY_TOTAL), read(collector, HOST_MEMORY_AVAILABLE)) == (64, 48)
 
 
 def test_the_first_share_is_since_the_start() -> None:
@@ -126,7 +135,7 @@ def test_the_first_share_is_since_the_start() -> None:
     collector = fake.collector()
     fake.now += 2
     fake.cpu = Cpu(user=101, system=50.5, idle=1000.75, iowait=10.25, irq=0.25, softirq=0.25, steal=1)
-    assert read(collector, c.HOST_CPU) == 0.75
+    assert read(collector, HOST_CPU) == 0.75
 
 
 def test_guests_are_not_counted_twice() -> None:
@@ -135,7 +144,7 @@ def test_guests_are_not_counted_twice() -> None:
     collector = fake.collector()
     fake.now += 10
     fake.cpu = Cpu(user=3, nice=2, guest=3, guest_nice=2, idle=5)
-    assert read(collector, c.HOST_CPU) == 0.5
+    assert read(collector, HOST_CPU) == 0.5
 
 
 def test_each_share_is_over_its_own_time() -> None:
@@ -147,7 +156,7 @@ def test_each_share_is_over_its_own_time() -> None:
     for cpu in (MacCpu(1001, 0, 1000, 5000), MacCpu(1001, 0, 1000, 5001), MacCpu(1001, 0.5, 1000.5, 5002)):
         fake.now += 0.5
         fake.cpu = cpu
-        shares.append(read(collector, c.HOST_CPU))
+        shares.append(read(collector, HOST_CPU))
     assert shares == [1.0, 0.0, 0.5]
 
 
@@ -157,13 +166,13 @@ def test_a_share_needs_half_a_second() -> None:
     collector = fake.collector()
     fake.cpu = Cpu(user=1)
     fake.now += 0.4
-    assert read(collector, c.HOST_CPU) is None
+    assert read(collector, HOST_CPU) is None
     fake.now += 0.2
-    assert read(collector, c.HOST_CPU) == 1
+    assert read(collector, HOST_CPU) == 1
     fake.cpu, fake.now = Cpu(user=1, idle=1), fake.now + 0.4
-    assert read(collector, c.HOST_CPU) == 1
+    assert read(collector, HOST_CPU) == 1
     fake.cpu, fake.now = Cpu(user=2, idle=3), fake.now + 0.2
-    assert read(collector, c.HOST_CPU) == 0.25
+    assert read(collector, HOST_CPU) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -183,9 +192,9 @@ def test_counters_that_step_back_count_for_nothing(before: Cpu, after: Cpu, shar
     fake.cpu = before._replace(user=before.user - 1, idle=before.idle - 3)
     collector = fake.collector()
     fake.cpu, fake.now = before, fake.now + 1
-    assert read(collector, c.HOST_CPU) == 0.25
+    assert read(collector, HOST_CPU) == 0.25
     fake.cpu, fake.now = after, fake.now + 1
-    assert read(collector, c.HOST_CPU) == share
+    assert read(collector, HOST_CPU) == share
 
 
 def test_a_share_comes_back_once_it_can_be_read() -> None:
@@ -197,7 +206,7 @@ def test_a_share_comes_back_once_it_can_be_read() -> None:
     for cpu in (PermissionError(), Cpu(user=7), Cpu(user=8, idle=1), OSError(), Cpu(user=9, idle=4)):
         fake.now += 1
         fake.cpu = cpu
-        shares.append(read(collector, c.HOST_CPU))
+        shares.append(read(collector, HOST_CPU))
     assert shares == [None, None, 0.5, None, 0.25]
 
 
@@ -215,7 +224,7 @@ def test_an_interface_that_goes_takes_nothing_with_it() -> None:
         {"veth1": Net(13, 20)},
     ):
         fake.net = interfaces
-        totals.append((read(collector, c.HOST_NETWORK_TRANSMIT), read(collector, c.HOST_NETWORK_RECEIVE)))
+        totals.append((read(collector, HOST_NETWORK_TRANSMIT), read(collector, HOST_NETWORK_RECEIVE)))
     assert totals == [(50, 60), (61, 82), (62, 84), (62, 84), (65, 84)]
 
 
@@ -226,7 +235,7 @@ def test_interfaces_that_cannot_be_read_for_a_while_do_not_count_again() -> None
     totals = []
     for interfaces in (fake.net, {}, {"lo": Net(9, 9)}, PermissionError(), {"eth0": Net(51, 61)}):
         fake.net = interfaces
-        totals.append(read(collector, c.HOST_NETWORK_RECEIVE))
+        totals.append(read(collector, HOST_NETWORK_RECEIVE))
     assert totals == [60, None, None, None, 61]
 
 
@@ -243,7 +252,7 @@ def sysfs(directory: Path, *hardware: str, **masters: str) -> Path:
 
 def both(collector: HostCollector) -> tuple[float | None, float | None]:
     """Bytes received and sent."""
-    return read(collector, c.HOST_NETWORK_RECEIVE), read(collector, c.HOST_NETWORK_TRANSMIT)
+    return read(collector, HOST_NETWORK_RECEIVE), read(collector, HOST_NETWORK_TRANSMIT)
 
 
 def test_only_hardware_counts_as_network(tmp_path: Path) -> None:
@@ -290,7 +299,7 @@ def test_an_interface_that_is_away_for_a_scrape_counts_once() -> None:
         {"eth0": Net(0, 1001), "eth1": Net(0, 5007)},
     ):
         fake.net = interfaces
-        totals.append(read(collector, c.HOST_NETWORK_RECEIVE))
+        totals.append(read(collector, HOST_NETWORK_RECEIVE))
     assert totals == [6000, 6001, 6008]
 
 
@@ -307,9 +316,9 @@ def test_only_hardware_counts_as_a_disk(tmp_path: Path) -> None:
         "cciss/c0d0": Disk(1, 1, 200, 20),
     }
     collector = fake.collector(block_devices=tmp_path)
-    assert (read(collector, c.HOST_DISK_READ), read(collector, c.HOST_DISK_WRITE)) == (1200, 120)
+    assert (read(collector, HOST_DISK_READ), read(collector, HOST_DISK_WRITE)) == (1200, 120)
     del fake.disks["sda"]
-    assert (read(collector, c.HOST_DISK_READ), read(collector, c.HOST_DISK_WRITE)) == (1200, 120)
+    assert (read(collector, HOST_DISK_READ), read(collector, HOST_DISK_WRITE)) == (1200, 120)
 
 
 @pytest.mark.parametrize("disks", [None, {}, {"loop0": Disk(1, 1, 1, 1)}])
@@ -318,8 +327,8 @@ def test_a_host_without_disks_has_no_disk_totals(disks: object, tmp_path: Path) 
     fake = Fake()
     fake.disks = disks
     samples = shown(fake.collector(block_devices=tmp_path).collect())
-    assert c.HOST_DISK_READ.name not in samples
-    assert c.HOST_DISK_WRITE.name not in samples
+    assert HOST_DISK_READ.name not in samples
+    assert HOST_DISK_WRITE.name not in samples
 
 
 def test_a_name_that_sysfs_refuses_is_no_hardware(tmp_path: Path) -> None:
@@ -327,14 +336,14 @@ def test_a_name_that_sysfs_refuses_is_no_hardware(tmp_path: Path) -> None:
     fake = Fake()
     fake.disks, fake.net = {300 * "x": Disk(1, 1, 1, 1)}, {300 * "x": Net(50, 60)}
     collector = fake.collector(block_devices=tmp_path, network_interfaces=tmp_path)
-    assert (read(collector, c.HOST_DISK_READ), read(collector, c.HOST_NETWORK_RECEIVE)) == (None, 60)
+    assert (read(collector, HOST_DISK_READ), read(collector, HOST_NETWORK_RECEIVE)) == (None, 60)
 
 
 DEPENDS = {
-    "cpu": [c.HOST_CPU],
-    "memory": [c.HOST_MEMORY_TOTAL, c.HOST_MEMORY_AVAILABLE],
-    "disks": [c.HOST_DISK_READ, c.HOST_DISK_WRITE],
-    "net": [c.HOST_NETWORK_RECEIVE, c.HOST_NETWORK_TRANSMIT],
+    "cpu": [HOST_CPU],
+    "memory": [HOST_MEMORY_TOTAL, HOST_MEMORY_AVAILABLE],
+    "disks": [HOST_DISK_READ, HOST_DISK_WRITE],
+    "net": [HOST_NETWORK_RECEIVE, HOST_NETWORK_TRANSMIT],
 }
 
 
@@ -392,7 +401,7 @@ def test_two_scrapes_at_once_count_traffic_once() -> None:
         assert begun.wait(5)
         fake.net_io_counters = later
         pool.submit(collector.collect).add_done_callback(lambda _: done.set())
-    assert read(collector, c.HOST_NETWORK_RECEIVE) == 160
+    assert read(collector, HOST_NETWORK_RECEIVE) == 160
 
 
 def proc(path: str, parse: Callable[[list[str]], int]) -> int:
@@ -418,10 +427,10 @@ def traffic(field: int) -> int:
 def test_totals_are_those_of_the_kernel() -> None:
     """Each total of this machine lies between what /proc says just before and just after."""
     sources = {
-        c.HOST_DISK_READ: lambda: 512 * disk_sectors(5),
-        c.HOST_DISK_WRITE: lambda: 512 * disk_sectors(9),
-        c.HOST_NETWORK_RECEIVE: lambda: traffic(1),
-        c.HOST_NETWORK_TRANSMIT: lambda: traffic(9),
+        HOST_DISK_READ: lambda: 512 * disk_sectors(5),
+        HOST_DISK_WRITE: lambda: 512 * disk_sectors(9),
+        HOST_NETWORK_RECEIVE: lambda: traffic(1),
+        HOST_NETWORK_TRANSMIT: lambda: traffic(9),
     }
     before = {spec: source() for spec, source in sources.items()}
     samples = shown(HostCollector().collect())
@@ -434,7 +443,7 @@ def test_linux_disks_are_looked_up_in_sysfs() -> None:
     """By default what Linux does not know as a disk is none."""
     fake = Fake()
     fake.disks = {"no such disk": Disk(1, 1, 1, 1)}
-    assert read(HostCollector(machine=fake), c.HOST_DISK_READ) is None
+    assert read(HostCollector(machine=fake), HOST_DISK_READ) is None
 
 
 @linux
@@ -443,7 +452,7 @@ def test_linux_interfaces_are_looked_up_in_sysfs() -> None:
     fake, psutils = Fake(), dict(psutil.net_io_counters(pernic=True))
     fake.net = {**psutils, "no such wire": Net(10**18, 10**18)}
     hardware = any((Path("/sys/class/net") / name / "device").exists() for name in psutils)
-    assert ((read(HostCollector(machine=fake), c.HOST_NETWORK_RECEIVE) or 0) < 10**18) == hardware
+    assert ((read(HostCollector(machine=fake), HOST_NETWORK_RECEIVE) or 0) < 10**18) == hardware
 
 
 @linux
@@ -452,8 +461,8 @@ def test_memory_is_what_the_kernel_says() -> None:
     words = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
     kernel = {name: int(kibibytes) * 1024 for name, kibibytes, *_ in words}
     samples = shown(HostCollector().collect())
-    assert samples[c.HOST_MEMORY_TOTAL.name] == kernel["MemTotal:"]
-    assert samples[c.HOST_MEMORY_AVAILABLE.name] == pytest.approx(kernel["MemAvailable:"], abs=0.1 * kernel["MemTotal:"])
+    assert samples[HOST_MEMORY_TOTAL.name] == kernel["MemTotal:"]
+    assert samples[HOST_MEMORY_AVAILABLE.name] == pytest.approx(kernel["MemAvailable:"], abs=0.1 * kernel["MemTotal:"])
 
 
 def kernel_times() -> tuple[int, int]:
@@ -470,7 +479,7 @@ def test_the_share_is_what_the_kernel_says() -> None:
     until = time.monotonic() + 0.6
     while time.monotonic() < until:
         pass
-    share = read(collector, c.HOST_CPU)
+    share = read(collector, HOST_CPU)
     total, idle = (now - then for now, then in zip(kernel_times(), (total, idle), strict=True))
     assert share == pytest.approx(1 - idle / total, abs=0.06)
     assert share > 0

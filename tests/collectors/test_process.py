@@ -24,17 +24,29 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import eventually
-from torch_grad_exporter.collectors.process import CHILDREN_SHARE, ProcessCollector, PsutilFamilies, standard_registry
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.process import (
+    CHILDREN_SHARE,
+    PROCESS_CHILDREN,
+    PROCESS_CHILDREN_CPU_SECONDS,
+    PROCESS_CHILDREN_MEMORY,
+    PROCESS_IO_READ,
+    PROCESS_IO_WRITE,
+    PROCESS_THREADS,
+    PROCESS_UNIQUE_MEMORY,
+    ProcessCollector,
+    PsutilFamilies,
+    standard_registry,
+)
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.resources.children import ChildrenCpu, CpuSeconds, Descendants
 from torch_grad_exporter.resources.readings import SHARE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="compared with Linux' /proc")
 
-DECLARED = [spec.name for spec in c.CATALOGUE.values() if spec.name.startswith(("process_", "python_", "torch_process_"))]
-CHILDREN = (c.PROCESS_CHILDREN, c.PROCESS_CHILDREN_MEMORY, c.PROCESS_CHILDREN_CPU_SECONDS)
+DECLARED = [spec.name for spec in CATALOGUE.values() if spec.name.startswith(("process_", "python_", "torch_process_"))]
+CHILDREN = (PROCESS_CHILDREN, PROCESS_CHILDREN_MEMORY, PROCESS_CHILDREN_CPU_SECONDS)
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -134,7 +146,7 @@ class Scene:
         """The children's CPU time with these children."""
         self.process.values["children"] = list(children)
         self.waited_for = waited_for
-        return read(self.collector, c.PROCESS_CHILDREN_CPU_SECONDS)
+        return read(self.collector, PROCESS_CHILDREN_CPU_SECONDS)
 
 
 DENIED, GONE, ZOMBIE = psutil.AccessDenied(1), psutil.NoSuchProcess(1), psutil.ZombieProcess(1)
@@ -220,7 +232,7 @@ def test_every_standard_sample_is_prometheus_clients_own() -> None:
     def reference() -> dict[tuple[str, tuple[str, ...]], float]:
         metrics = text_string_to_metric_families(prometheus_client.generate_latest(registry).decode())
         samples = [sample for metric in metrics for sample in metric.samples]
-        return {(s.name, tuple(s.labels.get(n, "") for n in c.CATALOGUE[s.name].labels)): s.value for s in samples}
+        return {(s.name, tuple(s.labels.get(n, "") for n in CATALOGUE[s.name].labels)): s.value for s in samples}
 
     gc.collect()
     gc.disable()
@@ -271,9 +283,9 @@ def test_what_psutil_says_is_shown() -> None:
 
 
 DEPENDS = {
-    "num_threads": [c.PROCESS_THREADS],
-    "io_counters": [c.PROCESS_IO_READ, c.PROCESS_IO_WRITE],
-    "memory_full_info": [c.PROCESS_UNIQUE_MEMORY],
+    "num_threads": [PROCESS_THREADS],
+    "io_counters": [PROCESS_IO_READ, PROCESS_IO_WRITE],
+    "memory_full_info": [PROCESS_UNIQUE_MEMORY],
     "children": list(CHILDREN),
 }
 
@@ -304,12 +316,12 @@ def test_what_cannot_be_read_is_absent(source: str, error: Exception) -> None:
 def test_functions_that_a_platform_lacks_are_absent() -> None:
     """On macOS there are no io_counters; the BSDs know no unique memory and count bytes as -1."""
     scene = Scene(io_counters=Io(1, 2, -1, -1), memory_full_info=SimpleNamespace(rss=1))
-    assert read(scene.collector, c.PROCESS_IO_READ) is None
-    assert read(scene.collector, c.PROCESS_IO_WRITE) is None
-    assert read(scene.collector, c.PROCESS_UNIQUE_MEMORY) is None
+    assert read(scene.collector, PROCESS_IO_READ) is None
+    assert read(scene.collector, PROCESS_IO_WRITE) is None
+    assert read(scene.collector, PROCESS_UNIQUE_MEMORY) is None
     del scene.process.values["io_counters"]
-    assert read(scene.collector, c.PROCESS_IO_READ) is None
-    assert read(scene.collector, c.PROCESS_THREADS) == 7
+    assert read(scene.collector, PROCESS_IO_READ) is None
+    assert read(scene.collector, PROCESS_THREADS) == 7
 
 
 @pytest.mark.parametrize("source", DEPENDS)
@@ -370,7 +382,7 @@ def test_memory_of_children_that_come_and_go() -> None:
 
     def memory(*children: Fake) -> float | None:
         scene.process.values["children"] = list(children)
-        return read(scene.collector, c.PROCESS_CHILDREN_MEMORY)
+        return read(scene.collector, PROCESS_CHILDREN_MEMORY)
 
     assert memory(child(2, 100)) == 100
     third = child(3, 50)
@@ -405,14 +417,14 @@ def test_threads_bytes_and_pages_are_those_of_the_kernel() -> None:
 def test_bytes_of_storage_are_counted(tmp_path: Path) -> None:
     """Eight mebibytes forced to storage are eight mebibytes more, where there is storage below."""
     collector = unpaced()
-    before = read(collector, c.PROCESS_IO_WRITE)
+    before = read(collector, PROCESS_IO_WRITE)
     assert before is not None
     with (tmp_path / "file").open("wb") as file:
         file.write(bytes(8 << 20))
         file.flush()
         os.fsync(file.fileno())
     accounted = int(Path("/proc/self/io").read_text().split("\nwrite_bytes: ")[1].split()[0])
-    assert read(collector, c.PROCESS_IO_WRITE) == accounted
+    assert read(collector, PROCESS_IO_WRITE) == accounted
     if not any(disk.fstype == "tmpfs" and str(tmp_path).startswith(disk.mountpoint) for disk in psutil.disk_partitions(True)):
         assert accounted - before >= 8 << 20
 
@@ -729,7 +741,7 @@ def test_without_descriptors_the_rest_remains(sleepers: list[int]) -> None:
     assert not names & {"process_cpu_seconds_total", "torch_process_io_read_bytes_total", *(spec.name for spec in CHILDREN)}
     last = shown(collector.collect())
     assert last.keys() == first.keys()
-    number, cpu_seconds = ((spec.name, ()) for spec in (c.PROCESS_CHILDREN, c.PROCESS_CHILDREN_CPU_SECONDS))
+    number, cpu_seconds = ((spec.name, ()) for spec in (PROCESS_CHILDREN, PROCESS_CHILDREN_CPU_SECONDS))
     assert last[number] == first[number] >= len(sleepers)
     assert last[cpu_seconds] == pytest.approx(first[cpu_seconds], abs=3 * TICK)
 

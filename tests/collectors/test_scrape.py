@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.support.tools import eventually
+from torch_grad_exporter.collectors.context import ScrapeSize
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS
 from torch_grad_exporter.collectors.scrape import RETRY_SECONDS, Scrape
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, scalar
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
@@ -49,7 +50,8 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.errors = ErrorLog(())
-        self.scrape = Scrape(self.collectors, self.errors, self.prepare, lambda: self.now, PATIENCE)
+        self.size = ScrapeSize()
+        self.scrape = Scrape(self.collectors, self.errors, self.prepare, lambda: self.now, PATIENCE, size=self.size)
 
     def prepare(self) -> None:
         self.prepared += 1
@@ -65,7 +67,7 @@ class Scene:
 
     def success(self) -> dict[str, float]:
         """The collectors' success in a scrape of its own."""
-        return self.report(c.EXPORTER_COLLECTOR_SUCCESS)
+        return self.report(EXPORTER_COLLECTOR_SUCCESS)
 
     def report(self, spec: Spec) -> dict[str, float]:
         """A family about the collectors, by name, in a scrape of its own."""
@@ -85,10 +87,10 @@ def gate() -> Iterator[threading.Event]:
 def test_all_collectors_are_shown_in_their_order() -> None:
     """One preparation and one call of each collector make a scrape; the number of series is known from then on."""
     scene = Scene([Fake("a"), Fake("b")])
-    assert scene.scrape.series is None
+    assert scene.size.series is None
     assert scene.shown() == {"a": 1, "b": 1}
     assert [family.spec.name for family in scene.scrape()][:2] == ["a", "b"]
-    assert (scene.prepared, scene.scrape.series) == (2, 2 + 2 * 2)
+    assert (scene.prepared, scene.size.series) == (2, 2 + 2 * 2)
 
 
 def test_one_that_raises_costs_only_itself() -> None:
@@ -157,7 +159,7 @@ def test_duration_is_that_of_the_collector_and_absent_without_a_run(gate: thread
     scene = Scene([])
     slow = Fake("slow", lambda: setattr(scene, "now", scene.now + 3.0))
     scene.collectors += [slow, Fake("hanging", gate.wait)]
-    assert scene.report(c.EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
+    assert scene.report(EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
 
 
 def test_a_broken_preparation_leaves_the_collectors_what_they_have() -> None:

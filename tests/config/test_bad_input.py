@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from tests.config.test_settings import WRONG, WRONG_TEXT
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.config.settings import PREFIX
+from torch_grad_exporter.config.option import PREFIX
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 OTHER = nn.Linear(2, 2)

@@ -15,9 +15,9 @@ import yaml
 from dashboards.generate.__main__ import FOLDER, differing
 from dashboards.generate.board import plain
 from dashboards.generate.training import dashboard as overview
+from tests.support.catalogue import CATALOGUE
 from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
 from tests.support.tools import REPOSITORY, find
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Kind
 
 BOARDS = dashboards()

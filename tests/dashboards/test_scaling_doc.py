@@ -19,8 +19,8 @@ from benchmarks.fleet_job import Recording
 from benchmarks.fleet_run import one_each
 from benchmarks.fleet_server import RANKS_PER_HOST, Fleet
 from tests.distributed.test_fleet import LAYERS, recorded
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY, eventually, find
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 
 PAGE = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -295,7 +295,7 @@ def test_a_life(tmp_path: Path) -> None:
         assert list(tmp_path.glob("[!.]*")) == []
         assert list(shared.values) == ["torch_grad_exporter/target/1"]
     assert errors == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "torch_grad_exporter_discovery"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "torch-grad-exporter-discovery"]
 
 
 def test_nothing_to_do() -> None:

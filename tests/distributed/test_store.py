@@ -209,7 +209,7 @@ def test_closing_with_a_stopped_host(host: Host) -> None:
         start = time.monotonic()
         client.close(0.3)
         assert 0.3 <= time.monotonic() - start < 0.8
-    assert eventually(lambda: not named("torch_grad_exporter_store"))
+    assert eventually(lambda: not named("torch-grad-exporter-store"))
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -286,10 +286,10 @@ def test_closing() -> None:
     JobStore(lambda: pytest.fail("nobody asked")).close()
     client = ours(dist.HashStore())
     client.publish("x", b"")
-    assert len(named("torch_grad_exporter_store")) == 1
+    assert len(named("torch-grad-exporter-store")) == 1
     client.close()
     client.close()
-    assert not named("torch_grad_exporter_store")
+    assert not named("torch-grad-exporter-store")
     with pytest.raises(StoreError, match="closed"):
         client.publish("x", b"")
 

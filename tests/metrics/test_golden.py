@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, ParameterTable, fold, unit_layout
+from torch_grad_exporter.model.folding import fold
+from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, ParameterTable, unit_layout
 
 
 def by_layer(table: ParameterTable) -> dict[str, list[str]]:

@@ -75,7 +75,7 @@ def test_a_name_service_that_hangs_does_not_hold_up_the_start(monkeypatch: pytes
     start = time.monotonic()
     with start_exporter(Perceptron(), 0, run="a run") as exporter:
         assert time.monotonic() - start < 3
-        assert json.loads(exporter._outputs._discovery.body())[0]["targets"] == [f"{socket.gethostname()}:{exporter.port}"]  # type: ignore[union-attr]
+        assert json.loads(exporter._outputs._announcement.body())[0]["targets"] == [f"{socket.gethostname()}:{exporter.port}"]  # type: ignore[union-attr]
         over.set()
 
 

@@ -18,16 +18,16 @@ import torch
 from tests.cli.test_demo import demos
 from tests.metrics.test_golden import MACHINE
 from tests.resources.test_devices import FILLED, FakeCuda
+from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.scrape import errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.collectors import DEFAULT, NAMES
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from torch_grad_exporter.collectors import REGISTRY
 
 ALLOCATED = key("torch_cuda_memory_allocated_bytes", device="cuda:0")
-ON = tuple(name for name in NAMES if name in DEFAULT)
+ON = tuple(name for name in REGISTRY.names if name in REGISTRY.on_by_default)
 
 RESOURCES = frozenset(name for name in CATALOGUE if name.startswith(MACHINE))
 
@@ -125,7 +125,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     now = [0.0]
     with start_exporter(model, None) as exporter:
-        exporter._memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
+        exporter._training.memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
         assert values(exporter).get(ALLOCATED) is None
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
@@ -143,7 +143,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
 def test_a_collector_that_is_switched_off_asks_no_device() -> None:
     """Without both collectors that show devices the loop does not look at them either."""
     with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
-        assert exporter._loop._periodic is None
+        assert exporter._training.capture._loop._periodic is None
 
 
 def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
@@ -153,7 +153,7 @@ def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with start_exporter(model, None) as exporter:
-        exporter._memory.__init__(cuda=cuda)  # type: ignore[misc]
+        exporter._training.memory.__init__(cuda=cuda)  # type: ignore[misc]
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         assert errors(exporter) == {"devices": 1}

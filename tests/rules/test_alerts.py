@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter.capture.progress import PHASES
 from torch_grad_exporter.collectors.gpu import QUESTIONS
 from torch_grad_exporter.collectors.training import STATES
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.transfer.events import Outcome
 from torch_grad_exporter.transfer.outcomes import Mode
 

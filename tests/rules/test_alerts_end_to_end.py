@@ -24,7 +24,7 @@ from tests.support.real_alertmanager import Alertmanager, Webhook, alertmanager,
 from tests.support.real_prometheus import Prometheus, running
 from tests.support.real_victoria import flushing, victoria
 from tests.support.tools import REPOSITORY, eventually
-from torch_grad_exporter.config.settings import UNSET
+from torch_grad_exporter.config.option import UNSET
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -175,7 +175,10 @@ def failing_collector(training: Training) -> None:
 
 def losing_samples(training: Training, every: int = 3) -> None:
     """Of so many samples one cannot be read."""
-    reader, read = training.exporter._capture._reader, training.exporter._capture._reader.read
+    reader, read = (
+        training.exporter._training.capture._reader,
+        training.exporter._training.capture._reader.read,
+    )
     reader.read = lambda *given: training.steps % every != 0 and read(*given)  # type: ignore[method-assign]
     while True:
         training.step()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,16 @@ import pytest
 
 from tests.rules.test_rules import ALERTS, promtool, rules
 from tests.rules.test_rules import RULES as RECORDS
+from tests.support.catalogue import by_constant
 from torch_grad_exporter.collectors.training import STATES
-from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.rules import Problem, Values, Watch, context, exporter, gradients, memory, training
 from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
 from torch_grad_exporter.rules.watch import RULES, SEVERITIES
 from torch_grad_exporter.transfer.events import Outcome
+
+c = SimpleNamespace(**by_constant())
+"""The metrics by the names of their constants."""
 
 NOW = 1_800_000_000.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY, find
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Kind
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"

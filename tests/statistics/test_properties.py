@@ -32,7 +32,7 @@ from tests.support.gradients import (
 from tests.support.properties import both_formats, no_timeout_in_a_soak, totals
 from tests.support.record import Recorder, norm
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.metrics.catalogue import HALF_DECADES
+from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import batches

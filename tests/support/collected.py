@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_grad_exporter.metrics.families import Collector
+from torch_grad_exporter.collectors.registry import Collector
 
 
 def series(collector: Collector) -> dict[tuple[str, ...], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from tests.support.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import NO_LABELS, Family, Kind, LabelRows, Spec
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pynvml
 
 from tests.collectors.test_container import V2, group_2, write
 from tests.support.fake_nvml import FakeDriver, FakeGpu
-from torch_grad_exporter.collectors import resources
+from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.container import ContainerCollector
+from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.cuda_memory import CudaMemoryCollector
 from torch_grad_exporter.collectors.gpu import GpuCollector
+from torch_grad_exporter.collectors.registry import Collector
 from torch_grad_exporter.resources.devices import DeviceStatistics
 
 UUID = "11111111-8ff3-c2dc-3b0d-fafd804516ae"
@@ -50,7 +52,7 @@ class Hardware:
         self.gpu.ecc = {kind: errors + 1 for kind, errors in self.gpu.ecc.items()}
         self.container(0.97)
 
-    def collectors(self) -> dict[str, Any]:
+    def collectors(self) -> dict[str, Collector]:
         """Those that read from it."""
         return {
             "gpu": GpuCollector(lambda: (self.memory,), nvml=lambda: pynvml, environment={}),
@@ -62,14 +64,15 @@ class Hardware:
 @contextlib.contextmanager
 def installed() -> Iterator[Hardware]:
     """Exporters that are started in this process see this hardware."""
-    real: Callable[..., dict[str, Callable[[], Any]]] = resources.collectors
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         hardware = Hardware(Path(root))
+        stack.enter_context(mock.patch.multiple(pynvml, nvmlLib=FakeDriver([hardware.gpu]), _nvmlGetFunctionPointer_cache={}))
+        for declaration in REGISTRY:
+            if (collector := hardware.collectors().get(declaration.name)) is not None:
+                made = replace(declaration, make=functools.partial(_given, collector))
+                stack.enter_context(contextlib.closing(REGISTRY.register(made, replace=True)))
+        yield hardware
 
-        def collectors(*arguments: Any) -> dict[str, Callable[[], Any]]:  # noqa: ANN401 - passed on
-            made = hardware.collectors()
-            return real(*arguments) | {name: lambda name=name: made[name] for name in made}
 
-        driver = mock.patch.multiple(pynvml, nvmlLib=FakeDriver([hardware.gpu]), _nvmlGetFunctionPointer_cache={})
-        with driver, mock.patch.object(resources, "collectors", collectors):
-            yield hardware
+def _given(collector: Collector, _context: CollectorContext) -> Collector:
+    return collector

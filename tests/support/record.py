@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.support.scrape import Key, errors_in, key, values
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 
 GAUGES_OF_A_LAYER = (
     "torch_grad_norm", "torch_grad_norm_squared", "torch_grad_norm_recent_max", "torch_grad_norm_zscore",

@@ -22,7 +22,7 @@ from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.peaks import Peaks
 from torch_grad_exporter.aggregation.samples import Groups, Sample, arrived, grouped_norms, values
-from torch_grad_exporter.metrics.catalogue import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.statistics import Column

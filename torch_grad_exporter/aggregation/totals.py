@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import LossBaseline
-from torch_grad_exporter.metrics.catalogue import STEP_SECONDS
+from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
 from torch_grad_exporter.transfer.events import Counted, Observed, Stepped
 

@@ -8,7 +8,6 @@ arrived; everything else is counted at once. The training thread never takes the
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from torch_grad_exporter.aggregation import samples
 from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.transfer.events import (
     AfterClip,
     Captured,
@@ -82,16 +82,16 @@ class HostSide:
         self._ledger = ledger
         self._totals = totals
         self._errors = errors
+        self._guard = errors.boundary("worker", limit=None)
         self._now = now
-        self._periodic = periodic
         self._left_out = 0
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
         # Reentrant, so that a signal's handler that asks in the midst of a drain is refused instead of waiting for itself.
         self._lock = threading.RLock()
         self._draining = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="torch-grad-exporter-worker", daemon=True)
+        work = (self.drain,) if periodic is None else (self.drain, periodic)
+        self._thread = BackgroundLoop("worker", *work, guard=self._guard, pause=self._pause)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -118,17 +118,14 @@ class HostSide:
         Raises `TimeoutError` if somebody has been at work here for longer than `CLOSE_SECONDS`: the end of a program must not wait.
         """
         give_up_at = time.monotonic() + CLOSE_SECONDS
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_SECONDS)
+        self._thread.close(CLOSE_SECONDS)
         with self._held(max(0.0, give_up_at - time.monotonic())):
             self._drain()
 
     def after_fork_in_child(self) -> None:
         """The child has no worker thread and its lock may be held for ever: start afresh, empty."""
         self._lock, self._draining = threading.RLock(), False
-        self._stop = threading.Event()
-        self._stop.set()
+        self._thread.stop()
 
     @contextlib.contextmanager
     def _held(self, seconds: float = -1) -> Iterator[None]:
@@ -146,33 +143,30 @@ class HostSide:
         finally:
             self._lock.release()
 
-    def _work(self) -> None:
-        while not self._stop.wait(POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS):
-            self._guarded(self.drain)
-            if self._periodic is not None:
-                self._guarded(self._periodic)
+    def _pause(self) -> float:
+        return POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS
 
     def _drain(self) -> None:
         now = self._now()
         if self._mailbox.left_out > self._left_out:
-            self._guarded(self._note_left_out)
+            self._guard(self._note_left_out)
         while self._mailbox:
             event = self._mailbox.popleft()
             if isinstance(event, Stepped):
-                self._guarded(functools.partial(self._totals.stepped, event))
+                self._guard(self._totals.stepped, event)
                 self._ledger.local.batches.stepped(1)
             elif isinstance(event, Counted):
-                self._guarded(functools.partial(self._totals.counted, event))
+                self._guard(self._totals.counted, event)
                 self._ledger.local.batches.stepped(len(event.seconds))
             elif isinstance(event, Observed) and event.name != "grad_norm":
                 self._observed.append((now, event))
             else:
                 self._waiting.append((now, event))
         for line in (self._waiting, self._observed):
-            while line and self._guarded(functools.partial(self._take, line, now)):
-                pass
+            while line and self._guard.result(self._take, line, now) is not False:
+                pass  # an event that fails is gone: those behind it are taken
         if not self._waiting:
-            self._guarded(lambda: self._ledger.expire(now))
+            self._guard(self._ledger.expire, now)
 
     def _note_left_out(self) -> None:
         count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
@@ -201,14 +195,6 @@ class HostSide:
                 self._totals.observed(event, value)
                 if event.name == "samples":
                     self._ledger.local.batches.observed(value)
-
-    def _guarded(self, action: Callable[[], object]) -> bool:
-        """Runs one piece of the worker's work; whether to go on. A failure costs that piece, and the worker goes on."""
-        try:
-            return action() is not False
-        except Exception as error:  # noqa: BLE001 - the boundary: one bad event must not cost the others
-            self._errors.count("worker", error)
-            return True
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:

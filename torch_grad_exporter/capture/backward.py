@@ -24,10 +24,11 @@ from torch_grad_exporter.capture.reduction_watch import ReductionWatch
 from torch_grad_exporter.capture.round_events import BackwardEnded, ModelReached, ReadGradients, SampleImpossible, SampleRead
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.sampler import Sampler, capturing_graph
-from torch_grad_exporter.capture.torch_hooks import Hooks, after_backward, at_end_of_backward, graph_is_kept, graph_task
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex, TrackedParameter
+from torch_grad_exporter.torch_compat import after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.transfer.outcomes import Mode
 
 logger = logging.getLogger("torch_grad_exporter")

@@ -32,6 +32,7 @@ from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN
 from torch_grad_exporter.transfer.events import Mailbox
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -70,7 +71,7 @@ class Capture:
             tracker=tracker, sampler=sampler, clock=clock, optimizers=optimizers, reader=reader, probes=probes, nodes=nodes,
             mailbox=mailbox,
         )  # fmt: skip
-        ladder = Ladder(nodes, probes, optimizers)
+        ladder = Ladder(nodes, probes, optimizers, Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER)
         reductions = ReductionWatch(
             index=index, clock=clock, cost=cost, probes=probes, mailbox=mailbox, hooks=hooks, errors=errors,
             local_norm=options.local_norm,

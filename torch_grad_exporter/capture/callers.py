@@ -1,4 +1,4 @@
-"""What the Python frames that called a hook tell: whether an optimizer's step is running, and whose gradient scaler called it."""
+"""What the Python frames that called a hook tell: whose gradient scaler called the step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from torch_grad_exporter.capture.reader import Scaler
 
 NEAREST = 12
 """Frames in which a gradient scaler is looked for."""
-
-
-def called_from_step(frame: types.FrameType | None) -> bool:
-    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def calling_scaler(frame: types.FrameType | None) -> Scaler | None:

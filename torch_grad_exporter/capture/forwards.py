@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
-from torch_grad_exporter.capture.callers import called_from_step
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.capture.torch_hooks import graph_task, within_transform
 from torch_grad_exporter.capture.triggers import Ladder
+from torch_grad_exporter.torch_compat import called_from_step, graph_task, within_transform
 
 
 class ForwardWatch:

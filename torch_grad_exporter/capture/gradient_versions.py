@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
-from torch_grad_exporter.model.sharding import local
+from torch_grad_exporter.torch_compat import local, version_of
 
 PROBES = 4
 """Parameters per model whose gradient is looked at to see whether it was cleared."""
@@ -38,7 +38,7 @@ def _numbered(gradient: torch.Tensor) -> int:
 
 def _version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; what is written to a DTensor shows in its local tensor only."""
-    return local(tensor)._version
+    return version_of(local(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.callers import called_from_step, calling_scaler
+from torch_grad_exporter.capture.callers import calling_scaler
 from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.forwards import ForwardWatch
@@ -24,9 +24,10 @@ from torch_grad_exporter.capture.round_events import ForeignStep, RoundNumbered
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks, at_end_of_backward, graph_task
+from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.capture.weight_watch import WeightWatch
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
 from torch_grad_exporter.transfer.tracing import active_trace
 
 

@@ -12,9 +12,10 @@ from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.reduction_watch import ReductionWatch
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
-from torch_grad_exporter.capture.torch_hooks import Hooks, graph_task
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.torch_compat import graph_task
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.model.layers import ParameterTable, parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.torch_compat import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Hints, Mailbox, Part
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
 
@@ -91,7 +92,7 @@ class GradientReader:
     @property
     def scale(self) -> torch.Tensor | None:
         """The loss scale now, if a scaler is known that has one."""
-        return getattr(None if self._scaler is None else self._scaler(), "_scale", None)
+        return scale_of(None if self._scaler is None else self._scaler())
 
     def read(self, current: Round, table: ParameterTable, pattern: RoundPattern, at: float) -> bool:
         """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""

@@ -28,10 +28,10 @@ from torch_grad_exporter.capture.round_events import (
 )
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.sampler import Sampler, capturing_graph
-from torch_grad_exporter.capture.torch_hooks import compiled_backwards
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import compiled_backwards
 from torch_grad_exporter.transfer.outcomes import Mode
 
 

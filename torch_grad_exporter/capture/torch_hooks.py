@@ -8,26 +8,19 @@ holds the exporter only until `close()` disconnects it, so a hook that somebody 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.compiler import is_compiling
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
+from torch_grad_exporter.torch_compat import MODULE_HOOKS, STEP_HOOKS, has_step_hooks, is_tracing, never_compile, set_eval_frame
 
 
 class Handle(Protocol):
@@ -55,12 +48,12 @@ class GuardedHook:
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
         """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
         # First, and outside the `try`: under compiled autograd an exception here could not be caught.
-        if is_compiling() or _is_tracing():
+        if is_compiling() or is_tracing():
             return
         action = self._action
         if action is None:
             return
-        compiler = _set_compiler(None)
+        compiler = set_eval_frame(None)
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
@@ -69,7 +62,7 @@ class GuardedHook:
             self._in_a_row = 0
         finally:
             if compiler is not None:
-                _set_compiler(compiler)
+                set_eval_frame(compiler)
 
     def failed(self, error: Exception) -> None:
         """Counts a failure; after `LIMIT` in a row the action is not run again."""
@@ -88,25 +81,6 @@ class GuardedHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-_is_tracing = torch._C._is_tracing
-_compiler = torch._C._dynamo.eval_frame
-_set_compiler = _compiler.set_eval_frame
-
-
-def never_compile(function: Callable[..., None]) -> None:
-    """Keeps a function from being compiled as a frame of its own (private API of torch).
-
-    Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
-    `is_compiling()` would then be true for ever. `torch.compiler.disable` would be a graph break where a hook is inlined.
-    """
-    code = function.__code__
-    if hasattr(_compiler, "set_code_exec_strategy"):
-        strategy = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
-        _compiler.set_code_exec_strategy(code, strategy)
-    elif hasattr(_compiler, "skip_code"):
-        _compiler.skip_code(code)
 
 
 def _nothing(*_arguments: object) -> None:
@@ -186,9 +160,6 @@ class _ModuleHooks:
             module._forward_pre_hooks.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
 
 
-_STEP_HOOKS: tuple[dict[int, Any], dict[int, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-
-
 class Hooks:
     """Registers guarded hooks and removes them all at `close()`."""
 
@@ -212,7 +183,12 @@ class Hooks:
 
     def on_module(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, kwargs, output)` at each forward."""
-        hooks = _ModuleHooks.set_on(module, self.guarded("forward_hook", before), self.guarded("forward_hook", after))
+        before, after = self.guarded("forward_hook", before), self.guarded("forward_hook", after)
+        if not MODULE_HOOKS:
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            return
+        hooks = _ModuleHooks.set_on(module, before, after)
         self._handles.append(hooks)
         self._on_modules.append(hooks)
 
@@ -231,7 +207,8 @@ class Hooks:
     def rest(self, counting: Callable[..., None]) -> bool:
         """Leaves only `counting` after each step, until `wake`; whether that could be done: a module may have other hooks."""
         with self._lock:
-            if self._closed or self._resting or not all(one.alone() for one in self._on_modules):
+            shown = bool(STEP_HOOKS) and MODULE_HOOKS
+            if not shown or self._closed or self._resting or not all(one.alone() for one in self._on_modules):
                 return False
             self._resting = True
             self._set_step_hooks(_nothing, counting)
@@ -260,14 +237,14 @@ class Hooks:
 
     def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Changes no more than what stands under numbers that are there: somebody may be going through the dictionaries."""
-        for hooks, number, hook in zip(_STEP_HOOKS, self._step_numbers, (before, after), strict=True):
+        for hooks, number, hook in zip(STEP_HOOKS, self._step_numbers, (before, after), strict=True):
             if number in hooks:
                 hooks[number] = hook
 
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks of somebody else run between the one that `on_optimizers` set and the step."""
-        last = next(reversed(_global_optimizer_pre_hooks.values()), None)
-        return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None)) or last is not self._before_step
+        last = next(reversed(STEP_HOOKS[0].values()), None) if STEP_HOOKS else None
+        return has_step_hooks(optimizer) or last is not self._before_step
 
     def disconnect(self) -> None:
         """Makes every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""
@@ -285,56 +262,3 @@ class Hooks:
             handles, self._handles = self._handles, []
             for handle in handles:
                 handle.remove()
-
-
-def on_gradient(tensor: torch.Tensor, hook: GuardedHook) -> None:
-    """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
-
-    That makes a handle which nobody needs here: the hook goes with the graph. Private API of torch, as `register_hook` uses it.
-    """
-    attach = getattr(tensor.grad_fn, "_register_hook_dict", None)
-    if attach is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return
-    # No number: handles of hooks that others add later have those.
-    tensor._backward_hooks = OrderedDict(torch_grad_exporter=hook)
-    attach(tensor)
-
-
-def graph_task() -> int:
-    """The id of the backward that the calling thread is in, -1 outside of one (private API of torch)."""
-    return torch._C._current_graph_task_id()
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once when the running backward and all that it queued is done.
-
-    A callback that is queued from within the backward may run before DistributedDataParallel's own last
-    callback; one that is queued by a callback runs after all of those and sees the reduced gradients. This
-    is private API of torch that DDP and FSDP2 rely on themselves; it is used nowhere else in the package.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(functools.partial(queue, callback))  # no frame of Python's that could be compiled
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` when the running backward is done, though perhaps before others who asked for the same."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def within_transform() -> bool:
-    """Whether `torch.func` transforms the running function: its gradients go to nobody's `.grad` (private API of torch)."""
-    level = getattr(torch._C._functorch, "maybe_current_level", None)
-    return level is not None and level() is not None
-
-
-def compiled_backwards() -> int:
-    """How many backwards compiled autograd has compiled in this process. Those run no hook; a new set of hooks makes one more."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["compiled_autograd"]["captures"])
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward keeps its graph (private API of torch); true where torch cannot say."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())

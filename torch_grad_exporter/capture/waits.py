@@ -11,7 +11,8 @@ by autograd: where two in a row have consecutive numbers, none ran within the fi
 from __future__ import annotations
 
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks, after_backward
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
+from torch_grad_exporter.torch_compat import after_backward
 
 
 class GradientWaits:

@@ -1,7 +1,9 @@
-"""WatchedLoader: times how long the training waits for its data."""
+"""WatchedLoader: a loader that counts the time that the training loop waits for its batches."""
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -10,9 +12,14 @@ from torch_grad_exporter.errors import ErrorLog
 
 _Batch = TypeVar("_Batch")
 
+_the_only_one = operator.itemgetter(0)
+
 
 class WatchedLoader(Generic[_Batch]):
-    """Iterates over a loader and counts the time that the loop waits for it; else it is the loader."""
+    """Iterates over a loader and counts the time that the loop waits for it; else it is the loader.
+
+    A copy of it, and what a pickle of it loads as, is one of the loader: it counts nothing, and needs no exporter.
+    """
 
     def __init__(self, loader: Iterable[_Batch], clock: StepClock, errors: ErrorLog) -> None:
         self._loader = loader
@@ -32,7 +39,19 @@ class WatchedLoader(Generic[_Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the loader has
+        if name == "_loader":  # of one that was made without `__init__`, where asking itself would never end
+            raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __copy__(self) -> Iterable[_Batch]:
+        return copy.copy(self._loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Iterable[_Batch]:
+        return copy.deepcopy(self._loader, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the standard library, so that a pickle loads where this package is not installed.
+        return _the_only_one, ((self._loader,),)
 
     def _waited(self, fetch: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the loader gives
         self._switch(DATA)

@@ -12,7 +12,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from torch_grad_exporter.cli import assets, demo, plot
-from torch_grad_exporter.collectors import DEFAULT, NAMES
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.config.option import options_of
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.outputs.live.history import QUANTITIES
 from torch_grad_exporter.version import __version__
 
@@ -140,10 +142,8 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     default = demo.Options(device="cuda" if torch.cuda.is_available() else "cpu")
     add = parser.add_argument
     add("--steps", type=_whole(0), default=default.steps, metavar="N", help="steps to train; 0, the default, until Ctrl-C")
-    add("--port", type=_whole(0, 65535), default=default.port, metavar="PORT",
-        help=f"port of /metrics, 0 for any free one (default {default.port})")  # fmt: skip
-    add("--every", type=_every, default=default.every, metavar="N|auto",
-        help="sample every Nth step; auto, the default, adapts to a budget of 1 %% of the training time")  # fmt: skip
+    add("--port", type=_whole(0, 65535), default=default.port, metavar="PORT", help=_help("port", default.port))
+    add("--every", type=_every, default=default.every, metavar="N|auto", help=_help("every", default.every))
     add("--inject", type=_injection, action="append", default=[], metavar="KIND@STEP",
         help=f"spoil the training from a step on: {', '.join(demo.KINDS)}; may be given several times")  # fmt: skip
     add("--seed", type=_whole(0, 2**63 - 1), default=default.seed, metavar="N", help=f"random seed (default {default.seed})")
@@ -154,13 +154,19 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--width", type=_width, default=default.width, metavar="N",
         help=f"width of the model, a multiple of {demo.HEADS} (default {default.width})")  # fmt: skip
     add("--layers", type=_whole(1), default=default.layers, metavar="N", help=f"layers of the model (default {default.layers})")
-    add("--addr", metavar="ADDRESS", help="address to listen on (default: all interfaces)")
-    add("--web-config-file", metavar="FILE", help="TLS and basic authentication; see docs/security.md")
+    add("--addr", metavar="ADDRESS", help=_help("addr"))
+    add("--web-config-file", metavar="FILE", help=_help("web_config_file"))
     add("--device", choices=("cpu", "cuda"), default=default.device, help=f"where to train (default here: {default.device})")
     switches = parser.add_argument_group("collectors", "all of these are on by default")
-    for name in (name for name in NAMES if name in DEFAULT):
+    for name in (name for name in REGISTRY.names if name in REGISTRY.on_by_default):
         switches.add_argument(f"--no-collector.{name}", dest="collectors", action=_SwitchOff, const=name, nargs=0,
                               help=f"switch off the collector {name!r}")  # fmt: skip
+
+
+def _help(name: str, default: object = None) -> str:
+    """What an option of `start_exporter` is declared with; `default`: the command's own."""
+    option = next(one for one in options_of(Settings) if one.name == name)
+    return f"{option.help} (default: {option.shown if default is None else default})".replace("`", "").replace("%", "%%")
 
 
 class _SwitchOff(argparse.Action):

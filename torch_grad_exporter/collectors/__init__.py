@@ -1,7 +1,24 @@
-"""Collectors: one file each, from totals or from the machine to families. They touch no tensor and make no CUDA call."""
+"""Collectors: a file each, from totals or from the machine to families. They touch no tensor and make no CUDA call.
 
-NAMES = ("gradients", "training", "cuda_memory", "gpu", "process", "host", "container", "whole_run", "exporter")
-"""All collectors, in the order of the scrape; each can be switched off, and on."""
+A collector's file declares its metrics and, as `COLLECTOR`, itself. Nothing else has to know it: all files of this package are
+looked through once, and `REGISTRY` has what they declare. A collector of another package is added by `REGISTRY.register`.
+"""
 
-DEFAULT = frozenset(NAMES) - {"whole_run"}
-"""Those that are on if nobody says otherwise."""
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from torch_grad_exporter.collectors.registry import Declaration, Registry
+
+
+def _declared() -> Iterator[Declaration]:
+    for module in pkgutil.iter_modules(__path__):
+        found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "COLLECTOR", None)
+        if isinstance(found, Declaration):
+            yield found
+
+
+REGISTRY = Registry(_declared())
+"""All collectors that there are."""

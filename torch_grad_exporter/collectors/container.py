@@ -6,9 +6,34 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, scalar
 from torch_grad_exporter.resources import cgroups
+
+METRICS = Section("Host and container")
+
+CONTAINER_MEMORY_LIMIT = METRICS.gauge(
+    "torch_container_memory_limit_bytes",
+    "Smallest memory limit of the process' control group and those above it; absent where there is none.",
+    unit="bytes",
+)
+CONTAINER_MEMORY_WORKING_SET = METRICS.gauge(
+    "torch_container_memory_working_set_bytes",
+    "Memory in use, without what the kernel can drop at once, of the control group with the smallest limit, or else of the process' own.",
+    unit="bytes",
+)
+CONTAINER_CPU_LIMIT = METRICS.gauge(
+    "torch_container_cpu_limit_cores",
+    "Smallest processor limit of the process' control group and those above it; absent where there is none.",
+)
+CONTAINER_CPU_THROTTLED = METRICS.counter(
+    "torch_container_cpu_throttled_seconds_total",
+    "Time for which the control group with the smallest processor limit was held back; absent without a limit.",
+    unit="seconds",
+    older=True,
+)
 
 
 class Throttled:
@@ -61,13 +86,20 @@ class ContainerCollector:
         limit = cgroups.memory_limit(group)
         # Of the group that is limited, so that the ratio of the two says how close the limit is.
         working_set = cgroups.memory_working_set(group, group.directories[0] if limit is None else limit.directory)
-        yield scalar(c.CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
-        yield scalar(c.CONTAINER_MEMORY_WORKING_SET, working_set)
+        yield scalar(CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
+        yield scalar(CONTAINER_MEMORY_WORKING_SET, working_set)
 
     def _cpu(self) -> Iterator[Family]:
         group = self._groups("cpu")
         limit = None if group is None else cgroups.cpu_limit(group)
         if group is None or limit is None:
             return
-        yield scalar(c.CONTAINER_CPU_LIMIT, limit.value)
-        yield scalar(c.CONTAINER_CPU_THROTTLED, self._throttled(group, limit.directory))
+        yield scalar(CONTAINER_CPU_LIMIT, limit.value)
+        yield scalar(CONTAINER_CPU_THROTTLED, self._throttled(group, limit.directory))
+
+
+def _make(_context: CollectorContext) -> ContainerCollector:
+    return ContainerCollector()
+
+
+COLLECTOR = Declaration("container", (METRICS,), _make, place=80)

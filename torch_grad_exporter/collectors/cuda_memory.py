@@ -6,21 +6,70 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, RowCache
 from torch_grad_exporter.resources.devices import DeviceStatistics
 
+METRICS = Section("Memory of CUDA devices")
+
+CUDA_MEMORY_ALLOCATED = METRICS.gauge(
+    "torch_cuda_memory_allocated_bytes", "Memory of the device that tensors occupy.", "device", unit="bytes"
+)
+CUDA_MEMORY_RESERVED = METRICS.gauge(
+    "torch_cuda_memory_reserved_bytes", "Memory of the device that PyTorch's caching allocator holds.", "device", unit="bytes"
+)
+CUDA_MEMORY_ACTIVE = METRICS.gauge(
+    "torch_cuda_memory_active_bytes",
+    "Memory of the device in blocks that tensors occupy or that wait for a stream to be done with them.",
+    "device",
+    unit="bytes",
+)
+CUDA_MEMORY_INACTIVE_SPLIT = METRICS.gauge(
+    "torch_cuda_memory_inactive_split_bytes",
+    "Memory of the device in free rests of blocks that are partly in use: what fragmentation costs.",
+    "device",
+    unit="bytes",
+)
+CUDA_MEMORY_REQUESTED = METRICS.gauge(
+    "torch_cuda_memory_requested_bytes",
+    "Memory of the device that was asked for, before the allocator rounded it up.",
+    "device",
+    unit="bytes",
+)
+CUDA_MEMORY_PEAK_ALLOCATED = METRICS.gauge(
+    "torch_cuda_memory_peak_allocated_bytes",
+    "Largest amount of memory of the device that tensors occupied, since the start or since the program reset PyTorch's peaks.",
+    "device",
+    unit="bytes",
+)
+CUDA_MEMORY_PEAK_RESERVED = METRICS.gauge(
+    "torch_cuda_memory_peak_reserved_bytes",
+    "Largest amount of memory of the device that the allocator held, since the start or since the program reset PyTorch's peaks.",
+    "device",
+    unit="bytes",
+)
+CUDA_MEMORY_TOTAL = METRICS.gauge("torch_cuda_memory_total_bytes", "Memory that the device has.", "device", unit="bytes")
+CUDA_ALLOC_RETRIES = METRICS.counter(
+    "torch_cuda_alloc_retries_total",
+    "Allocations that only succeeded after the allocator had given its cached memory back to the driver.",
+    "device",
+    older=True,
+)
+CUDA_OOMS = METRICS.counter("torch_cuda_ooms_total", "Allocations that failed for want of memory.", "device", older=True)
+
 _VALUES = {
-    c.CUDA_MEMORY_ALLOCATED: "allocated",
-    c.CUDA_MEMORY_RESERVED: "reserved",
-    c.CUDA_MEMORY_ACTIVE: "active",
-    c.CUDA_MEMORY_INACTIVE_SPLIT: "inactive_split",
-    c.CUDA_MEMORY_REQUESTED: "requested",
-    c.CUDA_MEMORY_PEAK_ALLOCATED: "peak_allocated",
-    c.CUDA_MEMORY_PEAK_RESERVED: "peak_reserved",
-    c.CUDA_MEMORY_TOTAL: "total",
-    c.CUDA_ALLOC_RETRIES: "retries",
-    c.CUDA_OOMS: "ooms",
+    CUDA_MEMORY_ALLOCATED: "allocated",
+    CUDA_MEMORY_RESERVED: "reserved",
+    CUDA_MEMORY_ACTIVE: "active",
+    CUDA_MEMORY_INACTIVE_SPLIT: "inactive_split",
+    CUDA_MEMORY_REQUESTED: "requested",
+    CUDA_MEMORY_PEAK_ALLOCATED: "peak_allocated",
+    CUDA_MEMORY_PEAK_RESERVED: "peak_reserved",
+    CUDA_MEMORY_TOTAL: "total",
+    CUDA_ALLOC_RETRIES: "retries",
+    CUDA_OOMS: "ooms",
 }
 
 
@@ -41,3 +90,10 @@ class CudaMemoryCollector:
             # A number that nobody counts becomes NaN here, which no allocator gives.
             values = np.array([getattr(device, name) for device in devices], dtype=np.float64)
             yield Family(spec, values, rows, ~np.isnan(values))
+
+
+def _make(context: CollectorContext) -> CudaMemoryCollector:
+    return CudaMemoryCollector(context.memory.snapshot)
+
+
+COLLECTOR = Declaration("cuda_memory", (METRICS,), _make, place=40, reads_devices=True)

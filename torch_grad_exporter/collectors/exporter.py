@@ -7,12 +7,56 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from torch_grad_exporter.aggregation.worker import Snapshot
-from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.collectors.context import Capture, CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, RowCache, scalar
 from torch_grad_exporter.transfer.outcomes import Mode
+
+METRICS = Section("The exporter itself")
+
+EXPORTER_OVERHEAD_RATIO = METRICS.gauge(
+    "torch_grad_exporter_overhead_ratio",
+    "Time the exporter took on the training thread, and on devices, over training time, last 1,000 steps.",
+)
+EXPORTER_OVERHEAD_BUDGET = METRICS.gauge(
+    "torch_grad_exporter_overhead_budget_ratio",
+    "The overhead budget that the sampling interval keeps to; absent with a fixed interval.",
+)
+EXPORTER_SAMPLING_INTERVAL = METRICS.gauge("torch_grad_exporter_sampling_interval_steps", "Steps from one sample to the next.")
+EXPORTER_TIMING_INTERVAL = METRICS.gauge(
+    "torch_grad_exporter_timing_interval_steps",
+    "Steps from one that is timed to the next: 1, unless steps are so short that timing each would take up the overhead budget.",
+)
+EXPORTER_LAYERS = METRICS.gauge("torch_grad_exporter_layers", "Layers shown.")
+EXPORTER_LAYERS_FOLDED = METRICS.gauge(
+    "torch_grad_exporter_layers_folded", "Layers of the model that are shown only as part of a group, for the cap on layers."
+)
+EXPORTER_SERIES = METRICS.gauge("torch_grad_exporter_series", "Time series in the previous scrape.")
+EXPORTER_CAPTURE_MODE = METRICS.gauge(
+    "torch_grad_exporter_capture_mode",
+    "How gradients are captured: 1 for the current one of output, parameter and optimizer, else 0.",
+    "mode",
+)
+EXPORTER_OVERHEAD_SECONDS = METRICS.counter(
+    "torch_grad_exporter_overhead_seconds_total",
+    "Time the exporter took on the training thread, and on devices: as timed, with a fixed allowance for PyTorch's calls of hooks.",
+    unit="seconds",
+)
+EXPORTER_CAPTURES = METRICS.counter("torch_grad_exporter_captures_total", "Samples taken.")
+EXPORTER_CAPTURES_SKIPPED = METRICS.counter(
+    "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered."
+)
+EXPORTER_ERRORS = METRICS.counter("torch_grad_exporter_errors_total", "Failures inside the exporter, by source.", "source")
+# The scrape itself yields these two: how each collector did is known at its end.
+EXPORTER_COLLECTOR_SUCCESS = METRICS.gauge(
+    "torch_grad_exporter_collector_success", "1 where the collector succeeded at this scrape, else 0.", "collector"
+)
+EXPORTER_COLLECTOR_DURATION = METRICS.gauge(
+    "torch_grad_exporter_collector_duration_seconds", "Time the collector took at this scrape.", "collector", unit="seconds"
+)
 
 
 class ExporterCollector:
@@ -39,18 +83,27 @@ class ExporterCollector:
         """The families as of now."""
         snapshot, schedule = self._snapshot(), self._schedule
         table = snapshot.gradients.table
-        yield scalar(c.EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio)
-        yield scalar(c.EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
-        yield scalar(c.EXPORTER_SAMPLING_INTERVAL, schedule.interval)
-        yield scalar(c.EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
-        yield scalar(c.EXPORTER_LAYERS, len(table.layers))
-        yield scalar(c.EXPORTER_LAYERS_FOLDED, table.folded)
-        yield scalar(c.EXPORTER_SERIES, self._series())
+        # Before there were steps it has taken nothing of their time.
+        yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
+        yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
+        yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.interval)
+        yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
+        yield scalar(EXPORTER_LAYERS, len(table.layers))
+        yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
+        yield scalar(EXPORTER_SERIES, self._series())
         modes = self._modes.get(tuple((mode.value,) for mode in Mode))
-        yield Family(c.EXPORTER_CAPTURE_MODE, np.array([float(mode is self._capture.mode) for mode in Mode]), modes)
-        yield scalar(c.EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
-        yield scalar(c.EXPORTER_CAPTURES, self._capture.samples)
-        yield scalar(c.EXPORTER_CAPTURES_SKIPPED, self._capture.skipped + snapshot.gradients.undelivered)
+        yield Family(EXPORTER_CAPTURE_MODE, np.array([float(mode is self._capture.mode) for mode in Mode]), modes)
+        yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
+        yield scalar(EXPORTER_CAPTURES, self._capture.samples)
+        yield scalar(EXPORTER_CAPTURES_SKIPPED, self._capture.skipped + snapshot.gradients.undelivered)
         counts = self._errors.counts()
         sources = self._sources.get(tuple((source,) for source in counts))
-        yield Family(c.EXPORTER_ERRORS, np.array(list(counts.values()), dtype=np.float64), sources)
+        yield Family(EXPORTER_ERRORS, np.array(list(counts.values()), dtype=np.float64), sources)
+
+
+def _make(context: CollectorContext) -> ExporterCollector:
+    snapshots, size = context.snapshots, context.scrape_size
+    return ExporterCollector(lambda: snapshots.latest, context.capture, context.schedule, context.errors, lambda: size.series)
+
+
+COLLECTOR = Declaration("exporter", (METRICS,), _make, place=100)

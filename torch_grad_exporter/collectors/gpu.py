@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -11,12 +12,49 @@ from types import ModuleType
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, Kind, RowCache, Spec
 from torch_grad_exporter.resources.cuda_visible_devices import ORDER, SILENT, VISIBLE, Installed, visible
 from torch_grad_exporter.resources.devices import DeviceStatistics
 from torch_grad_exporter.resources.nvml import Gpu, Library, find_nvml
 from torch_grad_exporter.resources.readings import Rising
+
+METRICS = Section("GPUs")
+
+GPU_UTILIZATION = METRICS.gauge(
+    "torch_gpu_utilization_ratio", "Share of the driver's last sample period in which a kernel ran on the GPU.", "device", "uuid"
+)
+GPU_MEMORY_USED = METRICS.gauge(
+    "torch_gpu_memory_used_bytes", "Memory of the GPU that all processes on it use.", "device", "uuid", unit="bytes"
+)
+GPU_POWER = METRICS.gauge("torch_gpu_power_watts", "Power that the GPU draws.", "device", "uuid", unit="watts")
+GPU_TEMPERATURE = METRICS.gauge("torch_gpu_temperature_celsius", "Temperature of the GPU.", "device", "uuid", unit="celsius")
+GPU_SM_CLOCK = METRICS.gauge(
+    "torch_gpu_sm_clock_hertz", "Clock frequency of the GPU's streaming multiprocessors.", "device", "uuid", unit="hertz"
+)
+GPU_ENERGY = METRICS.counter(
+    "torch_gpu_energy_joules_total",
+    "Energy that the GPU has used since its driver was loaded; goes on where a GPU or a driver that is reset starts again.",
+    "device",
+    "uuid",
+    unit="joules",
+    older=True,
+)
+GPU_THROTTLED = METRICS.counter(
+    "torch_gpu_throttled_seconds_total",
+    "Time for which the GPU's clocks were held down, by reason; reasons may overlap.",
+    "device", "uuid", "reason",
+    unit="seconds",
+    older=True,
+)  # fmt: skip
+GPU_ECC_ERRORS = METRICS.counter(
+    "torch_gpu_ecc_errors_total",
+    "Memory errors since the driver was loaded, by kind: corrected or uncorrected; goes on where a GPU or a driver that is reset starts again.",
+    "device", "uuid", "kind",
+    older=True,
+)  # fmt: skip
 
 RETRY_SECONDS = 60.0
 """Between two tries to open NVML where it is not there."""
@@ -46,15 +84,15 @@ _REASONS = ("power", "thermal", "sync_boost", "board_limit", "reliability")
 _KINDS = ("corrected", "uncorrected")
 
 QUESTIONS = (
-    _Question(c.GPU_UTILIZATION, ("nvmlDeviceGetUtilizationRates",), field="gpu", over=100),
-    _Question(c.GPU_POWER, ("nvmlDeviceGetPowerUsage",), over=1e3),
+    _Question(GPU_UTILIZATION, ("nvmlDeviceGetUtilizationRates",), field="gpu", over=100),
+    _Question(GPU_POWER, ("nvmlDeviceGetPowerUsage",), over=1e3),
     # NVIDIA means to remove the first one.
-    _Question(c.GPU_TEMPERATURE, ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"), ("NVML_TEMPERATURE_GPU",)),
-    _Question(c.GPU_SM_CLOCK, ("nvmlDeviceGetClockInfo",), ("NVML_CLOCK_SM",), times=1e6),
-    _Question(c.GPU_ENERGY, ("nvmlDeviceGetTotalEnergyConsumption",), over=1e3),
+    _Question(GPU_TEMPERATURE, ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"), ("NVML_TEMPERATURE_GPU",)),
+    _Question(GPU_SM_CLOCK, ("nvmlDeviceGetClockInfo",), ("NVML_CLOCK_SM",), times=1e6),
+    _Question(GPU_ENERGY, ("nvmlDeviceGetTotalEnergyConsumption",), over=1e3),
     *(
         _Question(
-            c.GPU_THROTTLED,
+            GPU_THROTTLED,
             ("nvmlDeviceGetViolationStatus",),
             (f"NVML_PERF_POLICY_{reason.upper()}",),
             field="violationTime",  # In nanoseconds.
@@ -65,7 +103,7 @@ QUESTIONS = (
     ),
     *(
         _Question(
-            c.GPU_ECC_ERRORS,
+            GPU_ECC_ERRORS,
             ("nvmlDeviceGetTotalEccErrors",),
             (f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}", "NVML_VOLATILE_ECC"),
             label=(kind,),
@@ -73,7 +111,7 @@ QUESTIONS = (
         for kind in _KINDS
     ),
 )
-SPECS = dict.fromkeys((c.GPU_UTILIZATION, c.GPU_MEMORY_USED, *(question.spec for question in QUESTIONS)))
+SPECS = dict.fromkeys((GPU_UTILIZATION, GPU_MEMORY_USED, *(question.spec for question in QUESTIONS)))
 
 
 class GpuCollector:
@@ -137,12 +175,11 @@ class GpuCollector:
         if library is None:
             return []
         found: _Found = {spec: {} for spec in SPECS}
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._keep_rising, {spec: {} for spec in SPECS})
+            undone.callback(self._give_back)
             self._ask_all(library, found)
-        except Exception:
-            self._give_back()
-            self._keep_rising({spec: {} for spec in SPECS})
-            raise
+            undone.pop_all()
         self._keep_rising(found)
         return [
             Family(spec, np.array(list(values.values()), dtype=np.float64), self._rows[spec].get(tuple(values)))
@@ -219,9 +256,17 @@ class GpuCollector:
 def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...], float]]:
     """What NVML tells of a device: metric, further labels, value in the metric's unit."""
     if (used := library.memory_used(gpu)) is not None:
-        yield c.GPU_MEMORY_USED, (), used
+        yield GPU_MEMORY_USED, (), used
     for question in QUESTIONS:
         answers = (library.ask(function, gpu, *question.arguments) for function in question.functions)
         if (told := next((answer for answer in answers if answer is not None), None)) is not None:
             number = getattr(told, question.field) if question.field else told
             yield question.spec, question.label, number * question.times / question.over
+
+
+def _make(context: CollectorContext) -> GpuCollector:
+    identity = context.identity
+    return GpuCollector(context.memory.snapshot, local_rank=identity.local_rank, local_world_size=identity.local_world_size)
+
+
+COLLECTOR = Declaration("gpu", (METRICS,), _make, place=50, reads_devices=True)

@@ -9,9 +9,186 @@ import numpy as np
 
 from torch_grad_exporter.aggregation.exponential import Counts
 from torch_grad_exporter.aggregation.ledger import GradientSnapshot
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows, RowCache, Spec
 from torch_grad_exporter.transfer.events import Outcome
+
+GRADIENTS, WEIGHTS = Section("Gradients"), Section("Weights")
+
+# Of a layer
+GRAD_NORM = GRADIENTS.gauge(
+    "torch_grad_norm",
+    "L2 norm of the layer's gradient at the last sampled step: reduced over data-parallel ranks, unscaled, before clipping.",
+    "layer",
+)
+GRAD_NORM_DISTRIBUTION = GRADIENTS.histogram(
+    "torch_grad_norm_distribution",
+    "L2 norm of the layer's gradient before clipping, one observation per sampled step; non-finite norms are left out.",
+    DECADES,
+    "layer",
+)
+GRAD_NORM_SQUARED = GRADIENTS.gauge(
+    "torch_grad_norm_squared",
+    "Square of the L2 norm of the layer's gradient at the last sampled step; this rank's part of it where the gradient is sharded.",
+    "layer",
+)
+# Not `torch_grad_norm_squared_total`: in OpenMetrics that counter's family is called like the gauge above.
+GRAD_NORM_SQUARED_TOTAL = GRADIENTS.counter(
+    "torch_grad_norm_squared_accumulated_total",
+    "Sum of torch_grad_norm_squared over sampled steps; non-finite values are left out.",
+    "layer",
+)
+GRAD_CAPTURES = GRADIENTS.counter(
+    "torch_grad_captures_total",
+    "Sampled steps in which the layer's gradient was read: what every per-layer total and histogram is over.",
+    "layer",
+)
+GRAD_SHARD_NORM = GRADIENTS.gauge(
+    "torch_grad_shard_norm",
+    "Sharded gradients only: L2 norm of this rank's part of the layer's gradient at the last sampled step, unscaled, before clipping.",
+    "layer",
+)
+GRAD_NORM_RECENT_MAX = GRADIENTS.gauge(
+    "torch_grad_norm_recent_max",
+    "Largest finite L2 norm of the layer's gradient among the samples of the last 60 seconds.",
+    "layer",
+)
+GRAD_NORM_ZSCORE = GRADIENTS.gauge(
+    "torch_grad_norm_zscore",
+    "Distance of the last logarithm of the norm from the layer's own median over its last 128 samples, in robust sigmas; absent before 20 samples.",
+    "layer",
+)
+GRAD_NORM_SPIKES = GRADIENTS.counter(
+    "torch_grad_norm_spikes_total",
+    "Samples whose norm lay beyond 6 robust sigmas and 3 times the median of the layer's own baseline, over sampled steps; of a sharded layer, the norm of this rank's part.",
+    "layer",
+)
+GRAD_MAX_MAGNITUDE = GRADIENTS.gauge(
+    "torch_grad_max_magnitude",
+    "Largest absolute element of the layer's gradient at the last sampled step, unscaled, before clipping.",
+    "layer",
+)
+GRAD_NONFINITE_ELEMENTS = GRADIENTS.counter(
+    "torch_grad_nonfinite_elements_total",
+    "Gradient elements that were NaN or Inf before clipping, over sampled steps; of what several ranks have a copy of, one counts.",
+    "layer",
+    "kind",
+)
+GRAD_ZERO_RATIO = GRADIENTS.gauge(
+    "torch_grad_zero_ratio",
+    "Share of the layer's gradient elements that were exactly zero at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+)
+GRAD_ZERO_UNITS_RATIO = GRADIENTS.gauge(
+    "torch_grad_zero_units_ratio",
+    "Share of the layer's output units whose weights' gradient was exactly zero at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+)
+GRAD_DEAD_RATIO = GRADIENTS.gauge(
+    "torch_grad_dead_ratio",
+    "Share of the layer's output units whose weights' gradient was exactly zero in each of the last dead_window samples; absent before min(20, dead_window) samples; of this rank's part where the gradient is sharded.",
+    "layer",
+)
+GRAD_UNITS = GRADIENTS.gauge(
+    "torch_grad_units",
+    "Output units of the layer's weights that have a gradient: what the shares of units are of; of this rank's part where the gradient is sharded.",
+    "layer",
+)
+GRAD_MISSING_PARAMETERS = GRADIENTS.gauge(
+    "torch_grad_missing_parameters",
+    "Parameters of the layer that require a gradient and got none at the last sampled step.",
+    "layer",
+)
+GRAD_MEAN = GRADIENTS.gauge(
+    "torch_grad_mean",
+    "Mean of the gradient's finite or non-finite elements at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+GRAD_STDDEV = GRADIENTS.gauge(
+    "torch_grad_stddev",
+    "Population standard deviation of the gradient's elements at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+GRAD_MIN = GRADIENTS.gauge(
+    "torch_grad_min",
+    "Smallest element of the gradient at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+GRAD_MAX = GRADIENTS.gauge(
+    "torch_grad_max",
+    "Largest element of the gradient at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="moments",
+)
+
+WEIGHT_NORM = WEIGHTS.gauge(
+    "torch_weight_norm",
+    "L2 norm of the layer's parameters after the last sampled update of the layer; absent where they are sharded.",
+    "layer",
+    opt_in="weights",
+)
+WEIGHT_UPDATE_RATIO = WEIGHTS.gauge(
+    "torch_weight_update_ratio",
+    "L2 norm of the layer's last sampled update over the L2 norm of its parameters before it; of a sharded layer, over this rank's part.",
+    "layer",
+    opt_in="weights",
+)
+
+# Of the whole model, one series per optimizer where several own different parameters
+GRAD_GLOBAL_NORM = GRADIENTS.gauge(
+    "torch_grad_global_norm",
+    "L2 norm over the gradients of all tracked parameters at the last sampled step, or at the last step for which observe(grad_norm=) gave it; unscaled, before clipping.",
+    "optimizer",
+)
+GRAD_GLOBAL_NORM_DISTRIBUTION = GRADIENTS.histogram(
+    "torch_grad_global_norm_distribution",
+    "L2 norm over all tracked parameters before clipping, one observation per sampled or observed step; non-finite norms are left out.",
+    HALF_DECADES,
+    "optimizer",
+)
+GRAD_GLOBAL_NORM_SPIKES = GRADIENTS.counter(
+    "torch_grad_global_norm_spikes_total",
+    "Samples whose global norm lay beyond 6 robust sigmas and 3 times the median of its own baseline, over sampled steps; of sharded gradients, the norm over this rank's parts, unless observe(grad_norm=) gives that of the whole.",
+    "optimizer",
+)
+GRAD_GLOBAL_NORM_AFTER_CLIP = GRADIENTS.gauge(
+    "torch_grad_global_norm_after_clip",
+    "L2 norm over all tracked parameters as the optimizer saw it at the last sampled step: unscaled, after clipping.",
+    "optimizer",
+)
+GRAD_CLIP_COEFFICIENT = GRADIENTS.gauge(
+    "torch_grad_clip_coefficient",
+    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped.",
+    "optimizer",
+)
+GRAD_CLIPPED_STEPS = GRADIENTS.counter(
+    "torch_grad_clipped_steps_total", "Steps whose gradients were clipped, over sampled steps.", "optimizer"
+)
+GRAD_NONFINITE_STEPS = GRADIENTS.counter(
+    "torch_grad_nonfinite_steps_total",
+    "Steps with any NaN or Inf gradient element, over sampled steps and those whose norm was observed, by what became of the step: stepped, skipped or unknown.",
+    "optimizer",
+    "outcome",
+)
+GRAD_LOCAL_NORM = GRADIENTS.gauge(
+    "torch_grad_local_norm",
+    "L2 norm over the gradients of all tracked parameters that DistributedDataParallel reduces, of this rank alone, before the mean over ranks is taken, at the last sampled step; unscaled, before clipping. Absent where several backwards of a step reduce, as with accumulation without no_sync().",
+    "optimizer",
+    opt_in="local_norm",
+)
+GRAD_NOISE_SCALE = GRADIENTS.gauge(
+    "torch_grad_noise_scale",
+    "Simple gradient noise scale in samples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
+    "optimizer",
+    opt_in="local_norm",
+)
+GRAD_SAMPLE_STEP = GRADIENTS.gauge("torch_grad_sample_step", "Optimizer step of the last sample.", "optimizer")
 
 DEAD_FROM = 20
 """Samples before which a dead ratio says nothing, or the whole window if that is shorter."""
@@ -23,21 +200,21 @@ def dead_from(dead_window: int) -> int:
 
 
 _LAST_VALUES = {
-    c.GRAD_NORM: "norm",
-    c.GRAD_NORM_ZSCORE: "zscore",
-    c.GRAD_MAX_MAGNITUDE: "max_magnitude",
-    c.GRAD_ZERO_RATIO: "zero_ratio",
-    c.GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
-    c.GRAD_MISSING_PARAMETERS: "missing",
+    GRAD_NORM: "norm",
+    GRAD_NORM_ZSCORE: "zscore",
+    GRAD_MAX_MAGNITUDE: "max_magnitude",
+    GRAD_ZERO_RATIO: "zero_ratio",
+    GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
+    GRAD_MISSING_PARAMETERS: "missing",
 }
-_OF_THE_WHOLE = {c.GRAD_NORM, c.GRAD_MAX_MAGNITUDE, c.WEIGHT_NORM}
+_OF_THE_WHOLE = {GRAD_NORM, GRAD_MAX_MAGNITUDE, WEIGHT_NORM}
 _TOTALS = {
-    c.GRAD_NORM_SQUARED_TOTAL: "squared_total",
-    c.GRAD_CAPTURES: "captures",
-    c.GRAD_NORM_SPIKES: "spikes",
+    GRAD_NORM_SQUARED_TOTAL: "squared_total",
+    GRAD_CAPTURES: "captures",
+    GRAD_NORM_SPIKES: "spikes",
 }
-_MOMENTS = {c.GRAD_MEAN: "mean", c.GRAD_STDDEV: "stddev", c.GRAD_MIN: "minimum", c.GRAD_MAX: "maximum"}
-_WEIGHTS = {c.WEIGHT_NORM: "weight_norm", c.WEIGHT_UPDATE_RATIO: "update_ratio"}
+_MOMENTS = {GRAD_MEAN: "mean", GRAD_STDDEV: "stddev", GRAD_MIN: "minimum", GRAD_MAX: "maximum"}
+_WEIGHTS = {WEIGHT_NORM: "weight_norm", WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 
 class GradientCollector:
@@ -77,26 +254,26 @@ class GradientCollector:
         sized = read & layer_values["sized"]
         # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
         whole = ~table.sharded[shown]
-        judged = {c.GRAD_NORM_ZSCORE, c.GRAD_ZERO_UNITS_RATIO, c.GRAD_MISSING_PARAMETERS}
+        judged = {GRAD_NORM_ZSCORE, GRAD_ZERO_UNITS_RATIO, GRAD_MISSING_PARAMETERS}
         for spec, column in _LAST_VALUES.items():
             # The norm itself may be NaN; where NaN means that there is no value, it is left out.
             present = ~np.isnan(layer_values[column]) if spec in judged else read
             yield Family(spec, layer_values[column], layers, sized & whole if spec in _OF_THE_WHOLE else present)
-        yield Family(c.GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
+        yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
-            yield Family(c.GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
+            yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
         for spec, column in _TOTALS.items():
             yield Family(spec, layer_values[column], layers)
         counts = None if snapshot.exponential is None else tuple(compress(snapshot.exponential, shown.tolist()))
         yield Family(
-            c.GRAD_NORM_DISTRIBUTION, layer_values["buckets"], layers, whole, sums=layer_values["bucket_sum"], exponential=counts
+            GRAD_NORM_DISTRIBUTION, layer_values["buckets"], layers, whole, sums=layer_values["bucket_sum"], exponential=counts
         )
-        yield Family(c.GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
-        yield Family(c.GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
+        yield Family(GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
+        yield Family(GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
         dead = layer_values["dead_ratio"]
-        yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
+        yield Family(GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
-        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([layer_values["nans"], layer_values["infs"]]), kinds)
+        yield Family(GRAD_NONFINITE_ELEMENTS, np.concatenate([layer_values["nans"], layer_values["infs"]]), kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
@@ -109,16 +286,16 @@ class GradientCollector:
         rows = self._optimizers.get(tuple((name,) for name in names))
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.table.sharded.any())
         clip = totals["clip_known"] & whole
-        yield Family(c.GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
+        yield Family(GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
         more: tuple[Counts, ...] = ({},) * (len(names) - len(snapshot.totals))
         counts = None if snapshot.exponential_totals is None else snapshot.exponential_totals + more
-        yield Family(c.GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
-        yield Family(c.GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
-        yield Family(c.GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
-        yield Family(c.GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
-        yield Family(c.GRAD_CLIPPED_STEPS, totals["clipped"], rows)
+        yield Family(GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
+        yield Family(GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
+        yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
+        yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
+        yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows)
         yield from self._local(snapshot, rows)
-        yield Family(c.GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
+        yield Family(GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
         yield self._nonfinite(totals, names)
 
     def _local(self, snapshot: GradientSnapshot, rows: LabelRows) -> Iterator[Family]:
@@ -127,8 +304,8 @@ class GradientCollector:
             return
         found = [snapshot.local.get(number) for number in self._numbers(snapshot)] or [None]
         for spec, values in (
-            (c.GRAD_LOCAL_NORM, [None if one is None else one.norm for one in found]),
-            (c.GRAD_NOISE_SCALE, [None if one is None else one.noise_scale for one in found]),
+            (GRAD_LOCAL_NORM, [None if one is None else one.norm for one in found]),
+            (GRAD_NOISE_SCALE, [None if one is None else one.noise_scale for one in found]),
         ):
             present = np.array([value is not None for value in values])
             yield Family(spec, np.array([value or 0.0 for value in values]), rows, present)
@@ -136,7 +313,7 @@ class GradientCollector:
     def _nonfinite(self, totals: np.ndarray[tuple[int], np.dtype[np.void]], names: list[str]) -> Family:
         rows: LabelRows = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
         values: FloatArray = np.concatenate([totals[f"nonfinite_{outcome.value}"] for outcome in Outcome])
-        spec: Spec = c.GRAD_NONFINITE_STEPS
+        spec: Spec = GRAD_NONFINITE_STEPS
         return Family(spec, values, rows)
 
     def _numbers(self, snapshot: GradientSnapshot) -> tuple[int, ...]:
@@ -155,3 +332,17 @@ class GradientCollector:
         if len(optimizers) <= 1:
             return totals, [""]
         return totals, [names[number] if 0 <= number < len(names) else "" for number in optimizers]
+
+
+def _make(context: CollectorContext) -> GradientCollector:
+    snapshots, shown = context.snapshots, context.shown
+    return GradientCollector(
+        lambda: snapshots.latest.gradients,
+        context.optimizers,
+        dead_window=shown.dead_window,
+        moments=shown.moments,
+        weights=shown.weights,
+    )
+
+
+COLLECTOR = Declaration("gradients", (GRADIENTS, WEIGHTS), _make, place=10)

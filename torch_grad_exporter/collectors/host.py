@@ -11,9 +11,35 @@ from typing import Literal, Protocol
 
 import psutil
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, Spec, scalar
 from torch_grad_exporter.resources.readings import ABSENT, Rising, attempt
+
+METRICS = Section("Host and container")
+
+HOST_CPU = METRICS.gauge("torch_host_cpu_ratio", "Share of all the host's processors that was busy since the previous scrape.")
+HOST_MEMORY_TOTAL = METRICS.gauge("torch_host_memory_total_bytes", "Memory of the host.", unit="bytes")
+HOST_MEMORY_AVAILABLE = METRICS.gauge(
+    "torch_host_memory_available_bytes", "Memory of the host that programs can get without swapping.", unit="bytes"
+)
+HOST_DISK_READ = METRICS.counter("torch_host_disk_read_bytes_total", "Bytes read from the host's disks.", unit="bytes", older=True)
+HOST_DISK_WRITE = METRICS.counter(
+    "torch_host_disk_write_bytes_total", "Bytes written to the host's disks.", unit="bytes", older=True
+)
+HOST_NETWORK_RECEIVE = METRICS.counter(
+    "torch_host_network_receive_bytes_total",
+    "Bytes received by network hardware; where there is none, as in a container, on all interfaces other than loopback.",
+    unit="bytes",
+    older=True,
+)
+HOST_NETWORK_TRANSMIT = METRICS.counter(
+    "torch_host_network_transmit_bytes_total",
+    "Bytes sent by network hardware; where there is none, as in a container, on all interfaces other than loopback.",
+    unit="bytes",
+    older=True,
+)
 
 SETTLE_SECONDS = 0.5
 """Over less time the kernel's ticks are too coarse for a share of CPU time."""
@@ -106,7 +132,7 @@ class HostCollector:
         self._has_hardware = False
         self._busy = BusyShare(self._cpu_times, clock)
         self._totals: dict[Spec, Rising[str]] = {
-            spec: Rising() for spec in (c.HOST_DISK_READ, c.HOST_DISK_WRITE, c.HOST_NETWORK_RECEIVE, c.HOST_NETWORK_TRANSMIT)
+            spec: Rising() for spec in (HOST_DISK_READ, HOST_DISK_WRITE, HOST_NETWORK_RECEIVE, HOST_NETWORK_TRANSMIT)
         }
         # What is read first must be added first.
         self._lock = threading.Lock()
@@ -118,17 +144,17 @@ class HostCollector:
 
     def _processors_and_memory(self) -> Iterator[Family]:
         memory = attempt(lambda: self._machine.virtual_memory()._asdict(), ABSENT)
-        yield scalar(c.HOST_CPU, self._busy())
-        yield scalar(c.HOST_MEMORY_TOTAL, memory["total"] if memory else None)
-        yield scalar(c.HOST_MEMORY_AVAILABLE, memory["available"] if memory else None)
+        yield scalar(HOST_CPU, self._busy())
+        yield scalar(HOST_MEMORY_TOTAL, memory["total"] if memory else None)
+        yield scalar(HOST_MEMORY_AVAILABLE, memory["available"] if memory else None)
 
     def _cpu_times(self) -> Mapping[str, float] | None:
         return attempt(lambda: self._machine.cpu_times()._asdict(), ABSENT)
 
     def _disks(self) -> Iterator[Family]:
         disks = attempt(self._disk_counters, ABSENT) or {}
-        yield self._total(c.HOST_DISK_READ, disks, "read_bytes")
-        yield self._total(c.HOST_DISK_WRITE, disks, "write_bytes")
+        yield self._total(HOST_DISK_READ, disks, "read_bytes")
+        yield self._total(HOST_DISK_WRITE, disks, "write_bytes")
 
     def _disk_counters(self) -> dict[str, Fields]:
         counted = self._machine.disk_io_counters(perdisk=True)
@@ -140,8 +166,8 @@ class HostCollector:
 
     def _network(self) -> Iterator[Family]:
         interfaces = attempt(self._network_counters, ABSENT) or {}
-        yield self._total(c.HOST_NETWORK_RECEIVE, interfaces, "bytes_recv")
-        yield self._total(c.HOST_NETWORK_TRANSMIT, interfaces, "bytes_sent")
+        yield self._total(HOST_NETWORK_RECEIVE, interfaces, "bytes_recv")
+        yield self._total(HOST_NETWORK_TRANSMIT, interfaces, "bytes_sent")
 
     def _network_counters(self) -> dict[str, Fields]:
         """Those of hardware; where there has never been any, as in a container, those of all but the loopback."""
@@ -172,3 +198,10 @@ def _is_hardware(device: Path) -> bool:
 def _is_loopback(interface: str) -> bool:
     """By the names that Linux, BSD with macOS, and Windows give it."""
     return interface in {"lo", "lo0"} or interface.startswith("Loopback")
+
+
+def _make(_context: CollectorContext) -> HostCollector:
+    return HostCollector()
+
+
+COLLECTOR = Declaration("host", (METRICS,), _make, place=70)

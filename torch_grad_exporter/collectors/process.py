@@ -12,27 +12,87 @@ import prometheus_client
 import psutil
 from prometheus_client.samples import Sample
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import NO_LABELS, Family, LabelRows, RowCache, Spec, scalar
 from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReading, Descendants, unique_memory
 from torch_grad_exporter.resources.readings import ABSENT, Paced, attempt
 
+STANDARD = Section("Process")
+"""The metrics that `prometheus_client` collects itself, under the names that all Prometheus clients use."""
+
+PROCESS_VIRTUAL_MEMORY = STANDARD.gauge("process_virtual_memory_bytes", "Virtual memory of the process.", unit="bytes")
+PROCESS_RESIDENT_MEMORY = STANDARD.gauge("process_resident_memory_bytes", "Resident memory of the process.", unit="bytes")
+PROCESS_START_TIME = STANDARD.gauge("process_start_time_seconds", "Unix time at which the process started.", unit="seconds")
+PROCESS_CPU_SECONDS = STANDARD.counter(
+    "process_cpu_seconds_total",
+    "CPU time of the process, in user and kernel mode, without its children.",
+    unit="seconds",
+    older=True,
+)
+PROCESS_OPEN_FDS = STANDARD.gauge("process_open_fds", "Open file descriptors of the process.")
+PROCESS_MAX_FDS = STANDARD.gauge("process_max_fds", "Most file descriptors that the process may open.")
+PYTHON_INFO = STANDARD.gauge(
+    "python_info",
+    "The Python interpreter as labels; the value is always 1.",
+    "implementation", "major", "minor", "patchlevel", "version",
+)  # fmt: skip
+PYTHON_GC_COLLECTIONS = STANDARD.counter(
+    "python_gc_collections_total", "Runs of the garbage collector, by generation.", "generation", older=True
+)
+PYTHON_GC_OBJECTS_COLLECTED = STANDARD.counter(
+    "python_gc_objects_collected_total",
+    "Objects that the garbage collector freed, by generation.",
+    "generation",
+    older=True,
+)
+PYTHON_GC_OBJECTS_UNCOLLECTABLE = STANDARD.counter(
+    "python_gc_objects_uncollectable_total",
+    "Objects that the garbage collector could not free, by generation.",
+    "generation",
+    older=True,
+)
+
+METRICS = Section("Process")
+"""Those that psutil tells of the process and its children."""
+
+PROCESS_THREADS = METRICS.gauge("torch_process_threads", "Threads of the process.")
+PROCESS_IO_READ = METRICS.counter(
+    "torch_process_io_read_bytes_total",
+    "Bytes that the process had storage read for it; on Linux also its children that have ended.",
+    unit="bytes",
+    older=True,
+)
+PROCESS_IO_WRITE = METRICS.counter(
+    "torch_process_io_write_bytes_total",
+    "Bytes that the process had written to storage; on Linux also its children that have ended.",
+    unit="bytes",
+    older=True,
+)
+PROCESS_UNIQUE_MEMORY = METRICS.gauge(
+    "torch_process_unique_memory_bytes",
+    "Memory in pages that only this process has, so that its end would free it; forked workers share pages with it, and it falls while they do. Some seconds old, minutes where the process has hundreds of gigabytes.",
+    unit="bytes",
+)
+PROCESS_CHILDREN = METRICS.gauge(
+    "torch_process_children",
+    "Child processes that run, such as the workers of a DataLoader, and theirs.",
+)
+PROCESS_CHILDREN_MEMORY = METRICS.gauge(
+    "torch_process_children_memory_bytes",
+    "Memory of the child processes that run, for each the pages that only it has: a forked worker shares the rest with its parent. Some seconds old, minutes where they have hundreds of gigabytes.",
+    unit="bytes",
+)
+PROCESS_CHILDREN_CPU_SECONDS = METRICS.counter(
+    "torch_process_children_cpu_seconds_total",
+    "CPU time of the child processes, also of those that have ended.",
+    unit="seconds",
+    older=True,
+)
+
 CHILDREN_SHARE = 5e-3
 """Of all time, what looking for children may take: most often they are as of the scrape."""
-
-STANDARD = (
-    c.PROCESS_VIRTUAL_MEMORY,
-    c.PROCESS_RESIDENT_MEMORY,
-    c.PROCESS_START_TIME,
-    c.PROCESS_CPU_SECONDS,
-    c.PROCESS_OPEN_FDS,
-    c.PROCESS_MAX_FDS,
-    c.PYTHON_INFO,
-    c.PYTHON_GC_COLLECTIONS,
-    c.PYTHON_GC_OBJECTS_COLLECTED,
-    c.PYTHON_GC_OBJECTS_UNCOLLECTABLE,
-)
-"""The metrics that `prometheus_client` collects itself."""
 
 
 def standard_registry(proc: str = "/proc") -> prometheus_client.CollectorRegistry:
@@ -49,7 +109,7 @@ class StandardFamilies:
 
     def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
         self._registry = registry
-        self._rows = {spec: RowCache() for spec in STANDARD if spec.labels}
+        self._rows = {spec: RowCache() for spec in STANDARD.specs if spec.labels}
 
     def collect(self) -> Iterator[Family]:
         """The families as of now; none of a metric that the registry does not have, as `process_*` without /proc."""
@@ -57,7 +117,7 @@ class StandardFamilies:
         for metric in self._registry.collect():
             for sample in metric.samples:
                 found[sample.name].append(sample)
-        for spec in STANDARD:
+        for spec in STANDARD.specs:
             if samples := found.get(spec.name):
                 values = np.array([sample.value for sample in samples], dtype=np.float64)
                 yield Family(spec, values, self._labels(spec, samples))
@@ -93,14 +153,14 @@ class PsutilFamilies:
         """The families as of now, or where they are dear as of a moment ago."""
         process = self._process
         io = attempt(lambda: process.io_counters(), ABSENT)  # noqa: PLW0108 - macOS has no such function to name
-        yield scalar(c.PROCESS_THREADS, attempt(process.num_threads, ABSENT))
-        yield scalar(c.PROCESS_IO_READ, _known(io.read_bytes) if io else None)
-        yield scalar(c.PROCESS_IO_WRITE, _known(io.write_bytes) if io else None)
-        yield scalar(c.PROCESS_UNIQUE_MEMORY, self._unique_memory())
+        yield scalar(PROCESS_THREADS, attempt(process.num_threads, ABSENT))
+        yield scalar(PROCESS_IO_READ, _known(io.read_bytes) if io else None)
+        yield scalar(PROCESS_IO_WRITE, _known(io.write_bytes) if io else None)
+        yield scalar(PROCESS_UNIQUE_MEMORY, self._unique_memory())
         children = self._children(CHILDREN_SHARE)
-        yield scalar(c.PROCESS_CHILDREN, len(children.running) if children else None)
-        yield scalar(c.PROCESS_CHILDREN_MEMORY, self._children_memory(children.running) if children else None)
-        yield scalar(c.PROCESS_CHILDREN_CPU_SECONDS, children.cpu_seconds if children else None)
+        yield scalar(PROCESS_CHILDREN, len(children.running) if children else None)
+        yield scalar(PROCESS_CHILDREN_MEMORY, self._children_memory(children.running) if children else None)
+        yield scalar(PROCESS_CHILDREN_CPU_SECONDS, children.cpu_seconds if children else None)
 
 
 def _known(count: int) -> int | None:
@@ -130,3 +190,10 @@ class ProcessCollector:
         """The families as of now."""
         for source in self._sources:
             yield from source.collect()
+
+
+def _make(_context: CollectorContext) -> ProcessCollector:
+    return ProcessCollector()
+
+
+COLLECTOR = Declaration("process", (STANDARD, METRICS), _make, place=60)

@@ -7,18 +7,20 @@ and is left out of the next ones until it has come to an end. One that keeps fai
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.metrics.families import Collector, Family, RowCache
-
-SOURCE = "collector"
+from torch_grad_exporter.collectors.context import ScrapeSize
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS
+from torch_grad_exporter.collectors.registry import Collector, source_of
+from torch_grad_exporter.errors import ErrorLog, Guard
+from torch_grad_exporter.lifecycle import BackgroundThread
+from torch_grad_exporter.metrics.families import Family, RowCache
 
 PATIENCE = 1.0
 """Seconds that one collector may take."""
@@ -39,7 +41,10 @@ class _Result:
 
 
 class Scrape:
-    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds."""
+    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
+
+    `size`: is told how many series there were.
+    """
 
     def __init__(
         self,
@@ -48,36 +53,37 @@ class Scrape:
         prepare: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         patience: float = PATIENCE,
+        *,
+        size: ScrapeSize | None = None,
     ) -> None:
         self._collectors = collectors
         self._errors = errors
+        self._preparing = errors.boundary("worker", limit=None)
         self._prepare = prepare
         self._clock = clock
         self._patience = patience
         self._lock = threading.RLock()
         self._late: dict[str, _Walk] = {}
+        self._guards: dict[str, Guard] = {}
         self._retry_at: dict[str, float] = {}
         self._rows = RowCache()
-        self.series: int | None = None
+        self._size = ScrapeSize() if size is None else size
 
     def __call__(self) -> list[Family]:
         """One scrape; the last families say how each collector did."""
         with self._lock:
-            try:
-                self._prepare()
-            except Exception as error:  # noqa: BLE001 - the boundary: the collectors then show what they have
-                self._errors.count("worker", error)
+            self._preparing(self._prepare)  # if that fails the collectors show what they have
             results = self._collect([collector for collector in self._collectors if self._may_run(collector.name)])
             found = [family for result in results.values() for family in result.families or ()]
             found += self._reports(results)
-            self.series = sum(family.series for family in found)
+            self._size.note(sum(family.series for family in found))
             return found
 
     def start(self) -> None:
         """Has those collectors begin that do something of their own; one that cannot costs only itself."""
         for collector in self._collectors:
             if (start := getattr(collector, "start", None)) is not None:
-                self._errors.guard(_source(collector.name), start)
+                self._errors.boundary(source_of(collector.name), limit=None)(start)
 
     def close(self) -> None:
         """Has those collectors give back what they hold that hold something. Waits for none that hangs."""
@@ -91,10 +97,14 @@ class Scrape:
         self._late = {}
 
     def _may_run(self, name: str) -> bool:
-        if name in self._late and not self._late[name].over.is_set():
+        if name in self._late and self._late[name].running:
             return False
         self._late.pop(name, None)
-        return not self._errors.switched_off(_source(name)) or self._clock() >= self._retry_at.get(name, 0.0)
+        return not self._guard(name).off or self._clock() >= self._retry_at.get(name, 0.0)
+
+    def _guard(self, name: str) -> Guard:
+        """The row of failures of a collector, which a success ends only where it came in time."""
+        return self._guards.setdefault(name, self._errors.boundary(source_of(name)))
 
     def _collect(self, collectors: Sequence[Collector]) -> dict[str, _Result]:
         """What each collector gave. They run in another thread, since nobody can be stopped who hangs."""
@@ -105,20 +115,19 @@ class Scrape:
             late = self._wait(walk)
             results |= walk.results
             if late is None:
-                walk.end()
                 break
             self._late[late.name] = walk
             self._failed(late.name, TimeoutError(f"no answer within {self._patience:g} s"))
             collectors = collectors[collectors.index(late) + 1 :]
         for name, result in results.items():
             if result.families is not None:
-                self._errors.succeeded(_source(name))
+                self._guard(name).succeeded()
         return results
 
     def _wait(self, walk: _Walk) -> Collector | None:
         """Returns when all collectors are done, or with the one that takes too long."""
         current, slices = walk.current, 0
-        while not walk.over.wait(self._patience / SLICES):
+        while not walk.join(self._patience / SLICES):
             slices = slices + 1 if walk.current is current else 0
             current = walk.current
             if slices >= SLICES and (late := walk.give_up(current)) is not None:
@@ -127,15 +136,11 @@ class Scrape:
 
     def _run(self, collector: Collector) -> _Result:
         start = self._clock()
-        families: list[Family] | None = None
-        try:
-            families = list(collector.collect())
-        except Exception as error:  # noqa: BLE001 - the boundary: one collector must not cost the others
-            self._failed(collector.name, error)
+        families = Guard(functools.partial(self._failed, collector.name)).result(lambda: list(collector.collect()))
         return _Result(families, self._clock() - start)
 
     def _failed(self, name: str, error: Exception) -> None:
-        self._errors.record(_source(name), error)
+        self._guard(name).failed(error)
         self._retry_at[name] = self._clock() + RETRY_SECONDS
 
     def _reports(self, results: dict[str, _Result]) -> list[Family]:
@@ -146,39 +151,38 @@ class Scrape:
         success = np.array([name in results and results[name].families is not None for name in names], dtype=np.float64)
         seconds = np.array([results[name].seconds if name in results else 0.0 for name in names])
         return [
-            Family(c.EXPORTER_COLLECTOR_SUCCESS, success, rows),
-            Family(c.EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
+            Family(EXPORTER_COLLECTOR_SUCCESS, success, rows),
+            Family(EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
         ]
 
 
-@dataclass(eq=False)
 class _Walk:
     """One thread's way from collector to collector, until the last one or until it is given up."""
 
-    collectors: Sequence[Collector]
-    run: Callable[[Collector], _Result]
-    results: dict[str, _Result] = field(default_factory=dict)
-    current: Collector | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-    """Set at the end, also at that of a collector on which the walk was given up."""
-    _given_up: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
+    def __init__(self, collectors: Sequence[Collector], run: Callable[[Collector], _Result]) -> None:
+        self.results: dict[str, _Result] = {}
+        self.current: Collector | None = None
+        self._collectors = collectors
+        self._run = run
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._thread = BackgroundThread("collect", self._walk)
 
     def start(self) -> None:
         """Begins, in a thread of its own if the process may have one more."""
-        thread = threading.Thread(target=self._walk, name="torch-grad-exporter-collect", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:
             self._walk()
-        else:
-            self._thread = thread
 
-    def end(self) -> None:
-        """Waits for the thread, which is `over`, so that none is left behind."""
-        if self._thread is not None:
-            self._thread.join()
+    @property
+    def running(self) -> bool:
+        """Whether its thread is under way, also in a collector on which the walk was given up."""
+        return self._thread.running
+
+    def join(self, seconds: float) -> bool:
+        """Waits for its end, for so long at most; whether it has come."""
+        return self._thread.join(seconds)
 
     def give_up(self, collector: Collector | None) -> Collector | None:
         """Ends the walk if this collector still is its current one, and returns it."""
@@ -187,18 +191,11 @@ class _Walk:
             return collector if self._given_up else None
 
     def _walk(self) -> None:
-        try:
-            for collector in self.collectors:
-                self.current = collector
-                result = self.run(collector)
-                with self._lock:
-                    if self._given_up:
-                        return
-                    self.results[collector.name] = result
-                    self.current = None
-        finally:
-            self.over.set()
-
-
-def _source(name: str) -> str:
-    return f"{SOURCE}_{name}"
+        for collector in self._collectors:
+            self.current = collector
+            result = self._run(collector)
+            with self._lock:
+                if self._given_up:
+                    return
+                self.results[collector.name] = result
+                self.current = None

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration, source_of
 from torch_grad_exporter.distributed.whole_run import View, WholeRun
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, RowCache, scalar
+
+METRICS = Section("The whole run")
+
+RUN_RANKS_REPORTING = METRICS.gauge(
+    "torch_run_ranks_reporting",
+    "Ranks that have reported lately: within 30 seconds, longer with more than 256 ranks. The other torch_run metrics are absent while that is not all of them.",
+    opt_in="whole_run",
+)
+RUN_FEWEST_STEPS = METRICS.gauge(
+    "torch_run_fewest_steps", "Optimizer steps of the rank that had the fewest when it last reported.", opt_in="whole_run"
+)
+RUN_MOST_STEPS = METRICS.gauge(
+    "torch_run_most_steps", "Optimizer steps of the rank that had the most when it last reported.", opt_in="whole_run"
+)
+RUN_GLOBAL_NORM_RMS = METRICS.gauge(
+    "torch_run_grad_global_norm_rms",
+    "Root mean square, over the last samples of each rank, of the norm over all layers and ranks; gradients of which a rank has only a summand are left out, here as in the norms themselves.",
+    opt_in="whole_run",
+)
+RUN_NORM_RMS = METRICS.gauge(
+    "torch_run_grad_norm_rms",
+    "Root mean square, over the last samples of each rank, of the norm of the layer's whole gradient, however it is sharded.",
+    "layer", opt_in="whole_run",
+)  # fmt: skip
+RUN_DEAD_RATIO = METRICS.gauge(
+    "torch_run_grad_dead_ratio", "torch_grad_dead_ratio over the units of all ranks.", "layer", opt_in="whole_run"
+)
+RUN_NONFINITE_ELEMENTS = METRICS.counter(
+    "torch_run_grad_nonfinite_elements_total",
+    "Sum of torch_grad_nonfinite_elements over all ranks, over sampled steps.", "layer", "kind", opt_in="whole_run",
+)  # fmt: skip
 
 
 class WholeRunCollector:
@@ -28,11 +62,11 @@ class WholeRunCollector:
         """The families as of the last reports."""
         view = self._whole_run.view
         if view is not None:
-            yield scalar(c.RUN_RANKS_REPORTING, view.reporting)
-            yield scalar(c.RUN_FEWEST_STEPS, view.fewest_steps)
-            yield scalar(c.RUN_MOST_STEPS, view.most_steps)
+            yield scalar(RUN_RANKS_REPORTING, view.reporting)
+            yield scalar(RUN_FEWEST_STEPS, view.fewest_steps)
+            yield scalar(RUN_MOST_STEPS, view.most_steps)
             known = view.global_rms is not None and np.isfinite(view.global_rms)
-            yield scalar(c.RUN_GLOBAL_NORM_RMS, view.global_rms if known else None)
+            yield scalar(RUN_GLOBAL_NORM_RMS, view.global_rms if known else None)
             yield from self._by_layer(view)
 
     def close(self) -> None:
@@ -44,6 +78,22 @@ class WholeRunCollector:
             return
         layers = self._layers.get(tuple((layer,) for layer in view.layers))
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in view.layers))
-        yield Family(c.RUN_NORM_RMS, view.rms, layers, ~np.isnan(view.rms))
-        yield Family(c.RUN_DEAD_RATIO, view.dead_ratio, layers, ~np.isnan(view.dead_ratio))
-        yield Family(c.RUN_NONFINITE_ELEMENTS, np.concatenate([view.nans, view.infs]), kinds)
+        yield Family(RUN_NORM_RMS, view.rms, layers, ~np.isnan(view.rms))
+        yield Family(RUN_DEAD_RATIO, view.dead_ratio, layers, ~np.isnan(view.dead_ratio))
+        yield Family(RUN_NONFINITE_ELEMENTS, np.concatenate([view.nans, view.infs]), kinds)
+
+
+def _make(context: CollectorContext) -> WholeRunCollector:
+    clock = context.clock
+    whole_run = WholeRun(
+        context.store,
+        context.rank,
+        context.identity.world_size,
+        snapshot=context.snapshots.fresh,
+        steps=lambda: sum(clock.counts().steps.values()),
+        on_error=functools.partial(context.errors.count, source_of("whole_run")),
+    )
+    return WholeRunCollector(whole_run)
+
+
+COLLECTOR = Declaration("whole_run", (METRICS,), _make, default=False, place=30)

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import cast
 
+import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter.config.settings import Settings, source
+from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.config.option import source
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerFilter, LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
+from torch_grad_exporter.torch_compat import has_scale
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -66,15 +71,25 @@ def checked_optimizers(optimizers: object) -> dict[str, torch.optim.Optimizer]:
     return named
 
 
-def check_objects(scaler: object, registry: object, meter_provider: object) -> None:
-    """Raises on what is no gradient scaler, no registry of `prometheus_client`, or no meter provider."""
-    # A disabled one has no scale.
-    if scaler is not None and not hasattr(scaler, "_scale") and not isinstance(scaler, torch.amp.GradScaler):
+def checked_scaler(scaler: object) -> Scaler | None:
+    """The gradient scaler; raises on what is none."""
+    if scaler is not None and not has_scale(scaler):
         raise TypeError(f"grad_scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
+    return cast("Scaler | None", scaler)
+
+
+def checked_registry(registry: object) -> prometheus_client.CollectorRegistry | None:
+    """The registry of `prometheus_client`; raises on what is none."""
     if registry is not None and not hasattr(registry, "register"):
         raise TypeError(f"registry={registry!r}: expected a prometheus_client.CollectorRegistry")
-    if meter_provider is not None and not isinstance(meter_provider, MeterProvider):
-        raise TypeError(f"meter_provider={meter_provider!r}: expected an opentelemetry.metrics.MeterProvider")
+    return cast("prometheus_client.CollectorRegistry | None", registry)
+
+
+def checked_meter_provider(provider: object) -> MeterProvider | None:
+    """OpenTelemetry's meter provider; raises on what is none."""
+    if provider is not None and not isinstance(provider, MeterProvider):
+        raise TypeError(f"meter_provider={provider!r}: expected an opentelemetry.metrics.MeterProvider")
+    return provider
 
 
 def checked_index(

@@ -11,7 +11,6 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Protocol
 
 from torch_grad_exporter import files
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.lifecycle import BackgroundLoop
 
 READ_SECONDS = 10.0
 """Between two readings of what the ranks have published."""
@@ -263,18 +264,15 @@ class Discovery:
         self._target = target
         self._ranks = ranks
         self._entries: tuple[Entry, ...] = tuple(entry for entry in (file, ranks) if entry is not None)
-        self._on_error = on_error
-        self._interval = interval
-        self._ended = threading.Event()
+        self._guard = Guard(on_error)
         self._leave = False
-        self._threads: list[threading.Thread] = []
+        self._threads = [self._thread(entry, interval) for entry in self._entries]
 
     def start(self) -> None:
         """Starts a thread for each entry: one may hang. Raises `RuntimeError` where there are no more threads to be had."""
-        for entry in self._entries:
-            thread = threading.Thread(target=self._keep, args=(entry,), name="torch_grad_exporter_discovery", daemon=True)
+        for thread in self._threads:
+            thread.wake()
             thread.start()
-            self._threads.append(thread)
 
     def body(self) -> bytes:
         """What `/sd` answers, as `application/json`: the list of the ranks known here."""
@@ -286,25 +284,19 @@ class Discovery:
         What hangs is left behind after `seconds`.
         """
         self._leave |= leave
-        self._ended.set()
         give_up_at = time.monotonic() + seconds
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, give_up_at - time.monotonic()))
+            thread.stop()
+        for thread in self._threads:
+            thread.join(give_up_at - time.monotonic())
 
     def after_fork_in_child(self) -> None:
         """The entries are the parent's."""
         self._entries, self._threads = (), []
 
-    def _keep(self, entry: Entry) -> None:
-        while not self._ended.is_set():
-            self._guarded(entry.refresh)
-            self._ended.wait(self._interval)
-        if not self._leave:
-            self._guarded(entry.close)
+    def _thread(self, entry: Entry, interval: float) -> BackgroundLoop:
+        def close() -> None:
+            if not self._leave:
+                entry.close()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the boundary: the other entry, and the next time, do not depend on it
-            self._on_error(error)
+        return BackgroundLoop("discovery", entry.refresh, guard=self._guard, pause=interval, last=close)

@@ -5,6 +5,7 @@ No collective is ever called: of the process group only its size and this rank a
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import socket
@@ -13,6 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+
+from torch_grad_exporter.errors import say
+
+logger = logging.getLogger("torch_grad_exporter")
+
+LATE_GROUP = (
+    "the process group came after the exporter: this rank's series carry rank %d, as those of the others may, and all show "
+    "their layers; start the exporter after init_process_group, or with torchrun"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,21 @@ def came_late(known: Identity, *, group: Callable[[], Place | None] = process_gr
     """Whether there is a process group of several ranks by now, of which nothing was known when this process' rank was."""
     now = group()
     return now is not None and now.world_size > 1 == known.world_size
+
+
+class LateGroup:
+    """Tells the user, once, that there is a process group by now which the exporter knows nothing of."""
+
+    def __init__(self, known: Identity, rank: int) -> None:
+        self._known = known
+        self._rank = rank
+        self._told = False
+
+    def look(self) -> None:
+        """Looks whether there is one, and logs that."""
+        if not self._told and came_late(self._known):
+            self._told = True
+            say(logger, logging.WARNING, LATE_GROUP, self._rank)
 
 
 def identity(environment: Mapping[str, str], *, group: Callable[[], Place | None] = process_group) -> Identity:

@@ -25,8 +25,10 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
+from torch_grad_exporter import torch_compat
 from torch_grad_exporter.distributed.identity import Identity, new_run_name
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.lifecycle import BackgroundThread
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -77,7 +79,7 @@ class JobStore:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Reentrant: a signal's handler may close while its own thread asks.
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._connection: Connection | None = None
         self._stuck: Future[None] | None = None
         self._over = ""
@@ -117,7 +119,7 @@ class JobStore:
             thread = self._thread
             self._calls.put(None)
         # To the end of the program as well: a thread that comes back from torch into an interpreter that ends, aborts it.
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             thread.join(seconds)
 
     def after_fork_in_child(self) -> None:
@@ -145,7 +147,7 @@ class JobStore:
                 raise StoreError("the job's store has not answered an earlier question yet")
             self._stuck = None
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="torch_grad_exporter_store", daemon=True)
+                thread = BackgroundThread("store", self._work)
                 try:
                     thread.start()
                 except RuntimeError as error:  # no more threads to be had
@@ -162,7 +164,7 @@ class JobStore:
             if future.set_running_or_notify_cancel():
                 try:
                     self._answer(question)
-                except Exception as error:  # noqa: BLE001 - the boundary: it is raised again where the question was asked
+                except StoreError as error:  # raised again where the question was asked
                     future.set_exception(error)
                 else:
                     future.set_result(None)
@@ -201,10 +203,10 @@ class Store(Protocol):
 
 
 def groups_store() -> Store | None:
-    """The default process group's store, with the group's prefix; `None` if there is no group. Private: torch has no other way."""
+    """The default process group's store, with the group's prefix; `None` if there is no group."""
     if not dist.is_initialized():
         return None
-    store: Store = dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
+    store: Store | None = torch_compat.default_store()
     return store
 
 
@@ -232,7 +234,7 @@ def _agents_store(host: str, port: int) -> Connection:
 
 def _knock(connection: object) -> None:
     """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
-    bare = getattr(connection, "_underlying_non_prefix_store", connection)
+    bare = torch_compat.without_prefix(connection)
     host, port = getattr(bare, "host", None), getattr(bare, "port", None)
     if host is not None and port is not None:
         socket.create_connection((host, port), timeout=SECONDS).close()

@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import math
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ import numpy as np
 
 from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
 
 REPORT_SECONDS = 5.0
@@ -222,11 +223,11 @@ class WholeRun:
         self._number = 0
         self._started = time.time_ns()
         self._combination = Combination(world_size, MISSED * self._interval)
-        self._stop = threading.Event()
+        self._thread = BackgroundLoop("whole-run", self._work, guard=Guard(self._failed), pause=self._interval)
 
     def start(self) -> None:
         """Begins to report. Raises `RuntimeError` if there are no more threads to be had."""
-        threading.Thread(target=self._work, name="torch-grad-exporter-whole-run", daemon=True).start()
+        self._thread.start()
 
     @property
     def view(self) -> View | None:
@@ -247,18 +248,16 @@ class WholeRun:
 
     def close(self) -> None:
         """Ends the thread, without waiting for it; idempotent."""
-        self._stop.set()
+        self._thread.stop()
 
     def _work(self) -> None:
-        while not self._stop.wait(self._interval):
-            try:
-                self.report()
-                self.look()
-            except NoStoreError:
-                pass
-            except Exception as error:  # noqa: BLE001 - the boundary: the next report may succeed
-                self._on_error(error)
-                self._combination.hear({})  # time goes on
+        with contextlib.suppress(NoStoreError):
+            self.report()
+            self.look()
+
+    def _failed(self, error: Exception) -> None:
+        self._on_error(error)
+        self._combination.hear({})  # time goes on
 
 
 def _key(rank: int) -> str:

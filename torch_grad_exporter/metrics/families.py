@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,17 +131,6 @@ class Family:
         """How many time series the family yields; a histogram row has `_bucket`s, `_sum` and `_count`."""
         rows = len(self.labels) if self.present is None else int(np.count_nonzero(self.present))
         return rows * (len(self.spec.buckets) + 3 if self.spec.kind is Kind.HISTOGRAM else 1)
-
-
-class Collector(Protocol):
-    """What yields families at a scrape. It touches no tensor and makes no CUDA call."""
-
-    @property
-    def name(self) -> str:
-        """The collector's name in `torch_grad_exporter_collector_success{collector}`."""
-
-    def collect(self) -> Iterable[Family]:
-        """The families as of now. May raise: that costs this collector alone."""
 
 
 def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
-from torch_grad_exporter.model.sharding import is_behind, is_copy, is_sharded, local, split_dims
+from torch_grad_exporter.model.sharding import is_behind, is_copy, is_sharded, split_dims
+from torch_grad_exporter.torch_compat import TRANSPOSED, children_in, local, parameters_in
 
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
@@ -62,16 +63,16 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a part
     that is zero says nothing of the unit.
     """
-    if not split_dims(parameter) <= {1 if isinstance(module, _ConvTransposeNd) else 0}:
+    if not split_dims(parameter) <= {1 if isinstance(module, TRANSPOSED) else 0}:
         return None
     parameter = local(parameter)
     if parameter.dim() < 2 or parameter.numel() == 0:
         return None
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
         return None
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, TRANSPOSED):
         inputs, outputs = parameter.shape[:2]
-        groups = module.groups
+        groups = int(module.groups)  # type: ignore[arg-type]
         return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
     return UnitLayout((parameter.shape[0], -1), (0,))
 
@@ -99,7 +100,7 @@ class TrackedParameter:
     def parameter(self) -> torch.nn.Parameter | None:
         """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
         module = self.module()
-        parameter = None if module is None else module._parameters.get(self.attribute)
+        parameter = None if module is None else parameters_in(module).get(self.attribute)
         return parameter if parameter is not None and id(parameter) == self.identity else None
 
     def gradient(self) -> torch.Tensor | None:
@@ -116,8 +117,9 @@ class TrackedParameter:
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
     """`parameter()` of each, in one go: a sample asks for those of the whole model several times."""
+    owned = parameters_in
     return [
-        p if (m := t.module()) is not None and (p := m._parameters.get(t.attribute)) is not None and id(p) == t.identity else None
+        p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None
         for t in tracked
     ]
 
@@ -182,22 +184,6 @@ def make_table(
         counts=counts,
         shown=shown,
     )
-
-
-def fold(names: Sequence[str], most: int) -> list[str]:
-    """The label of each layer name: the name itself, or its first parts where there are too many names.
-
-    Takes the largest depth at which at most `most` different labels remain; if even the first parts are too
-    many, everything becomes one group.
-    """
-    if len(set(names)) <= most:
-        return list(names)
-    parts = [name.split(".") for name in names]
-    for depth in range(max(map(len, parts)) - 1, 0, -1):
-        labels = [".".join(part[:depth]) for part in parts]
-        if len(set(labels)) <= most:
-            return labels
-    return ["model"] * len(names)
 
 
 def clean(name: str) -> str:
@@ -330,7 +316,7 @@ class LayerIndex:
                 continue
             labels = _labels(root)
             for raw, module in root.named_modules():
-                for attribute, parameter in module._parameters.items():
+                for attribute, parameter in parameters_in(module).items():
                     if parameter is None or id(parameter) in seen:
                         continue
                     seen.add(id(parameter))
@@ -344,7 +330,8 @@ def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
 
     Where two modules would share a label, both have their full names.
     """
-    names = {(raw, attribute): clean(raw) or attribute for raw, module in root.named_modules() for attribute in module._parameters}
+    owned = {raw: parameters_in(module) for raw, module in root.named_modules()}
+    names = {(raw, attribute): clean(raw) or attribute for raw, attributes in owned.items() for attribute in attributes}
     modules: dict[str, set[str]] = {}
     for (raw, _), label in names.items():
         modules.setdefault(label, set()).add(raw)
@@ -356,8 +343,8 @@ def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
 
     In columns, without a Python call per module or parameter: it is looked at in each sample.
     """
-    children = [module._modules for module in modules]
-    owned = [module._parameters for module in modules]
+    children = [children_in(module) for module in modules]
+    owned = [parameters_in(module) for module in modules]
     parameters = [*itertools.chain.from_iterable(p.values() for p in owned)]
     return (
         [*map(len, children)],

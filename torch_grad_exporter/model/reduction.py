@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_grad_exporter.model import wrappers
+from torch_grad_exporter.torch_compat import reduced_parameters, takes_the_mean
 
 MOST = 64
 """Forwards that are remembered without a backward."""
@@ -59,10 +60,9 @@ class Reductions:
             return None
         reducing = [wrapper for wrapper, syncs in found.items() if syncs]
         sizes = {_ranks(wrapper) for wrapper in reducing}
-        parameters = frozenset(id(parameter) for wrapper in reducing for parameter in wrapper._module_parameters)
+        parameters = frozenset(id(parameter) for wrapper in reducing for parameter in reduced_parameters(wrapper))
         return Reduction(parameters, sizes.pop() if len(sizes) == 1 else 0)
 
 
 def _ranks(wrapper: DistributedDataParallel) -> int:
-    plain = not wrapper._comm_hooks and not wrapper._join_config.enable
-    return torch.distributed.get_world_size(wrapper.process_group) if plain else 0
+    return torch.distributed.get_world_size(wrapper.process_group) if takes_the_mean(wrapper) else 0

@@ -5,19 +5,15 @@ Everything here reads attributes only: placements, and the coordinates of this r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from torch_grad_exporter.torch_compat import root_mesh
+
 PIPELINE = ("pp", "pipe", "stage")
 """How names of mesh dimensions begin along which ranks have different layers, and not copies of the same ones."""
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, another tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
@@ -62,7 +58,7 @@ def is_behind(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 def _is_behind_slice(mesh: Any) -> bool:  # noqa: ANN401 - a DeviceMesh, which is not in every build
     """Whether this rank is not the first along some dimension of the mesh from which this one is a slice."""
-    root = _root_of(mesh)
+    root = root_mesh(mesh)
     coordinates = None if root is None or root is mesh else root.get_coordinate()
     if root is None or coordinates is None:
         return False
@@ -74,16 +70,6 @@ def _is_behind_slice(mesh: Any) -> bool:  # noqa: ANN401 - a DeviceMesh, which i
         if outside and coordinates[dim] != 0 and not name.startswith(PIPELINE):
             return True
     return False
-
-
-def _root_of(mesh: Any) -> Any:  # noqa: ANN401 - as above
-    """The mesh from which this one was sliced (private API of torch, which moved); `None` where it cannot be asked."""
-    ask = getattr(mesh, "_get_root_mesh", None)
-    if ask is None:
-        known = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
-        find = getattr(known, "get_root_mesh", None)
-        return None if find is None else find(mesh)
-    return ask()
 
 
 def _dividing(tensor: torch.Tensor | None) -> list[object]:

@@ -6,16 +6,16 @@ Found are the class of that name, around a module, and the composable `replicate
 from __future__ import annotations
 
 import gc
-import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_grad_exporter.torch_compat import active_wrapper, composed_wrapper
+
 
 def around(root: torch.nn.Module) -> DistributedDataParallel | None:
     """The wrapper whose forward is running, or that the root, or what was compiled to be it, is itself."""
-    return _active() or wrapper_of(root)
+    return active_wrapper() or wrapper_of(root)
 
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
@@ -23,11 +23,7 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
     module = getattr(module, "_orig_mod", module)
     if isinstance(module, DistributedDataParallel):
         return module
-    # Composed in place, the module has another class; the wrapper is in its state (private API of torch).
-    composed = sys.modules.get("torch.distributed._composable.replicate")
-    if composed is None or not isinstance(module, composed.DDP):
-        return None
-    wrapper: DistributedDataParallel | None = getattr(composed.replicate.state(module), "_ddp", None)
+    wrapper: DistributedDataParallel | None = composed_wrapper(module)
     return wrapper
 
 
@@ -44,9 +40,3 @@ def anywhere(root: torch.nn.Module) -> DistributedDataParallel | None:
             found: DistributedDataParallel = one
             return found
     return None
-
-
-def _active() -> Any:  # noqa: ANN401 - a wrapper
-    """The wrapper whose forward is running, if any (private API of torch)."""
-    ask = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
-    return None if ask is None else ask()

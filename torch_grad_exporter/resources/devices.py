@@ -6,6 +6,7 @@ neither initialised nor waited for: its allocator's own numbers are read, on the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -132,11 +133,17 @@ class DeviceMemory:
         now = self._clock()
         if now >= self._due:
             self._due = now + INTERVAL
-            try:
-                self._look()
-            except Exception:
-                self._seen, self._snapshot = {}, ()
-                raise
+            self.look_at_once()
+
+    def look_at_once(self) -> None:
+        """Looks again, however long ago the last look was; otherwise as `look`."""
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._forget)
+            self._look()
+            undone.pop_all()
+
+    def _forget(self) -> None:
+        self._seen, self._snapshot = {}, ()
 
     def _look(self) -> None:
         for backend in tuple(self._backends):

@@ -5,8 +5,8 @@ for a look. Each rule here bears the name of an alert in `dashboards/prometheus/
 judge; a test asks promtool the same. Alerts that compare ranks, lives of a process or hours have none here.
 """
 
-from torch_grad_exporter.rules.context import THRESHOLDS, Problem
+from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext, rule
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import Watch
+from torch_grad_exporter.rules.watch import RULES, Watch
 
-__all__ = ["THRESHOLDS", "Problem", "Values", "Watch"]
+__all__ = ["RULES", "THRESHOLDS", "Finding", "Problem", "RuleContext", "Values", "Watch", "rule"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memories
 from torch_grad_exporter.rules.values import Table, Values
@@ -85,7 +85,7 @@ class RuleContext:
     @property
     def young(self) -> bool:
         """Whether the exporter was started within `YOUNG`."""
-        age = self.age(c.TRAIN_START_TIMESTAMP)
+        age = self.age(TRAIN_START_TIMESTAMP)
         return age is not None and age < YOUNG
 
     def increase(self, spec: Spec, seconds: float) -> Table:
@@ -110,7 +110,7 @@ class RuleContext:
 
     def within(self, seconds: float) -> str:
         """Since when `increase` counts, in words."""
-        age = self.age(c.TRAIN_START_TIMESTAMP)
+        age = self.age(TRAIN_START_TIMESTAMP)
         return "since the start" if age is not None and age < seconds else f"in the last {span(seconds)}"
 
     def growth(self, spec: Spec, seconds: float) -> float:
@@ -148,11 +148,15 @@ class RuleContext:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Judges by the expression of an alert, in the states of the run that it is for."""
+    """Judges by the expression of an alert, in the states of the run that it is for.
+
+    `remembers`: metrics that it asks for the past of, and how many seconds back, beside those that are always remembered.
+    """
 
     alert: str
     states: frozenset[str | None]
     judge: Callable[[RuleContext], Iterator[Finding]]
+    remembers: Mapping[Spec, float] = field(default_factory=dict)
 
     def problems(self, context: RuleContext) -> Iterator[Problem]:
         """What is wrong by it."""
@@ -161,9 +165,11 @@ class Rule:
                 yield Problem(self.alert, found.severity, found.text, found.layer, found.others)
 
 
-def rule(alert: str, states: frozenset[str | None]) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
+def rule(
+    alert: str, states: frozenset[str | None], remembers: Mapping[Spec, float] | None = None
+) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
     """Makes a rule of a function."""
-    return lambda judge: Rule(alert, states, judge)
+    return lambda judge: Rule(alert, states, judge, remembers or {})
 
 
 def either(first: Table, *others: Table) -> Table:

@@ -6,7 +6,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CAPTURES,
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_DEAD_RATIO,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_SPIKES,
+    GRAD_MISSING_PARAMETERS,
+    GRAD_NONFINITE_ELEMENTS,
+    GRAD_NONFINITE_STEPS,
+    GRAD_NORM,
+    GRAD_NORM_RECENT_MAX,
+    GRAD_NORM_SPIKES,
+    GRAD_SAMPLE_STEP,
+    GRAD_SHARD_NORM,
+)
+from torch_grad_exporter.collectors.training import TRAIN_SKIPPED_STEPS, TRAIN_STEPS
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, rule, times
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 from torch_grad_exporter.rules.values import Table
@@ -33,19 +48,19 @@ SKIPPED = "skipped"
 @rule("TrainingNonFiniteGradients", GOING)
 def nonfinite(context: RuleContext) -> Iterator[Finding]:
     """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
-    taken = _sum(context.lately(c.GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
+    taken = _sum(context.lately(GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
     if taken > 0:
         text = f"Gradients were NaN or Inf in {times(taken)} that nobody skipped, {context.since(MINUTES_5)}"
-        yield _with_layers(context, context.lately(c.GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
+        yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
     elif _mostly_skipped(context):
-        skipped, steps = context.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(c.TRAIN_STEPS, MINUTES_10)
+        skipped, steps = context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(TRAIN_STEPS, MINUTES_10)
         text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
-        yield _with_layers(context, context.increase(c.GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
+        yield _with_layers(context, context.increase(GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
 
 
 def _with_layers(context: RuleContext, grown: Table, text: str) -> Finding:
     """Adds in which layers it was, in the order of the model; of a step that was not sampled none are known."""
-    whole = context.values.table(c.GRAD_NONFINITE_ELEMENTS).numbers
+    whole = context.values.table(GRAD_NONFINITE_ELEMENTS).numbers
     chosen = {grown.rows[row][0] for row in np.flatnonzero(grown.numbers > ROUNDING * whole).tolist()}
     layers = tuple(dict.fromkeys(layer for layer, _ in grown.rows if layer in chosen))
     if not layers:
@@ -56,9 +71,9 @@ def _with_layers(context: RuleContext, grown: Table, text: str) -> Finding:
 
 def _mostly_skipped(context: RuleContext) -> bool:
     return (
-        context.growth(c.TRAIN_SKIPPED_STEPS, HOUR) >= THRESHOLDS["TrainingNonFiniteGradients"]
-        and context.growth(c.TRAIN_SKIPPED_STEPS, MINUTES_10) > context.growth(c.TRAIN_STEPS, MINUTES_10)
-        and _sum(context.increase(c.GRAD_NONFINITE_STEPS, HOUR), skipped=True) > 0
+        context.growth(TRAIN_SKIPPED_STEPS, HOUR) >= THRESHOLDS["TrainingNonFiniteGradients"]
+        and context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10) > context.growth(TRAIN_STEPS, MINUTES_10)
+        and _sum(context.increase(GRAD_NONFINITE_STEPS, HOUR), skipped=True) > 0
     )
 
 
@@ -70,7 +85,7 @@ def _sum(table: Table, *, skipped: bool) -> float:
 @rule("GradientExploding", GOING)
 def exploding(context: RuleContext) -> Iterator[Finding]:
     """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
-    spikes, layers = context.growth(c.GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(context)
+    spikes, layers = context.growth(GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(context)
     if spikes >= THRESHOLDS["GradientExploding"]:
         yield Finding("warning", f"The global gradient norm spiked {times(spikes, 'time')} {context.within(MINUTES_10)}.")
     elif layers:
@@ -81,8 +96,8 @@ def exploding(context: RuleContext) -> Iterator[Finding]:
 
 def _spiking(context: RuleContext) -> int:
     """How many layers do, if these are many."""
-    spikes = context.increase(c.GRAD_NORM_SPIKES, MINUTES_10)
-    samples = context.increase(c.GRAD_CAPTURES, MINUTES_10).at(spikes.rows)
+    spikes = context.increase(GRAD_NORM_SPIKES, MINUTES_10)
+    samples = context.increase(GRAD_CAPTURES, MINUTES_10).at(spikes.rows)
     known = int(np.count_nonzero(~np.isnan(spikes.numbers)))
     many = (spikes.numbers >= THRESHOLDS["GradientExploding"]) & (spikes.numbers > OF_SAMPLES * samples)
     layers = int(np.count_nonzero(many))
@@ -90,25 +105,25 @@ def _spiking(context: RuleContext) -> int:
 
 
 def _clipped(context: RuleContext) -> bool:
-    highest = context.highest(c.GRAD_CLIP_COEFFICIENT, MINUTES_10)
-    known = ~np.isnan(context.was(c.GRAD_CLIP_COEFFICIENT, MINUTES_10))
-    steps = context.over(c.GRAD_SAMPLE_STEP, MINUTES_10)
+    highest = context.highest(GRAD_CLIP_COEFFICIENT, MINUTES_10)
+    known = ~np.isnan(context.was(GRAD_CLIP_COEFFICIENT, MINUTES_10))
+    steps = context.over(GRAD_SAMPLE_STEP, MINUTES_10)
     changes = (steps[1:] != steps[:-1]) & ~np.isnan(steps[1:]) & ~np.isnan(steps[:-1])
-    sampled = Table(context.values.table(c.GRAD_SAMPLE_STEP).rows, changes.sum(axis=0).astype(np.float64)).at(highest.rows)
+    sampled = Table(context.values.table(GRAD_SAMPLE_STEP).rows, changes.sum(axis=0).astype(np.float64)).at(highest.rows)
     return bool(((highest.numbers < CLIPPED) & known & (sampled >= SAMPLES)).any())
 
 
 @rule("GradientVanishing", BUSY)
 def vanishing(context: RuleContext) -> Iterator[Finding]:
     """The largest norm of a layer within five minutes is next to nothing beside the global one, or else the largest layer's."""
-    layers = either(*(context.highest(spec, MINUTES_5) for spec in (c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM)))
-    whole, beside = context.values.table(c.GRAD_GLOBAL_NORM).largest(), "global norm"
+    layers = either(*(context.highest(spec, MINUTES_5) for spec in (GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM)))
+    whole, beside = context.values.table(GRAD_GLOBAL_NORM).largest(), "global norm"
     if whole is None:
-        whole = either(context.values.table(c.GRAD_NORM), context.values.table(c.GRAD_SHARD_NORM)).largest()
+        whole = either(context.values.table(GRAD_NORM), context.values.table(GRAD_SHARD_NORM)).largest()
         beside = "largest layer's norm"
     if whole is not None:
         small = layers.numbers < THRESHOLDS["GradientVanishing"] * whole
-        missing = context.values.table(c.GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
+        missing = context.values.table(GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
         small, zero = small & ~missing, layers.numbers == 0
         yield from by_layer("warning", layers, small & zero, "its norm is zero")
         yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {beside}")
@@ -117,7 +132,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
 @rule("LayerDead", BUSY)
 def dead(context: RuleContext) -> Iterator[Finding]:
     """Nine tenths of a layer's units are dead, or half of them."""
-    ratios = context.values.table(c.GRAD_DEAD_RATIO)
+    ratios = context.values.table(GRAD_DEAD_RATIO)
     gone = ratios.numbers > THRESHOLDS["LayerDead"]
     yield from by_layer("warning", ratios, gone, "more than 90 % of its units are dead")
     yield from by_layer("info", ratios, (ratios.numbers > HALF_DEAD) & ~gone, "more than half of its units are dead")
@@ -126,7 +141,7 @@ def dead(context: RuleContext) -> Iterator[Finding]:
 @rule("LayerWithoutGradient", BUSY)
 def without_gradient(context: RuleContext) -> Iterator[Finding]:
     """Parameters of a layer got no gradient."""
-    missing = context.values.table(c.GRAD_MISSING_PARAMETERS)
+    missing = context.values.table(GRAD_MISSING_PARAMETERS)
     yield from by_layer("warning", missing, missing.numbers > 0, "parameters got no gradient")
 
 

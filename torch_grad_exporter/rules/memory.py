@@ -7,7 +7,32 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.cuda_memory import CUDA_ALLOC_RETRIES, CUDA_OOMS
+from torch_grad_exporter.collectors.exporter import EXPORTER_CAPTURES, EXPORTER_CAPTURES_SKIPPED, EXPORTER_OVERHEAD_SECONDS
+from torch_grad_exporter.collectors.gpu import GPU_ECC_ERRORS, GPU_THROTTLED, GPU_UTILIZATION
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CAPTURES,
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_GLOBAL_NORM_SPIKES,
+    GRAD_NONFINITE_ELEMENTS,
+    GRAD_NONFINITE_STEPS,
+    GRAD_NORM,
+    GRAD_NORM_RECENT_MAX,
+    GRAD_NORM_SPIKES,
+    GRAD_SAMPLE_STEP,
+    GRAD_SHARD_NORM,
+)
+from torch_grad_exporter.collectors.training import (
+    TRAIN_LOSS_NONFINITE,
+    TRAIN_LOSS_SPIKES,
+    TRAIN_PHASE_SECONDS,
+    TRAIN_SAMPLES,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_STATE,
+    TRAIN_STEPS,
+    TRAIN_TOKENS,
+)
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.values import Table, Values
 
@@ -17,19 +42,19 @@ OFTEN, SELDOM = 15.0, 60.0
 """Seconds between two memories."""
 
 _MINUTES: tuple[Spec, ...] = (
-    c.TRAIN_STATE, c.TRAIN_STEPS, c.TRAIN_SAMPLES, c.TRAIN_TOKENS, c.TRAIN_PHASE_SECONDS, c.TRAIN_LOSS_NONFINITE,
-    c.TRAIN_LOSS_SPIKES, c.TRAIN_SKIPPED_STEPS, c.GRAD_NONFINITE_STEPS, c.GRAD_GLOBAL_NORM_SPIKES, c.GRAD_CLIP_COEFFICIENT,
-    c.GRAD_SAMPLE_STEP, c.CUDA_OOMS, c.CUDA_ALLOC_RETRIES, c.GPU_THROTTLED, c.GPU_UTILIZATION, c.EXPORTER_OVERHEAD_SECONDS,
+    TRAIN_STATE, TRAIN_STEPS, TRAIN_SAMPLES, TRAIN_TOKENS, TRAIN_PHASE_SECONDS, TRAIN_LOSS_NONFINITE,
+    TRAIN_LOSS_SPIKES, TRAIN_SKIPPED_STEPS, GRAD_NONFINITE_STEPS, GRAD_GLOBAL_NORM_SPIKES, GRAD_CLIP_COEFFICIENT,
+    GRAD_SAMPLE_STEP, CUDA_OOMS, CUDA_ALLOC_RETRIES, GPU_THROTTLED, GPU_UTILIZATION, EXPORTER_OVERHEAD_SECONDS,
 )  # fmt: skip
 
 _LAYERS: tuple[Spec, ...] = (
-    c.GRAD_NORM_SPIKES, c.GRAD_CAPTURES, c.GRAD_NORM_RECENT_MAX, c.GRAD_NORM, c.GRAD_SHARD_NORM, c.GRAD_NONFINITE_ELEMENTS,
+    GRAD_NORM_SPIKES, GRAD_CAPTURES, GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM, GRAD_NONFINITE_ELEMENTS,
 )  # fmt: skip
 """Many rows each, so seldom, in half as many bits, and no more of them than minutes."""
 
 _AN_HOUR: tuple[Spec, ...] = (
-    c.TRAIN_STEPS, c.TRAIN_SKIPPED_STEPS, c.GRAD_NONFINITE_STEPS, c.GPU_ECC_ERRORS, c.EXPORTER_CAPTURES,
-    c.EXPORTER_CAPTURES_SKIPPED,
+    TRAIN_STEPS, TRAIN_SKIPPED_STEPS, GRAD_NONFINITE_STEPS, GPU_ECC_ERRORS, EXPORTER_CAPTURES,
+    EXPORTER_CAPTURES_SKIPPED,
 )  # fmt: skip
 
 
@@ -78,7 +103,7 @@ class Longest:
 
     def remember(self, values: Values, now: float) -> None:
         """Takes that of the last steps."""
-        slowest, hour = values.one(c.TRAIN_SLOWEST_STEP), int(now // HOUR)
+        slowest, hour = values.one(TRAIN_SLOWEST_STEP), int(now // HOUR)
         if slowest is not None:
             self._hours[hour] = max(slowest, self._hours.get(hour, 0.0))
         self._hours = {then: longest for then, longest in self._hours.items() if hour - DAY / HOUR <= then <= hour}
@@ -89,20 +114,22 @@ class Longest:
 
 
 class Memories:
-    """All that is remembered."""
+    """All that is remembered. `more`: further metrics, and for how many seconds."""
 
-    def __init__(self) -> None:
-        self._all = (
+    def __init__(self, more: Mapping[Spec, float] | None = None) -> None:
+        self._all: tuple[Memory, ...] = (
             Memory(_MINUTES, OFTEN, MINUTES_10),
             Memory(_LAYERS, SELDOM, MINUTES_10, np.float32),
             Memory(_AN_HOUR, SELDOM, HOUR),
+            *(Memory((spec,), OFTEN if seconds <= MINUTES_10 else SELDOM, seconds) for spec, seconds in (more or {}).items()),
         )
         self.slowest_step = Longest()
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now."""
-        for memory in (*self._all, self.slowest_step):
+        for memory in self._all:
             memory.remember(values, now)
+        self.slowest_step.remember(values, now)
 
     def of(self, spec: Spec, seconds: float) -> Memory:
         """The one that reaches so far back for this metric."""

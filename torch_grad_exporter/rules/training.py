@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
+from torch_grad_exporter.collectors.training import (
+    TRAIN_LAST_ACTIVITY_TIMESTAMP,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    TRAIN_LOSS_NONFINITE,
+    TRAIN_LOSS_SPIKES,
+    TRAIN_PHASE_SECONDS,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_START_TIMESTAMP,
+)
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, rule, times
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
 
@@ -33,7 +42,7 @@ def failed(_look: RuleContext) -> Iterator[Finding]:
 @rule("TrainingNonFiniteLoss", GOING)
 def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
-    losses = context.lately(c.TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
+    losses = context.lately(TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
     if losses > 0:
         yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.")
 
@@ -41,10 +50,10 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
 @rule("TrainingStalled", BUSY)
 def stalled(context: RuleContext) -> Iterator[Finding]:
     """Nothing has happened for longer than each of four times, of which those that are not known do not count."""
-    age = context.age(c.TRAIN_LAST_ACTIVITY_TIMESTAMP)
-    last, start = context.values.one(c.TRAIN_LAST_STEP_TIMESTAMP), context.values.one(c.TRAIN_START_TIMESTAMP)
+    age = context.age(TRAIN_LAST_ACTIVITY_TIMESTAMP)
+    last, start = context.values.one(TRAIN_LAST_STEP_TIMESTAMP), context.values.one(TRAIN_START_TIMESTAMP)
     first = None if last is None or start is None else last - start  # stands for the slowest step until there were two
-    slowest, of_a_day = context.values.one(c.TRAIN_SLOWEST_STEP), context.memories.slowest_step.seconds()
+    slowest, of_a_day = context.values.one(TRAIN_SLOWEST_STEP), context.memories.slowest_step.seconds()
     usual = first if slowest is None else slowest
     longest = usual if of_a_day is None else max(of_a_day, slowest or 0.0)
     evaluation = SLOWEST if context.state == "evaluating" else 0.0
@@ -56,7 +65,7 @@ def stalled(context: RuleContext) -> Iterator[Finding]:
 @rule("TrainingNeverStarted", frozenset({"initialising"}))
 def never_started(context: RuleContext) -> Iterator[Finding]:
     """There was no step yet."""
-    age = context.age(c.TRAIN_START_TIMESTAMP)
+    age = context.age(TRAIN_START_TIMESTAMP)
     if age is not None and age > THRESHOLDS["TrainingNeverStarted"]:
         yield Finding("warning", f"No step has been taken in the {duration(age)} since the start.")
 
@@ -64,7 +73,7 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
 @rule("LossSpike", GOING)
 def loss_spikes(context: RuleContext) -> Iterator[Finding]:
     """The loss jumped again and again."""
-    spikes = context.growth(c.TRAIN_LOSS_SPIKES, MINUTES_10)
+    spikes = context.growth(TRAIN_LOSS_SPIKES, MINUTES_10)
     if spikes >= THRESHOLDS["LossSpike"]:
         yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.")
 
@@ -72,10 +81,10 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
 @rule("DataLoaderStarvation", BUSY)
 def starvation(context: RuleContext) -> Iterator[Finding]:
     """Much of the time goes by waiting for data, and no GPU is in use meanwhile."""
-    phases = dict(context.increase(c.TRAIN_PHASE_SECONDS, MINUTES_5).items())
+    phases = dict(context.increase(TRAIN_PHASE_SECONDS, MINUTES_5).items())
     total = sum(phases.values())
     share = phases.get(("data",), 0.0) / total if total else 0.0
-    in_use = context.mean(c.GPU_UTILIZATION, MINUTES_5).largest() or 0.0
+    in_use = context.mean(GPU_UTILIZATION, MINUTES_5).largest() or 0.0
     if share > THRESHOLDS["DataLoaderStarvation"] and in_use < FED:
         severity = "critical" if share > STARVED else "warning"
         yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} went by waiting for data.")

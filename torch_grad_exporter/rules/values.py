@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.training import TRAIN_STATE
 from torch_grad_exporter.metrics.families import Family, FloatArray, Spec, by_spec
 
 Rows = tuple[tuple[str, ...], ...]
@@ -83,7 +83,7 @@ class Values:
 
     def state(self) -> str | None:
         """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
-        return next((labels[0] for labels, value in self.rows(c.TRAIN_STATE) if value), None)
+        return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
 
 
 def _numbers(family: Family) -> FloatArray:

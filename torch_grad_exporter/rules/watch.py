@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torch_grad_exporter.metrics import catalogue as c
+from collections.abc import Iterable, Mapping
+
+from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
+from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules import exporter, gradients, resources, training
 from torch_grad_exporter.rules.context import Problem, Rule, RuleContext
 from torch_grad_exporter.rules.memory import MINUTES_10, Memories
+from torch_grad_exporter.rules.registry import Rules
 from torch_grad_exporter.rules.values import Values
 
-RULES: tuple[Rule, ...] = (*training.RULES, *gradients.RULES, *resources.RULES, *exporter.RULES)
+RULES = Rules((*training.RULES, *gradients.RULES, *resources.RULES, *exporter.RULES))
 """All of them; of the same severity the first one is told first."""
 
 SEVERITIES = ("critical", "warning", "info")
@@ -17,11 +21,23 @@ LEAST_SECONDS = 3.0
 """Over which a rate is taken."""
 
 
-class Watch:
-    """Remembers what rules ask for and says what is wrong. To be used by one thread at a time. `now` is Unix time."""
+def _remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
+    """What the rules ask for the past of, each for as long as the one that asks for most of it."""
+    seconds: dict[Spec, float] = {}
+    for spec, back in (one for rule in rules for one in rule.remembers.items()):
+        seconds[spec] = max(back, seconds.get(spec, 0.0))
+    return seconds
 
-    def __init__(self) -> None:
-        self._memories = Memories()
+
+class Watch:
+    """Remembers what rules ask for and says what is wrong. To be used by one thread at a time. `now` is Unix time.
+
+    `rules`: by default those that are registered when it is made.
+    """
+
+    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+        self._rules = tuple(rules)
+        self._memories = Memories(_remembered(self._rules))
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now, unless it did so just now."""
@@ -30,13 +46,13 @@ class Watch:
     def problems(self, values: Values, now: float) -> list[Problem]:
         """All of them, the worst first."""
         context = RuleContext(values, now, values.state(), self._memories)
-        found = [problem for rule in RULES for problem in rule.problems(context)]
+        found = [problem for rule in self._rules for problem in rule.problems(context)]
         return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 
     def rates(self, values: Values, now: float, seconds: float = 60.0) -> dict[str, float]:
         """Steps, samples and tokens per second over the last minute, or for as long as is remembered."""
         found: dict[str, float] = {}
-        for name, spec in (("steps", c.TRAIN_STEPS), ("samples", c.TRAIN_SAMPLES), ("tokens", c.TRAIN_TOKENS)):
+        for name, spec in (("steps", TRAIN_STEPS), ("samples", TRAIN_SAMPLES), ("tokens", TRAIN_TOKENS)):
             memory, table = self._memories.of(spec, MINUTES_10), values.table(spec)
             before = memory.before(spec, now - seconds) or memory.oldest(spec)
             if before is not None and now - before[0] >= LEAST_SECONDS and (more := table.since(before[1]).largest()) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import promql_parser
 
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from tests.support.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Kind
 
 Json = dict[str, Any]

@@ -35,7 +35,18 @@ from tests.support.tools import REPOSITORY, eventually
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_DEAD_RATIO,
+    GRAD_GLOBAL_NORM,
+    GRAD_MISSING_PARAMETERS,
+    GRAD_NONFINITE_ELEMENTS,
+    GRAD_NORM,
+    GRAD_NORM_DISTRIBUTION,
+    GRAD_NORM_RECENT_MAX,
+    GRAD_ZERO_RATIO,
+)
+from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE, TRAIN_LOSS, TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
@@ -320,7 +331,7 @@ def test_a_layer_is_what_metrics_say(trained: Trained) -> None:
     assert answer["captures"] == metrics[key("torch_grad_captures_total", layer="second")] == 50
     assert answer["units"] == metrics[key("torch_grad_units", layer="second")] == 3
     bounds, counts = answer["distribution"]["bounds"], answer["distribution"]["counts"]
-    assert tuple(bounds) == c.GRAD_NORM_DISTRIBUTION.buckets
+    assert tuple(bounds) == GRAD_NORM_DISTRIBUTION.buckets
     assert (len(counts), sum(counts)) == (len(bounds) + 1, 50)
     for bound, count in zip([*map(str, bounds), "+Inf"], np.cumsum(counts), strict=True):
         assert count == metrics[key("torch_grad_norm_distribution_bucket", layer="second", le=bound)]
@@ -497,10 +508,10 @@ def test_numbers_that_are_not_finite_are_strings() -> None:
     """NaN and infinities of families and of the history, in the status, in a layer and in the run; absent ones are null."""
     made = Made(
         families=[
-            family(c.TRAIN_LOSS, math.nan),
-            family(c.GRAD_GLOBAL_NORM, {("a",): math.inf}),
-            family(c.TRAIN_LEARNING_RATE, {("a", "0"): -math.inf}),
-            family(c.GRAD_NORM, {("a",): math.inf, ("b",): math.nan}),
+            family(TRAIN_LOSS, math.nan),
+            family(GRAD_GLOBAL_NORM, {("a",): math.inf}),
+            family(TRAIN_LEARNING_RATE, {("a", "0"): -math.inf}),
+            family(GRAD_NORM, {("a",): math.inf, ("b",): math.nan}),
         ],
         rows=np.array([[math.inf, math.nan, 0.5, -math.inf], [1.0, 2.0, 3.0, 4.0]]),
         scalars=(math.inf, math.nan, 3.0, -math.inf, 1e-7),
@@ -565,7 +576,7 @@ def test_a_norm_before_clipping_is_no_smaller_than_after_it() -> None:
     assert {(norm, after) for norm, after in zip(recent["norm"], recent["norm_after_clip"], strict=True)} == {(3, 1), (0.25, None)}
     assert whole["stride"] == 4
     assert {(norm, after) for norm, after in zip(whole["norm"], whole["norm_after_clip"], strict=True)} == {(1, 1), (0.25, None)}
-    made.families = [family(c.GRAD_CLIP_COEFFICIENT, {("a",): 4.0})]
+    made.families = [family(GRAD_CLIP_COEFFICIENT, {("a",): 4.0})]
     made.json("/api/v1/status")
     assert set(made.json("/api/v1/run?view=whole")["norm"]) == {0.9375, 0.25}
 
@@ -609,7 +620,7 @@ def test_what_ended_goes_on_no_longer() -> None:
     """After the end the status says when and by what that was, the first time, and the rates are those of then."""
     made = Made()
     for count in range(0, 130, 10):
-        made.families = [family(c.TRAIN_STATE, {("training",): 1.0}), family(c.TRAIN_STEPS, {("a",): 5.0 * count})]
+        made.families = [family(TRAIN_STATE, {("training",): 1.0}), family(TRAIN_STEPS, {("a",): 5.0 * count})]
         made.now = NOW + count
         status = made.json("/api/v1/status")
         assert (status["ended"], status["ended_by"]) == (None, None)
@@ -631,7 +642,7 @@ def test_before_the_first_sample_everything_is_empty() -> None:
     status = made.json("/api/v1/status")
     assert (status["state"], status["step"], status["samples"], status["problems"], status["loss"]) == (None, None, 0, [], None)
     assert made.json("/api/v1/saved")["layer"] == {}
-    made.families, made.now = [family(c.TRAIN_STATE, {("initialising",): 1.0})], made.now + 1
+    made.families, made.now = [family(TRAIN_STATE, {("initialising",): 1.0})], made.now + 1
     status = made.json("/api/v1/status")
     assert (status["state"], status["step"], status["ended"]) == ("initialising", 0, None)
 
@@ -639,7 +650,7 @@ def test_before_the_first_sample_everything_is_empty() -> None:
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_layer_may_have_any_name(name: str) -> None:
     """Markup, other scripts, separators of addresses and half of a character come back as they are, in all answers."""
-    made = Made(names=["first", name], families=[family(c.GRAD_DEAD_RATIO, {(name,): 1.0})]).record()
+    made = Made(names=["first", name], families=[family(GRAD_DEAD_RATIO, {(name,): 1.0})]).record()
     assert made.json("/api/v1/layers")["layers"] == ["first", name]
     assert set(made.json("/api/v1/saved")["layer"]) == {"first", name}
     [problem] = made.json("/api/v1/status")["problems"]
@@ -769,7 +780,7 @@ def test_a_scrape_that_fails_is_a_500_of_its_own(failure: Exception) -> None:
         with pytest.raises(type(failure)):
             made.ask(f"/api/v1/{path}")
     assert made.json("/api/v1/layers")["steps"] == [1]
-    made.failure, made.families = None, [family(c.TRAIN_STATE, {("training",): 1.0})]
+    made.failure, made.families = None, [family(TRAIN_STATE, {("training",): 1.0})]
     assert made.json("/api/v1/status")["state"] == "training"
 
 
@@ -790,7 +801,7 @@ def held(made: Made) -> Iterator[threading.Thread]:
 
 def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
     """Whoever looks meanwhile gets the values before, at once; and where there are none, is told after a second to come again."""
-    made = Made(families=[family(c.TRAIN_LOSS, 7.0)]).record()
+    made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
     made.json("/api/v1/status")
     made.now += 60
     with held(made):
@@ -809,7 +820,7 @@ def test_a_page_whose_scrape_hangs_holds_up_nobody_else() -> None:
     """Over HTTP: a 503 for who looks while the first scrape hangs, and `/metrics`, `/healthz` and the records for all others."""
     made, failures = Made().record(), list[str]()
     server = MetricsServer(
-        lambda: [family(c.TRAIN_LOSS, 1.0)], Renderer({}), addr="127.0.0.1", ports=(0,), timeout=1.5,
+        lambda: [family(TRAIN_LOSS, 1.0)], Renderer({}), addr="127.0.0.1", ports=(0,), timeout=1.5,
         on_error=lambda source, _error: failures.append(source), health=dict, page=made.pages.answer,
     )  # fmt: skip
     with contextlib.closing(server):
@@ -846,8 +857,8 @@ def test_a_page_that_looks_at_300_layers_costs_little() -> None:
     names = [f"transformer.layers.{number}.attention.projection" for number in range(300)]
     rows = {(name,): 0.5 for name in names}
     kinds = {(name, kind): 0.0 for name in names for kind in ("nan", "inf")}
-    by_layer = (c.GRAD_NORM, c.GRAD_DEAD_RATIO, c.GRAD_ZERO_RATIO, c.GRAD_NORM_RECENT_MAX, c.GRAD_MISSING_PARAMETERS)
-    others = [(c.TRAIN_STATE, {("training",): 1.0}), (c.GRAD_GLOBAL_NORM, {("a",): 1.0}), (c.GRAD_NONFINITE_ELEMENTS, kinds)]
+    by_layer = (GRAD_NORM, GRAD_DEAD_RATIO, GRAD_ZERO_RATIO, GRAD_NORM_RECENT_MAX, GRAD_MISSING_PARAMETERS)
+    others = [(TRAIN_STATE, {("training",): 1.0}), (GRAD_GLOBAL_NORM, {("a",): 1.0}), (GRAD_NONFINITE_ELEMENTS, kinds)]
     families = [family(spec, found) for spec, found in [*others, *((spec, rows) for spec in by_layer)]]
     made = Made(names=names, families=families).record(700)
     cost = {
@@ -922,7 +933,7 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
     recorder.close(0.05)
     assert time.monotonic() - began < 5
     go_on.set()
-    assert eventually(lambda: not recorder._thread.is_alive())
+    assert eventually(lambda: not recorder._thread.running)
 
 
 def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:

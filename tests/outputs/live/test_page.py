@@ -30,7 +30,7 @@ from tests.support.models import Perceptron
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.training import TRAIN_LAST_STEP_TIMESTAMP
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
@@ -363,7 +363,7 @@ def test_the_end(training: Callable[..., Run], open_page: Callable[..., Visit]) 
         r"The exporter does not answer, since \d\d:\d\d:\d\d\. The training may", page.get_by_test_id("notice").inner_text()
     )
     assert number(page, "step") == 3
-    last = time.localtime(run.exporter._view.live._latest().one(c.TRAIN_LAST_STEP_TIMESTAMP))
+    last = time.localtime(run.exporter._view.live._latest().one(TRAIN_LAST_STEP_TIMESTAMP))
     expect(page.get_by_test_id("last-step")).to_have_text(time.strftime("%H:%M:%S", last))
     assert page.get_by_test_id("last-step-note").inner_text() == time.strftime("%Y-%m-%d", last)
 

@@ -28,10 +28,10 @@ from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.made_families import catalogue_families, filled
 from tests.support.properties import no_timeout_in_a_soak
 from tests.support.tools import best_of
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Exemplar, Family, IntArray, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.otlp import otlp
 from torch_grad_exporter.outputs.otlp.otlp import Encoder, Temporality

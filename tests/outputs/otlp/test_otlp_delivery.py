@@ -31,7 +31,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportR
 from tests.support import otlp_receiver as liars
 from tests.support.certificates import authority
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Liar, Receiver, expected, refused, retry_info
-from torch_grad_exporter.metrics import catalogue
+from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_NORM, GRAD_NORM_DISTRIBUTION
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.otlp import delivery
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError, RejectedError
@@ -50,11 +50,11 @@ def families(layers: int) -> list[Family]:
     random = np.random.default_rng(8)
     rows = LabelRows(tuple((f"model.blocks.{number}.attention.weight",) for number in range(layers)))
     present = np.arange(layers) != 1
-    counts = random.integers(0, 1 << 40, (layers, len(catalogue.GRAD_NORM_DISTRIBUTION.buckets) + 1)).astype(float)
+    counts = random.integers(0, 1 << 40, (layers, len(GRAD_NORM_DISTRIBUTION.buckets) + 1)).astype(float)
     return [
-        Family(catalogue.GRAD_NORM, random.random(layers), rows, present=present),
-        Family(catalogue.GRAD_CAPTURES, random.integers(0, 1 << 50, layers).astype(float), rows, present=present),
-        Family(catalogue.GRAD_NORM_DISTRIBUTION, counts, rows, present=present, sums=random.random(layers)),
+        Family(GRAD_NORM, random.random(layers), rows, present=present),
+        Family(GRAD_CAPTURES, random.integers(0, 1 << 50, layers).astype(float), rows, present=present),
+        Family(GRAD_NORM_DISTRIBUTION, counts, rows, present=present, sums=random.random(layers)),
     ]
 
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
 from prometheus_client.parser import text_string_to_metric_families
 
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
+from tests.support.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.otlp.otlp import Encoder, Temporality
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer

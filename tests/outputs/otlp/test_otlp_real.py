@@ -16,10 +16,12 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from tests.cli.test_demo import demos
 from tests.metrics.test_golden import MACHINE
+from tests.support.catalogue import CATALOGUE
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.real_victoria import Series, Victoria, victoria
 from tests.support.tools import eventually
-from torch_grad_exporter.metrics.catalogue import CATALOGUE, GRAD_NORM, GRAD_NORM_DISTRIBUTION, TRAIN_STEP_DURATION, TRAIN_STEPS
+from torch_grad_exporter.collectors.gradients import GRAD_NORM, GRAD_NORM_DISTRIBUTION
+from torch_grad_exporter.collectors.training import TRAIN_STEP_DURATION, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import SCALE, Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.otlp.otlp import Encoder, Temporality
 

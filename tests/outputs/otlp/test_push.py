@@ -36,8 +36,9 @@ from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Key,
 from tests.support.scrape import errors, values
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.collectors.gradients import GRAD_NORM
+from torch_grad_exporter.collectors.training import TRAIN_LOSS, TRAIN_STATE
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.metrics import catalogue
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec, scalar
 from torch_grad_exporter.outputs.otlp import delivery, otlp
 from torch_grad_exporter.outputs.otlp import push as push_module
@@ -361,7 +362,7 @@ def test_exports_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         return ways[-1]
 
     labels = {"run": "a run", "rank": "0"}
-    push = Push(lambda: [scalar(catalogue.TRAIN_LOSS, 1.0)], settings, labels, on_error=failures.append, connect=connect)
+    push = Push(lambda: [scalar(TRAIN_LOSS, 1.0)], settings, labels, on_error=failures.append, connect=connect)
     push.start()
     assert eventually(lambda: len(failures) >= LEFT_BEHIND + 3)
     assert Hanging.sending == LEFT_BEHIND == len(ways)
@@ -627,8 +628,8 @@ def test_the_last_export_begins_with_the_state(protocol: str, monkeypatch: pytes
     monkeypatch.setattr(otlp, "REQUEST_BYTES", 2000)
     monkeypatch.setattr(otlp, "BLOCK_BYTES", 2000)
     rows = LabelRows(tuple((f"layer {i}",) for i in range(100)))
-    ended = Family(catalogue.TRAIN_STATE, np.ones(1), LabelRows((("finished",),)))
-    families = [Family(catalogue.GRAD_NORM, np.ones(100), rows), scalar(catalogue.TRAIN_LOSS, 1.0), ended]
+    ended = Family(TRAIN_STATE, np.ones(1), LabelRows((("finished",),)))
+    families = [Family(GRAD_NORM, np.ones(100), rows), scalar(TRAIN_LOSS, 1.0), ended]
     with PROTOCOLS[protocol]() as receiver:
         receiver.answer(Answer(after=0.6))
         settings = resolve(receiver.endpoint, protocol, {}, 3600)

@@ -18,9 +18,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.utils import floatToGoString
 
+from tests.support.catalogue import CATALOGUE
 from tests.support.made_families import catalogue_families, filled
 from tests.support.tools import best_of, find
-from torch_grad_exporter.metrics.catalogue import CATALOGUE
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector

@@ -10,7 +10,8 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.progress import Counts
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, never_compile
+from torch_grad_exporter.capture.torch_hooks import GuardedHook
+from torch_grad_exporter.torch_compat import never_compile
 
 
 @dataclass(frozen=True, slots=True)

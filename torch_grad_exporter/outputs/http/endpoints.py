@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
@@ -47,6 +48,9 @@ class Endpoints:
 
         Raises nothing but `BaseException`s that are no `Exception`.
         """
+        Guard(lambda error: respond(self._failed(error)))(self._answer, request, respond)
+
+    def _answer(self, request: Request, respond: Respond) -> None:
         try:
             refused = None if self._refusal is None else self._refusal(request)
             if refused is None and request.path == "/metrics" and request.method in _METHODS:
@@ -55,8 +59,6 @@ class Endpoints:
                 respond(refused or self._routed(request))
         except ScrapeBusyError:
             respond(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running"))
-        except Exception as exc:  # noqa: BLE001 the boundary of a request: a failure must not end the server
-            respond(self._failed(exc))
 
     def _failed(self, error: Exception) -> Response:
         self._on_error("request", error)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.outputs.http import tls
 from torch_grad_exporter.outputs.http.connection import Connection, Phase
 from torch_grad_exporter.outputs.http.message import Request, RequestError, Response, parse, plain
@@ -53,6 +54,7 @@ class ConnectionLoop:
         self._listener = listener
         self._dispatch = dispatch
         self._on_error = on_error
+        self._guard = Guard(self._step_failed)
         self._timeout = timeout
         self._max_connections = max_connections
         self._clock = clock
@@ -71,11 +73,7 @@ class ConnectionLoop:
     def run(self) -> None:
         """Serves until `stop`; then nothing is open any more. The body of the thread."""
         try:
-            while not self._done():
-                self._turn()
-        except Exception as exc:  # noqa: BLE001 the boundary of the thread: it ends, and that is counted
-            if self._stop_at is None:
-                self._on_error("request", exc)
+            Guard(self._ended_by)(self._serve)
         finally:
             self.abandon()
 
@@ -106,6 +104,14 @@ class ConnectionLoop:
         self._wake_receiver.close()
         self._wake_sender.close()
         self._selector.close()
+
+    def _serve(self) -> None:
+        while not self._done():
+            self._turn()
+
+    def _ended_by(self, error: Exception) -> None:
+        if self._stop_at is None:
+            self._on_error("request", error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody is there to wake
@@ -210,15 +216,13 @@ class ConnectionLoop:
 
     def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
         """A step of one connection, which alone pays for what that raises."""
-        if connection not in self._connections:  # dropped earlier in this turn, to make room
-            return
-        try:
-            step(connection)
-        except OSError:  # the client is gone, or does not keep to the protocol
+        dropped = connection not in self._connections  # earlier in this turn, to make room
+        if not dropped and not self._guard(step, connection):
             self._drop(connection)
-        except Exception as exc:  # noqa: BLE001 the boundary of a connection: the others go on, and that is counted
-            self._on_error("request", exc)
-            self._drop(connection)
+
+    def _step_failed(self, error: Exception) -> None:
+        if not isinstance(error, OSError):  # else the client is gone, or does not keep to the protocol
+            self._on_error("request", error)
 
     def _advance(self, connection: Connection) -> None:
         try:

@@ -7,11 +7,12 @@ scrapers of a second share one of them (`shared`). Whatever hangs, one worker is
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
@@ -57,6 +58,7 @@ class MetricsServer:
         web_config: WebConfigFile | None = None,
     ) -> None:
         self._on_error = on_error
+        self._guard = Guard(functools.partial(on_error, "request"))
         self._web_config = web_config
         self._endpoints = Endpoints(
             SharedScrape(scrape, renderer, patience=timeout, clock=clock),
@@ -76,8 +78,8 @@ class MetricsServer:
         )
         self._closed = False
         self._threads = [
-            threading.Thread(target=target, name=f"torch-grad-exporter-http-{name}", daemon=True)
-            for name, target in (("loop", self._loop.run), *((f"worker-{i}", self._work) for i in range(_WORKERS)))
+            BackgroundThread("http-loop", self._loop.run),
+            *(BackgroundThread(f"http-worker-{number}", self._work) for number in range(_WORKERS)),
         ]
         try:
             for thread in self._threads:
@@ -99,8 +101,7 @@ class MetricsServer:
         for _ in range(_WORKERS):
             self._jobs.put(None)
         for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.0, give_up_at - time.monotonic()))
+            thread.join(give_up_at - time.monotonic())
         self._loop.abandon()
 
     def after_fork_in_child(self) -> None:
@@ -128,19 +129,17 @@ class MetricsServer:
             return False
         connection, request = job
         if request is None:
-            self._look(connection)
+            self._guard(self._look, connection)
         else:
-            self._answer(connection, request)
+            self._guard(self._answer, connection, request)
         return True
 
     def _answer(self, connection: Connection, request: Request) -> None:
         try:
             self._endpoints.answer(request, functools.partial(self._loop.respond, connection))
-        except BaseException as exc:
+        except BaseException:
             self._loop.respond(connection, None)  # also where this thread ends: the client must not wait for it
-            if not isinstance(exc, Exception):
-                raise
-            self._on_error("request", exc)  # the boundary of the thread: it goes on, and that is counted
+            raise
 
     def _look(self, connection: Connection) -> None:
         try:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from torch_grad_exporter.errors import caught
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
@@ -97,7 +98,7 @@ class SharedScrape:
 
     def _serve(self, form: Format) -> bool:
         """A scrape if the last one is too old, for all who wait at its end; whether there are others by now."""
-        failure = self._failure(form)
+        failure = caught(self._refresh, form)
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         while waiting:
@@ -107,22 +108,15 @@ class SharedScrape:
             self._serving = bool(self._waiting)
             return self._serving
 
-    def _failure(self, form: Format) -> Exception | None:
-        """What kept the bodies from being fresh."""
-        try:
-            if not self._bodies or self._clock() - self._finished >= self._max_age:
-                self._refresh(form)
-        except Exception as error:  # noqa: BLE001 - for each who waits, and counted there
-            return error
-        return None
-
     def _outcome(self, waiter: _Waiter) -> bytes | Exception:
-        try:
-            return self._made(waiter.form, compressed=waiter.compressed)
-        except Exception as error:  # noqa: BLE001 - for the one who waits, and counted there
-            return error
+        bodies: list[bytes] = []
+        failure = caught(lambda: bodies.append(self._made(waiter.form, compressed=waiter.compressed)))
+        return failure or bodies[0]
 
     def _refresh(self, form: Format) -> None:
+        """A scrape, where the bodies of the last one are too old."""
+        if self._bodies and self._clock() - self._finished < self._max_age:
+            return
         self._bodies = {}
         self._families = list(self._scrape())
         self._made(form, compressed=False)

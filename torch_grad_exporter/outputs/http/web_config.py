@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.outputs.http import tls
 from torch_grad_exporter.outputs.http.web_settings import WebSettings
 
@@ -63,21 +63,27 @@ class WebConfigFile:
 
         Reads files, which may take its time; while one thread does so, others return at once.
         """
+
+        def refused(error: Exception) -> None:
+            self._refused = True
+            on_error("web_config", error)
+
         if not self._looking.acquire(blocking=False):
             return
         try:
-            if any(_stamp(path) != seen for path, seen in self._seen.items()):
-                loaded = self._load()
-                _refuse_weaker(self.path, self.current, loaded)
-                self.current = loaded
-                if self._refused:
-                    self._refused = False
-                    say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
-        except Exception as error:  # noqa: BLE001 - the boundary: the server goes on with what it had
-            self._refused = True
-            on_error("web_config", error)
+            Guard(refused)(self._follow)  # the server goes on with what it had
         finally:
             self._looking.release()
+
+    def _follow(self) -> None:
+        """Loads what has changed, if anything has."""
+        if any(_stamp(path) != seen for path, seen in self._seen.items()):
+            loaded = self._load()
+            _refuse_weaker(self.path, self.current, loaded)
+            self.current = loaded
+            if self._refused:
+                self._refused = False
+                say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
 
     def _load(self) -> Loaded:
         # Stamped before they are read: what changes meanwhile is then another change. If this fails, what was

@@ -15,7 +15,46 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.container import CONTAINER_MEMORY_LIMIT, CONTAINER_MEMORY_WORKING_SET
+from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_RESERVED, CUDA_MEMORY_TOTAL
+from torch_grad_exporter.collectors.exporter import (
+    EXPORTER_LAYERS,
+    EXPORTER_OVERHEAD_BUDGET,
+    EXPORTER_OVERHEAD_RATIO,
+    EXPORTER_SAMPLING_INTERVAL,
+    EXPORTER_SERIES,
+)
+from torch_grad_exporter.collectors.gpu import GPU_POWER, GPU_TEMPERATURE, GPU_UTILIZATION
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CAPTURES,
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_DEAD_RATIO,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_GLOBAL_NORM_SPIKES,
+    GRAD_MAX_MAGNITUDE,
+    GRAD_NONFINITE_ELEMENTS,
+    GRAD_NONFINITE_STEPS,
+    GRAD_NORM,
+    GRAD_NORM_DISTRIBUTION,
+    GRAD_NORM_SPIKES,
+    GRAD_SAMPLE_STEP,
+    GRAD_SHARD_NORM,
+    GRAD_UNITS,
+    GRAD_ZERO_RATIO,
+)
+from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE, HOST_MEMORY_TOTAL
+from torch_grad_exporter.collectors.process import PROCESS_CHILDREN_MEMORY, PROCESS_RESIDENT_MEMORY
+from torch_grad_exporter.collectors.training import (
+    TRAIN_EPOCH,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    TRAIN_LEARNING_RATE,
+    TRAIN_LOSS,
+    TRAIN_LOSS_SPIKES,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_START_TIMESTAMP,
+    TRAIN_STEPS,
+)
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part
@@ -112,14 +151,14 @@ class Live:
             "host": self._run.host,
             "version": self._run.version,
             "state": state,
-            "step": None if state is None else max((steps for _, steps in values.rows(c.TRAIN_STEPS)), default=0),
+            "step": None if state is None else max((steps for _, steps in values.rows(TRAIN_STEPS)), default=0),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
             **{f"{name}_per_second": _number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **{name: _number(values.one(spec)) for name, spec in _NUMBERS.items()},
             **{name: _number(_sum(values, spec)) for name, spec in _SUMS.items()},
-            "dead_layers": sum(1 for _, ratio in values.rows(c.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
+            "dead_layers": sum(1 for _, ratio in values.rows(GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
             "resources": list(_resources(values)),
             "problems": [{**asdict(one), "others": list(one.others)} for one in problems],
             "ranks": list(self._others()),
@@ -182,7 +221,7 @@ class Live:
 
         Not all that has the one norm has the other, and the sample that tells the other may be of the record before.
         """
-        coefficient = None if self._values is None else self._values.one(c.GRAD_CLIP_COEFFICIENT)
+        coefficient = None if self._values is None else self._values.one(GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -225,29 +264,29 @@ class Live:
 
 
 _NUMBERS: Mapping[str, Spec] = {
-    "started": c.TRAIN_START_TIMESTAMP,
-    "epoch": c.TRAIN_EPOCH,
-    "loss": c.TRAIN_LOSS,
-    "learning_rate": c.TRAIN_LEARNING_RATE,
-    "global_norm": c.GRAD_GLOBAL_NORM,
-    "global_norm_after_clip": c.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    "clip_coefficient": c.GRAD_CLIP_COEFFICIENT,
-    "skipped_steps": c.TRAIN_SKIPPED_STEPS,
-    "loss_spikes": c.TRAIN_LOSS_SPIKES,
-    "layers": c.EXPORTER_LAYERS,
-    "last_step": c.TRAIN_LAST_STEP_TIMESTAMP,
-    "last_sample_step": c.GRAD_SAMPLE_STEP,
-    "overhead_ratio": c.EXPORTER_OVERHEAD_RATIO,
-    "overhead_budget_ratio": c.EXPORTER_OVERHEAD_BUDGET,
-    "sampling_interval_steps": c.EXPORTER_SAMPLING_INTERVAL,
-    "series": c.EXPORTER_SERIES,
+    "started": TRAIN_START_TIMESTAMP,
+    "epoch": TRAIN_EPOCH,
+    "loss": TRAIN_LOSS,
+    "learning_rate": TRAIN_LEARNING_RATE,
+    "global_norm": GRAD_GLOBAL_NORM,
+    "global_norm_after_clip": GRAD_GLOBAL_NORM_AFTER_CLIP,
+    "clip_coefficient": GRAD_CLIP_COEFFICIENT,
+    "skipped_steps": TRAIN_SKIPPED_STEPS,
+    "loss_spikes": TRAIN_LOSS_SPIKES,
+    "layers": EXPORTER_LAYERS,
+    "last_step": TRAIN_LAST_STEP_TIMESTAMP,
+    "last_sample_step": GRAD_SAMPLE_STEP,
+    "overhead_ratio": EXPORTER_OVERHEAD_RATIO,
+    "overhead_budget_ratio": EXPORTER_OVERHEAD_BUDGET,
+    "sampling_interval_steps": EXPORTER_SAMPLING_INTERVAL,
+    "series": EXPORTER_SERIES,
 }
 """What is shown as it is, of the first optimizer where there are several."""
 
 _SUMS: Mapping[str, Spec] = {
-    "nonfinite_elements": c.GRAD_NONFINITE_ELEMENTS,
-    "nonfinite_steps": c.GRAD_NONFINITE_STEPS,
-    "spikes": c.GRAD_GLOBAL_NORM_SPIKES,
+    "nonfinite_elements": GRAD_NONFINITE_ELEMENTS,
+    "nonfinite_steps": GRAD_NONFINITE_STEPS,
+    "spikes": GRAD_GLOBAL_NORM_SPIKES,
 }
 
 
@@ -308,8 +347,8 @@ def encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: b
 
 
 def _of_layer(values: Values, name: str) -> Json:
-    bounds, counts = c.GRAD_NORM_DISTRIBUTION.buckets, values.histogram(c.GRAD_NORM_DISTRIBUTION, name)
-    kinds = [values.one(c.GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
+    bounds, counts = GRAD_NORM_DISTRIBUTION.buckets, values.histogram(GRAD_NORM_DISTRIBUTION, name)
+    kinds = [values.one(GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
     return {
         "layer": name,
         "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
@@ -319,14 +358,14 @@ def _of_layer(values: Values, name: str) -> Json:
 
 
 _LAYER_NUMBERS: Mapping[str, Spec] = {
-    "captures": c.GRAD_CAPTURES,
-    "spikes": c.GRAD_NORM_SPIKES,
-    "units": c.GRAD_UNITS,
-    "dead_ratio": c.GRAD_DEAD_RATIO,
-    "zero_ratio": c.GRAD_ZERO_RATIO,
-    "max_magnitude": c.GRAD_MAX_MAGNITUDE,
-    "norm": c.GRAD_NORM,
-    "shard_norm": c.GRAD_SHARD_NORM,
+    "captures": GRAD_CAPTURES,
+    "spikes": GRAD_NORM_SPIKES,
+    "units": GRAD_UNITS,
+    "dead_ratio": GRAD_DEAD_RATIO,
+    "zero_ratio": GRAD_ZERO_RATIO,
+    "max_magnitude": GRAD_MAX_MAGNITUDE,
+    "norm": GRAD_NORM,
+    "shard_norm": GRAD_SHARD_NORM,
 }
 
 
@@ -337,17 +376,17 @@ def _resources(values: Values) -> Iterable[Json]:
         if value is not None:
             yield {"name": name, "value": _number(value), "limit": _number(limit), "unit": unit}
 
-    total, available = values.one(c.HOST_MEMORY_TOTAL), values.one(c.HOST_MEMORY_AVAILABLE)
-    yield from row("Process memory", values.one(c.PROCESS_RESIDENT_MEMORY), total, "bytes")
-    yield from row("Worker processes' memory", values.one(c.PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
+    total, available = values.one(HOST_MEMORY_TOTAL), values.one(HOST_MEMORY_AVAILABLE)
+    yield from row("Process memory", values.one(PROCESS_RESIDENT_MEMORY), total, "bytes")
+    yield from row("Worker processes' memory", values.one(PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
     if total is not None and available is not None:
         yield from row("Host memory", total - available, total, "bytes")
-    limit = values.one(c.CONTAINER_MEMORY_LIMIT)
-    yield from row("Container memory", values.one(c.CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
-    yield from row("Host processors", values.one(c.HOST_CPU), 1.0, "ratio")
-    for labels, reserved in values.rows(c.CUDA_MEMORY_RESERVED):
-        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(c.CUDA_MEMORY_TOTAL, *labels), "bytes")
-    for labels, used in values.rows(c.GPU_UTILIZATION):
+    limit = values.one(CONTAINER_MEMORY_LIMIT)
+    yield from row("Container memory", values.one(CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
+    yield from row("Host processors", values.one(HOST_CPU), 1.0, "ratio")
+    for labels, reserved in values.rows(CUDA_MEMORY_RESERVED):
+        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(CUDA_MEMORY_TOTAL, *labels), "bytes")
+    for labels, used in values.rows(GPU_UTILIZATION):
         yield from row(f"GPU {labels[0]} in use", used, 1.0, "ratio")
-        yield from row(f"GPU {labels[0]} temperature", values.one(c.GPU_TEMPERATURE, *labels), None, "celsius")
-        yield from row(f"GPU {labels[0]} power", values.one(c.GPU_POWER, *labels), None, "watts")
+        yield from row(f"GPU {labels[0]} temperature", values.one(GPU_TEMPERATURE, *labels), None, "celsius")
+        yield from row(f"GPU {labels[0]} power", values.one(GPU_POWER, *labels), None, "watts")

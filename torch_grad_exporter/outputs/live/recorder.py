@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from itertools import compress
 
@@ -11,6 +10,8 @@ import numpy as np
 from torch_grad_exporter.aggregation.ledger import GradientSnapshot
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
 from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
 from torch_grad_exporter.transfer.events import Outcome
@@ -36,13 +37,11 @@ class Recorder:
         last: Callable[[], None] | None = None,
         interval: float = RECORD_SECONDS,
     ) -> None:
-        self._look = look
         self._remember = remember
-        self._last = last or look
         self._on_error = on_error
-        self._interval = interval
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torch-grad-exporter-history", daemon=True)
+        self._rounds = 0
+        guard, last = Guard(self._failed), last or look
+        self._thread = BackgroundLoop("history", look, self._remember_now_and_then, guard=guard, pause=interval, last=last)
 
     def start(self) -> None:
         """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
@@ -50,25 +49,16 @@ class Recorder:
 
     def close(self, seconds: float = 0.5) -> None:
         """Ends it after a last record; waits for so long at most. Idempotent."""
-        self._over.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+        self._thread.close(seconds)
 
-    def _run(self) -> None:
-        rounds = 0
-        while not self._over.wait(self._interval):
-            self._guarded(self._look)
-            if rounds % _ROUNDS == 0:
-                self._guarded(self._remember)
-            rounds += 1
-        self._guarded(self._last)
+    def _remember_now_and_then(self) -> None:
+        self._rounds += 1
+        if self._rounds % _ROUNDS == 1:
+            self._remember()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except TimeoutError:
-            pass  # somebody else takes long with the same values, as on a machine that is busy: the next record has them
-        except Exception as error:  # noqa: BLE001 - the boundary: the next record does not depend on this one
+    def _failed(self, error: Exception) -> None:
+        # Somebody else takes long with the same values, as on a machine that is busy: the next record has them.
+        if not isinstance(error, TimeoutError):
             self._on_error(error)
 
 

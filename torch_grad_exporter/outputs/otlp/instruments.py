@@ -18,36 +18,60 @@ from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
-from torch_grad_exporter.metrics import catalogue as c
+from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_ALLOCATED, CUDA_MEMORY_RESERVED
+from torch_grad_exporter.collectors.exporter import EXPORTER_OVERHEAD_RATIO
+from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
+from torch_grad_exporter.collectors.gradients import (
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_CLIPPED_STEPS,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_NONFINITE_STEPS,
+)
+from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE
+from torch_grad_exporter.collectors.process import PROCESS_CPU_SECONDS, PROCESS_RESIDENT_MEMORY
+from torch_grad_exporter.collectors.training import (
+    TRAIN_EPOCH,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    TRAIN_LEARNING_RATE,
+    TRAIN_LOSS,
+    TRAIN_SAMPLES,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_STATE,
+    TRAIN_STEPS,
+    TRAIN_TOKENS,
+)
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
 from torch_grad_exporter.outputs.prometheus import samples
 from torch_grad_exporter.version import __version__
 
 SPECS = (
-    c.GRAD_GLOBAL_NORM,
-    c.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    c.GRAD_CLIP_COEFFICIENT,
-    c.GRAD_NONFINITE_STEPS,
-    c.GRAD_CLIPPED_STEPS,
-    c.TRAIN_STATE,
-    c.TRAIN_STEPS,
-    c.TRAIN_SKIPPED_STEPS,
-    c.TRAIN_SAMPLES,
-    c.TRAIN_TOKENS,
-    c.TRAIN_LOSS,
-    c.TRAIN_EPOCH,
-    c.TRAIN_LEARNING_RATE,
-    c.TRAIN_SLOWEST_STEP,
-    c.TRAIN_LAST_STEP_TIMESTAMP,
-    c.CUDA_MEMORY_ALLOCATED,
-    c.CUDA_MEMORY_RESERVED,
-    c.GPU_UTILIZATION,
-    c.PROCESS_RESIDENT_MEMORY,
-    c.PROCESS_CPU_SECONDS,
-    c.HOST_CPU,
-    c.HOST_MEMORY_AVAILABLE,
-    c.EXPORTER_OVERHEAD_RATIO,
+    GRAD_GLOBAL_NORM,
+    GRAD_GLOBAL_NORM_AFTER_CLIP,
+    GRAD_CLIP_COEFFICIENT,
+    GRAD_NONFINITE_STEPS,
+    GRAD_CLIPPED_STEPS,
+    TRAIN_STATE,
+    TRAIN_STEPS,
+    TRAIN_SKIPPED_STEPS,
+    TRAIN_SAMPLES,
+    TRAIN_TOKENS,
+    TRAIN_LOSS,
+    TRAIN_EPOCH,
+    TRAIN_LEARNING_RATE,
+    TRAIN_SLOWEST_STEP,
+    TRAIN_LAST_STEP_TIMESTAMP,
+    CUDA_MEMORY_ALLOCATED,
+    CUDA_MEMORY_RESERVED,
+    GPU_UTILIZATION,
+    PROCESS_RESIDENT_MEMORY,
+    PROCESS_CPU_SECONDS,
+    HOST_CPU,
+    HOST_MEMORY_AVAILABLE,
+    EXPORTER_OVERHEAD_RATIO,
 )
 """What the instruments show, by the names that the metrics have everywhere."""
 
@@ -82,7 +106,7 @@ class Instruments:
     ) -> None:
         self._scrape = scrape
         self._labels = dict(labels)
-        self._on_error = on_error
+        self._guard = Guard(on_error)
         self._clock = clock
         self._scraping = threading.Lock()
         self._families: dict[Spec, list[Family]] = {}
@@ -95,23 +119,13 @@ class Instruments:
 
     def observations(self, spec: Spec) -> list[Observation]:
         """As of `Source`."""
-        try:
-            return [observation for family in self._latest().get(spec, ()) for observation in self._observed(family)]
-        except Exception as error:  # noqa: BLE001 - the boundary: the collection is the user's
-            self._on_error(error)
-            return []
+        return self._guard.result(lambda: self._of(self._latest(), spec)) or []
 
     def close(self) -> None:
         """Leaves the values as of now in the instruments, for each reader's next collection and no further one; idempotent."""
         if self not in self._sources:
             return
-        try:
-            # Without our own lock: whoever holds it may be what this one has interrupted.
-            families = by_spec(self._scrape())
-            values = {spec: [one for family in families.get(spec, ()) for one in self._observed(family)] for spec in SPECS}
-        except Exception as error:  # noqa: BLE001 - the boundary: the end of a run goes on
-            self._on_error(error)
-            values = {}
+        values = self._guard.result(self._last_values) or {}
         with _lock:
             if self in self._sources:
                 last = _Last(values, self._labels, _readers(self._provider()), self._sources)
@@ -128,6 +142,14 @@ class Instruments:
                 self._families = by_spec(self._scrape())
                 self._scraped = self._clock()
             return self._families
+
+    def _last_values(self) -> dict[Spec, list[Observation]]:
+        # Without our own lock: whoever holds it may be what this one has interrupted.
+        families = by_spec(self._scrape())
+        return {spec: self._of(families, spec) for spec in SPECS}
+
+    def _of(self, families: Mapping[Spec, Iterable[Family]], spec: Spec) -> list[Observation]:
+        return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
     def _observed(self, family: Family) -> Iterable[Observation]:
         for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import SCALE, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.protobuf import attribute, delimited, fixed, integer, opening, packed, text, zigzag
 
@@ -106,13 +107,14 @@ class Encoder:
     # Metrics and requests
 
     def _guarded(self, spec: Spec, members: list[Family], moment: _Moment) -> _Metric | None:
-        try:
+        on_error = self._on_error
+        if on_error is None:
             return self._metric(spec, members, moment)
-        except Exception as error:  # the boundary: the other metrics are sent
-            if self._on_error is None:
-                raise
-            self._on_error(ValueError(f"{spec.name} cannot be encoded: {type(error).__name__}: {error}"))
-            return None
+
+        def left_out(error: Exception) -> None:
+            on_error(ValueError(f"{spec.name} cannot be encoded: {type(error).__name__}: {error}"))
+
+        return Guard(left_out).result(self._metric, spec, members, moment)
 
     def _metric(self, spec: Spec, members: list[Family], moment: _Moment) -> _Metric:
         exponential = members[0].exponential is not None

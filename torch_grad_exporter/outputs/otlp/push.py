@@ -8,8 +8,10 @@ the run ended.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import os
 import platform
 import threading
@@ -20,7 +22,8 @@ from contextlib import ExitStack
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector
 
 from torch_grad_exporter.distributed import identity as distributed
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import Guard, caught, say
+from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.otlp import delivery
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError
@@ -84,12 +87,14 @@ class Push:
         kinds = [kind for kind, chosen in settings.temporality.items() if chosen is Temporality.DELTA]
         self._deltas = Deltas(kinds, began=self._began)
         self._delivery: Delivery | None = self._connect(settings.timeout)
-        self._hanging: list[threading.Thread] = []
-        self._over, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torch-grad-exporter-push", daemon=True)
+        self._hanging: list[BackgroundThread] = []
+        self._due = math.inf
+        guard = Guard(on_error)
+        self._thread = BackgroundLoop("push", self._export_in_turn, guard=guard, pause=self._until_due, last=self._export_last)
 
     def start(self) -> None:
         """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
+        self._due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
         self._thread.start()
         say(
             logger,
@@ -101,13 +106,11 @@ class Push:
 
     def end(self) -> None:
         """Says that the run is over; the last export begins, with the values as of now."""
-        self._over.set()
+        self._thread.stop()
 
     def close(self, seconds: float) -> None:
         """Waits for the last export, for so long at most. Idempotent."""
-        self._over.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._done.wait(seconds)
+        self._thread.close(seconds)
 
     def after_fork_in_child(self) -> None:
         """The child has no thread that would send anything, and keeps its hands off the parent's connection."""
@@ -115,40 +118,32 @@ class Push:
 
     # The thread
 
-    def _run(self) -> None:
-        due = time.monotonic() + min(self._settings.interval, FIRST_SECONDS)
-        while not self._over.wait(max(0.0, due - time.monotonic())):
-            # Missed exports are not made up for.
-            due = max(due, time.monotonic() - self._settings.interval) + self._settings.interval
-            self._guarded(self._export)
-        self._guarded(self._export_last)
-        self._done.set()
+    def _until_due(self) -> float:
+        return self._due - time.monotonic()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the boundary: the next export does not depend on this one
-            self._on_error(error)
+    def _export_in_turn(self) -> None:
+        # Missed exports are not made up for.
+        self._due = max(self._due, time.monotonic() - self._settings.interval) + self._settings.interval
+        self._export()
 
     def _export(self) -> None:
         """One export, in a thread that is left behind where it takes too long, or the run is over."""
-        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        self._hanging = [thread for thread in self._hanging if thread.running]
         if len(self._hanging) >= LEFT_BEHIND:
             raise TimeoutError(f"{LEFT_BEHIND} exports hang in {without_password(self._settings.endpoint)}")
         way = self._delivery = self._delivery or self._connect(self._settings.timeout)
         transfer = _Transfer(self._over)
-        requests = list(self._encoded(self._values()))
-        thread = threading.Thread(target=transfer.run, args=(way, requests), name="torch-grad-exporter-export", daemon=True)
+        thread = BackgroundThread("export", functools.partial(transfer.run, way, list(self._encoded(self._values()))))
         thread.start()
         limit = 2 * self._settings.timeout + 1
-        while thread.is_alive() and not self._over.is_set() and time.monotonic() < transfer.began_at + limit:
+        while thread.running and not self._over() and time.monotonic() < transfer.began_at + limit:
             thread.join(0.05)
-        if self._over.is_set():
+        if self._over():
             thread.join(GRACE)
         ended = transfer.stop()
         if not ended:
             self._hanging.append(thread)
-            if not self._over.is_set():  # else the last export closes the connection, which ends a pause between two tries
+            if not self._over():  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
                 transfer.failed(TimeoutError(f"a request has not come to its end within {limit:g} s"))
@@ -178,6 +173,10 @@ class Push:
                     break
             self._judge(transfer)
 
+    def _over(self) -> bool:
+        """Whether the run is."""
+        return self._thread.stopping
+
     def _values(self) -> list[Family]:
         """All metrics as of now. Where the clock is set back, that is the time of the export before."""
         self._at = max(time.time_ns(), self._at)
@@ -197,13 +196,13 @@ class Push:
 
 
 class _Transfer:
-    """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: that the run is.
+    """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: whether the run is.
 
     `settled`: those that are not to be sent again, as they have arrived or are refused for good; `failure`: the first one;
     `began_at`: since when the one that is on its way is, in monotonic time.
     """
 
-    def __init__(self, over: threading.Event) -> None:
+    def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
         self.settled: list[Request] = []
         self.failure: BaseException | None = None
@@ -214,7 +213,7 @@ class _Transfer:
     def run(self, way: Delivery, requests: list[Request]) -> None:
         """Sends requests, up to one that may be taken later, or until the run is over: the last export has what is left."""
         for request in requests:
-            if self._over.is_set() or self._stopped or not self.sent(way, request):
+            if self._over() or self._stopped or not self.sent(way, request):
                 break
         with self._lock:
             self._ended = True
@@ -222,11 +221,7 @@ class _Transfer:
     def sent(self, way: Delivery, request: Request) -> bool:
         """Sends a request. False where the next one would have no better luck."""
         self.began_at = time.monotonic()
-        failure: Exception | None = None
-        try:
-            way.send(request.body)
-        except Exception as error:  # noqa: BLE001 - the boundary: it is told in the thread of `Push`
-            failure = error
+        failure = caught(way.send, request.body)
         settled = failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
         with self._lock:
             if self._stopped:

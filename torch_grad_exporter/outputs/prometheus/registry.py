@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -9,6 +10,7 @@ import prometheus_client.samples
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Exemplar, Family, Spec, by_spec
 from torch_grad_exporter.outputs.prometheus import samples
 
@@ -34,7 +36,7 @@ class RegistryCollector:
         self._constant_labels = dict(constant_labels)
         self._specs = tuple(specs)
         self._common = common
-        self._on_error = on_error
+        self._guard = Guard(functools.partial(on_error, "request"))
         self._registry: CollectorRegistry | None = None
 
     def register(self, registry: CollectorRegistry) -> None:
@@ -59,12 +61,11 @@ class RegistryCollector:
 
     def collect(self) -> Iterable[Metric]:
         """The metrics as of now, without those that have no present row."""
-        try:
-            groups = by_spec(self._scrape())
-            metrics = [self._filled(spec, groups[spec]) for spec in groups if spec in self._specs]
-        except Exception as exc:  # noqa: BLE001 the boundary of a request: the user's own metrics must not go with ours
-            self._on_error("request", exc)
-            return []
+        return self._guard.result(self._metrics) or []
+
+    def _metrics(self) -> list[Metric]:
+        groups = by_spec(self._scrape())
+        metrics = [self._filled(spec, groups[spec]) for spec in groups if spec in self._specs]
         return [metric for metric in metrics if metric.samples]
 
     def _filled(self, spec: Spec, members: list[Family]) -> Metric:

@@ -1,0 +1,121 @@
+"""Writes what follows from the declared options: docs/options.md, the README's table, and the signature of `start_exporter`.
+
+`make golden` runs it, and a test compares.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import textwrap
+
+from torch_grad_exporter.config.arguments import Arguments
+from torch_grad_exporter.config.option import Option, options_of
+from torch_grad_exporter.config.settings import Settings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+PAGE = """# Options
+
+Written from `torch_grad_exporter/config/` by `make golden`; edit the declarations, not this page.
+
+Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and that over the default; a
+variable that is empty counts as not set. What is wrong raises `TypeError` or `ValueError` before anything is registered, and the
+message names the argument or the variable, its value and the fix. In a variable `true`, `yes` and `1` are other words for `on`, and
+`false`, `no` and `0` for `off`.
+
+## With an environment variable of the exporter's own
+
+{settings}
+
+## With one of OpenTelemetry's, or none
+
+A wrong argument raises; of a variable of OpenTelemetry's that is wrong there is a warning, see [otlp.md](otlp.md). Objects have no
+variable.
+
+{arguments}
+"""
+
+README = re.compile(r"(?<=<!-- Written by `make golden`\. -->\n).*?(?=\n<!-- The end of what is written\. -->)", re.DOTALL)
+"""The README's table."""
+
+SIGNATURE = re.compile(r"(?<=    model: Models,\n).*?(?=\n\) -> Exporter:)", re.DOTALL)
+"""The parameters of `start_exporter` but for the model; the first of them is positional as well."""
+
+DOCSTRING = re.compile(r"(?<=become the first part of the layer labels\.\n).*?(?=\n\n    Starting again)", re.DOTALL)
+"""What the docstring of `start_exporter` says of them."""
+
+
+def every_option() -> tuple[Option, ...]:
+    """All options, in the order of the signature."""
+    return options_of(Settings) + options_of(Arguments)
+
+
+def meaning(option: Option) -> str:
+    """One or more sentences."""
+    return f"{option.help}. {option.more}".strip()
+
+
+def cell(text: str) -> str:
+    """As it may stand in a table."""
+    return text.replace("|", "\\|")
+
+
+def described(chosen: tuple[Option, ...]) -> str:
+    """The table of options for their page."""
+    lines = ["| option | type | default | environment | written as | meaning |", "|---|---|---|---|---|---|"]
+    for one in chosen:
+        variable = f"`{one.variable}`" if one.variable else ""
+        spelled = one.kind.spelled if one.read else ""
+        takes = f"`{cell(one.kind.takes)}`"
+        lines.append(f"| `{one.name}` | {takes} | {one.shown} | {variable} | {spelled} | {cell(meaning(one))} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The whole of docs/options.md."""
+    return PAGE.format(settings=described(options_of(Settings)), arguments=described(options_of(Arguments)))
+
+
+def table() -> str:
+    """The README's table."""
+    rows = [f"| `{one.name}` | {one.shown} | {cell(one.help)} |" for one in every_option()]
+    return "\n".join(["| option | default | |", "|---|---|---|", *rows])
+
+
+def signature() -> str:
+    """The parameters of `start_exporter`, as ruff formats them."""
+    first, *others = [f"    {one.name}: {one.annotation} = {one.absent!r}," for one in every_option()]
+    return "\n".join([first, "    *,", *others])
+
+
+def docstring() -> str:
+    """The options in the docstring of `start_exporter`."""
+    texts = (f"- `{one.name}` ({one.shown}): {meaning(one)}" for one in every_option())
+    return "\n".join(
+        textwrap.fill(text, 128, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False) for text in texts
+    )
+
+
+def written() -> dict[pathlib.Path, str]:
+    """Each file with what it has to contain."""
+    readme, start = ROOT / "README.md", ROOT / "torch_grad_exporter" / "start.py"
+    code = replaced(SIGNATURE, signature(), start.read_text(encoding="utf-8"))
+    return {
+        ROOT / "docs" / "options.md": page(),
+        readme: replaced(README, table(), readme.read_text(encoding="utf-8")),
+        start: replaced(DOCSTRING, docstring(), code),
+    }
+
+
+def replaced(pattern: re.Pattern[str], new: str, text: str) -> str:
+    """The text with its one place of this pattern written anew; raises `ValueError` where there is not exactly one."""
+    found, count = pattern.subn(lambda _: new, text)
+    if count != 1:
+        raise ValueError(f"{pattern.pattern!r}: expected one place, found {count}")
+    return found
+
+
+if __name__ == "__main__":
+    for target, content in written().items():
+        target.write_text(content, encoding="utf-8")

@@ -1,0 +1,162 @@
+"""A collector and a rule from outside of the package, each one file: what they show and judge is where everything else is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.extensions import toy_collector, toy_rule
+from tests.support.scrape import errors, value
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Collector
+from torch_grad_exporter.collectors.training import TRAIN_STATE
+from torch_grad_exporter.metrics.families import Family, LabelRows, scalar
+from torch_grad_exporter.rules import RULES, Values, Watch
+
+DOC = Path(__file__).resolve().parent.parent / "scripts" / "metrics_doc.py"
+
+NOW = 1_800_000_000.0
+
+Samples = dict[tuple[str, str | None], float]
+
+
+@pytest.fixture
+def toys() -> Iterator[None]:
+    """Both are registered."""
+    with contextlib.closing(REGISTRY.register(toy_collector.COLLECTOR)), contextlib.closing(RULES.register(toy_rule.RULE)):
+        yield
+
+
+def trained(**options: object) -> Exporter:
+    """An exporter that serves, after three steps of a model with two layers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter = start_exporter(model, 0, addr="127.0.0.1", every=1, run="r1", **options)  # type: ignore[arg-type]
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+    return exporter
+
+
+def get(exporter: Exporter, path: str) -> str:
+    """The answer to a request."""
+    assert exporter.url is not None
+    with urllib.request.urlopen(exporter.url.removesuffix("/metrics") + path, timeout=30) as response:
+        return str(response.read().decode())
+
+
+def scraped(exporter: Exporter, label: str) -> Samples:
+    """All samples of `/metrics`, as prometheus_client reads them, by name and one of the labels."""
+    families = text_string_to_metric_families(get(exporter, "/metrics"))
+    return {(sample.name, sample.labels.get(label)): sample.value for family in families for sample in family.samples}
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_collector_of_ones_own_is_in_the_scrape() -> None:
+    """Its metrics, its success, its duration and the source of its failures are served as those of any other."""
+    with trained() as exporter:
+        found = scraped(exporter, "collector")
+        assert found["toy_layers", None] == 2
+        assert found["torch_grad_exporter_collector_success", "toy"] == 1
+        assert found["torch_grad_exporter_collector_duration_seconds", "toy"] >= 0
+        assert scraped(exporter, "colour")["toy_questions_total", "red"] == 1
+        assert value(exporter, "torch_grad_exporter_errors_total", source="collector_toy") == 0
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_collector_of_ones_own_is_known_to_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be switched off by argument and by environment; its label names are taken."""
+    with trained(collectors={"toy": False}) as exporter:
+        assert value(exporter, "toy_layers") is None
+    with pytest.raises(ValueError, match="'colour' is a label of the exporter's own"):
+        trained(labels={"colour": "blue"})
+    with pytest.raises(ValueError, match=r"there are gradients, .*, toy, exporter"):
+        trained(collectors={"toi": False})
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_COLLECTORS", "toy=off")
+    with trained() as exporter:
+        assert value(exporter, "toy_layers") is None
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_metric_of_ones_own_is_documented() -> None:
+    """The page of metrics has a section of it."""
+    page = runpy.run_path(str(DOC))["page"]()
+    assert "## A toy\n" in page
+    assert "| `toy_questions_total` | counter | `colour` | all | How often the toy was asked, by colour. |\n" in page
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_rule_of_ones_own_is_judged() -> None:
+    """What it finds, from what it had remembered, is among the problems of the live page."""
+    with trained() as exporter:
+        for _ in range(toy_rule.OFTEN):
+            exporter.collect()
+        problems = json.loads(get(exporter, "/api/v1/status"))["problems"]
+    (found,) = (problem for problem in problems if problem["alert"] == "ToyAskedOften")
+    assert found["severity"] == "warning"
+    assert found["text"].endswith("times about 2 layers.")
+
+
+def test_a_rule_may_ask_for_the_past_of_a_metric_of_its_own() -> None:
+    """Of a counter that it says it remembers, what is older than its window does not count, and what is younger does."""
+    watch = Watch([toy_rule.RULE])
+    found = []
+    for minute, questions in ((0, 1000.0), (1, 1001.0), (20, 1001.0), (22, 1001.0), (23, 1003.0)):
+        asked = Family(toy_collector.TOY_QUESTIONS, np.array([questions]), LabelRows((("red",),)))
+        state = Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),)))
+        values = Values([scalar(toy_collector.TOY_LAYERS, 2), asked, state])
+        watch.remember(values, NOW + 60 * minute)
+        found.append([problem.text for problem in watch.problems(values, NOW + 60 * minute)])
+    told = [f"Asked {times} times about 2 layers." for times in (1000, 1001, 2)]
+    assert found == [told[:1], told[1:2], [], [], told[2:]]
+
+
+def test_what_was_registered_goes_again() -> None:
+    """After `close`, which may be called twice, a new exporter has neither, and their names are free."""
+    for registration in (REGISTRY.register(toy_collector.COLLECTOR), RULES.register(toy_rule.RULE)):
+        registration.close()
+        registration.close()
+    with trained() as exporter:
+        assert value(exporter, "toy_layers") is None
+        assert value(exporter, "torch_grad_exporter_errors_total", source="collector_toy") is None
+    with pytest.raises(ValueError, match="collectors="):
+        trained(collectors={"toy": True})
+    assert "ToyAskedOften" not in [rule.alert for rule in RULES]
+
+
+@pytest.mark.usefixtures("toys")
+def test_nothing_is_registered_twice() -> None:
+    """A second collector or rule of a name, and a collector with a metric that there is, are refused, and change nothing."""
+    before = REGISTRY.names
+    for declaration in (toy_collector.COLLECTOR, replace(toy_collector.COLLECTOR, name="other")):
+        with pytest.raises(ValueError, match=r"toy"):
+            REGISTRY.register(declaration)
+    with pytest.raises(ValueError, match="ToyAskedOften"):
+        RULES.register(toy_rule.RULE)
+    assert REGISTRY.names == before
+
+
+def test_a_collector_that_cannot_be_made_costs_only_itself() -> None:
+    """The exporter starts, counts the failure and shows all others."""
+
+    def fail(_context: CollectorContext) -> Collector:
+        raise OSError("no such toy")
+
+    with contextlib.closing(REGISTRY.register(replace(toy_collector.COLLECTOR, make=fail))), trained() as exporter:
+        assert errors(exporter) == {"collector_toy": 1}
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3

@@ -1,0 +1,301 @@
+"""Where PyTorch lacks a private name that the package uses, trainings run, a rung lower where need be, and it is said once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_grad_exporter
+from torch_grad_exporter import torch_compat
+
+PACKAGE = Path(torch_grad_exporter.__file__).parent
+
+RUNG = {
+    "torch._C._current_graph_task_id": "torch._C._current_graph_task_id",
+    "torch.autograd.Variable._execution_engine": "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.Tensor._version": "torch.Tensor._version",
+}
+"""Without these gradients are read when the optimizer steps."""
+
+TOLD = {
+    **RUNG,
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "torch.optim.optimizer._global_optimizer_post_hooks",
+    "torch._C._dynamo.eval_frame.set_eval_frame": "torch._C._dynamo.eval_frame.set_eval_frame",
+    "torch._C._functorch.maybe_current_level": "torch._C._functorch.maybe_current_level",
+    "torch.nn.Module._forward_hooks": "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks": "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_hooks_with_kwargs": "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks_with_kwargs": "torch.nn.Module._forward_hooks",
+}
+"""What is said where the name is gone: what the exporter then does without."""
+
+REPLACED = [
+    "torch._C._is_tracing",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch._dynamo.utils.counters",
+    "torch.optim.Optimizer.profile_hook_step",
+    "torch.nn.Module._parameters",
+    "torch.nn.Module._modules",
+    "torch.nn.modules.conv._ConvTransposeNd",
+]
+"""Names that have a public substitute: nothing is lost."""
+
+EITHER = ["torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._C._dynamo.eval_frame.skip_code"]
+"""One of them is in each version."""
+
+
+@functools.cache
+def trainings() -> dict[str, dict[str, Any]]:
+    """What the exporter said of a training without each of the names, and with all of them, whose name here is empty."""
+    names = ["", *TOLD, *REPLACED, *EITHER]
+    command = [sys.executable, "-m", "tests.support.removed_names", *names]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", ["", *TOLD, *REPLACED, *EITHER])
+def test_a_training_runs_without_a_private_name(name: str) -> None:
+    """Whichever private name PyTorch lacks at import, the training ends with the true norm, all its steps and no failure."""
+    found = trainings()[name]
+    assert "raised" not in found, found["raised"]
+    assert found["norm"] == pytest.approx(found["true_norm"], rel=1e-6)
+    assert found["steps"] == 12
+    assert found["errors"] == 0
+
+
+@pytest.mark.parametrize("name", ["", *TOLD, *REPLACED, *EITHER])
+def test_only_names_that_see_backwards_cost_the_rung(name: str) -> None:
+    """Without a name that tells of backwards the rung is `optimizer`; without any other one all backwards are counted."""
+    found = trainings()[name]
+    expected = ("optimizer", 0) if name in RUNG else ("output", 12)
+    assert (found["mode"], found["backwards"]) == expected
+
+
+@pytest.mark.parametrize("name", ["", *TOLD, *REPLACED])
+def test_what_is_lost_is_said_once(name: str) -> None:
+    """A name whose loss the user notices is named once with what follows, though two exporters start; others are not mentioned."""
+    said = [line for line in trainings()[name]["said"] if "this version of PyTorch" in line]
+    lost = TOLD.get(name)
+    assert len(said) == (lost is not None)
+    if lost is not None:
+        assert f" has no {lost}: {torch_compat.LOST[lost]}" in said[0]
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with an underscore that a file takes from other modules or objects, as attributes, in imports or as strings."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names} if (node.module or "").startswith("torch.") else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(node.value.split(".")) if node.value.startswith("torch.") else {node.value}
+    return {name for name in found if name.startswith("_") and not name.startswith("__") and name.isidentifier()}
+
+
+def rooted_in_torch(path: Path) -> set[str]:
+    """Private parts of dotted names of a file that begin with `torch` or `dist`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        chain, one = [], node
+        while isinstance(one, ast.Attribute):
+            chain.append(one.attr)
+            one = one.value
+        if isinstance(one, ast.Name) and one.id in ("torch", "dist"):
+            found |= {name for name in chain if name.startswith("_") and not name.startswith("__")}
+    return found
+
+
+def test_private_names_are_in_one_module() -> None:
+    """No other file of the package uses a private name of PyTorch, but for modules' tables of hooks, which are checked for."""
+    known = private_names(PACKAGE / "torch_compat.py")
+    hooks = {f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "torch_compat.py":
+            continue
+        allowed = hooks if path.name == "torch_hooks.py" else set()
+        assert rooted_in_torch(path) - allowed == set(), path
+        assert private_names(path) & (known | hooks) - allowed == set(), path
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What was logged of names that are gone; as if nothing had been missed before."""
+    monkeypatch.setattr(torch_compat, "missing", {})
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("shown", ["_register_hook_dict", "_backward_hooks"])
+def test_gradients_of_outputs_are_hooked_by_the_public_method(shown: str) -> None:
+    """A tensor is hooked by `register_hook` where its node, or the tensor itself, shows no dictionary of hooks."""
+    hooked: list[object] = []
+    node = types.SimpleNamespace(_register_hook_dict=pytest.fail) if shown == "_register_hook_dict" else object()
+    tensor: Any = types.SimpleNamespace(grad_fn=node, register_hook=hooked.append)
+    if shown == "_backward_hooks":
+        tensor._backward_hooks = None
+    torch_compat.on_gradient(tensor, print)
+    assert hooked == [print]
+
+
+def test_an_optimizer_that_shows_no_hooks_may_have_some() -> None:
+    """Where an optimizer has no table of hooks before its step, they are assumed to be there."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert not torch_compat.has_step_hooks(optimizer)
+    del optimizer._optimizer_step_pre_hooks
+    assert torch_compat.has_step_hooks(optimizer)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_is_found_among_the_callers(monkeypatch: pytest.MonkeyPatch, *, by_name: bool) -> None:
+    """Within an optimizer's step the step is found, by PyTorch's wrapper or else by the method's name; outside it is not."""
+    if by_name:
+        monkeypatch.setattr(torch_compat, "_STEP", None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    found: list[bool] = []
+
+    def closure() -> float:
+        found.append(torch_compat.called_from_step(sys._getframe()))
+        return 0.0
+
+    closure()
+    optimizer.step(closure)
+    assert found == [False, True]
+
+
+class PublicScaler:
+    """A gradient scaler of which only the public interface is left."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+        self._device = "cpu"
+
+    def is_enabled(self) -> bool:
+        """As the scaler says."""
+        return self._scaler.is_enabled()
+
+    def get_scale(self) -> float:
+        """As the scaler says."""
+        return self._scaler.get_scale()
+
+
+def test_the_scale_is_asked_for_where_it_is_not_shown(said: Callable[[], list[str]]) -> None:
+    """Without `_scale` an enabled scaler is asked for its scale, which is said once; a disabled one has none."""
+    for _ in range(2):
+        scale = torch_compat.scale_of(PublicScaler())
+        assert scale is not None
+        assert scale.item() == 8.0
+    assert torch_compat.scale_of(PublicScaler(enabled=False)) is None
+    assert torch_compat.scale_of(None) is None
+    assert len(said()) == 1
+    assert torch_compat.LOST["torch.amp.GradScaler._scale"] in said()[0]
+
+
+def test_a_scaler_that_was_never_used_has_no_scale(said: Callable[[], list[str]]) -> None:
+    """Of a scaler before its first use there is no scale, and nothing to be said."""
+    assert torch_compat.scale_of(torch.amp.GradScaler("cpu")) is None
+    assert said() == []
+
+
+class Part(torch.Tensor):
+    """A tensor of which this rank has a part, as a DTensor, without a private name."""
+
+    def to_local(self) -> torch.Tensor:
+        """That part."""
+        assert not torch.is_grad_enabled()
+        return self.as_subclass(torch.Tensor)[:1]
+
+
+def test_the_local_part_is_asked_for_where_it_is_not_shown() -> None:
+    """Without `_local_tensor` a DTensor's public method gives this rank's part; a plain tensor is its own."""
+    plain = torch.arange(3.0)
+    assert torch_compat.local(plain) is plain
+    assert torch_compat.local(plain.as_subclass(Part)).tolist() == [0.0]
+    subclass = plain.as_subclass(torch.nn.Buffer)
+    assert torch_compat.local(subclass) is subclass
+
+
+def test_a_mesh_that_cannot_be_asked_has_no_root(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
+    """Where a mesh does not know what it was sliced from, there is no root, and the user learns what follows."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.device_mesh", raising=False)
+    assert torch_compat.root_mesh(object()) is None
+    assert torch_compat.LOST["torch.distributed.device_mesh.DeviceMesh._get_root_mesh"] in said()[0]
+
+
+def test_a_composed_wrapper_that_is_not_shown_is_none(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
+    """Where `replicate` hides its state, no wrapper is found, and the user learns what follows."""
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable.replicate", types.ModuleType("replicate"))
+    assert torch_compat.composed_wrapper(torch.nn.Linear(1, 1)) is None
+    assert torch_compat.LOST["torch.distributed._composable.replicate"] in said()[0]
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path) -> Iterator[DistributedDataParallel]:
+    """A wrapper in a job of one rank, around a model of which one parameter is frozen."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = torch.nn.Linear(2, 3)
+    model.bias.requires_grad_(requires_grad=False)
+    yield DistributedDataParallel(model)
+    dist.destroy_process_group()
+
+
+def test_reduced_parameters_are_found_by_the_public_method(wrapper: DistributedDataParallel) -> None:
+    """Without the wrapper's own list, the parameters that require a gradient are the same ones."""
+    shown = list(torch_compat.reduced_parameters(wrapper))
+    del wrapper._module_parameters
+    found = list(torch_compat.reduced_parameters(wrapper))
+    assert len(found) == 1
+    assert found[0] is shown[0] is wrapper.module.weight
+
+
+@pytest.mark.parametrize("name", ["_comm_hooks", "_join_config"])
+def test_a_wrapper_that_hides_its_hooks_need_not_take_the_mean(
+    wrapper: DistributedDataParallel, said: Callable[[], list[str]], name: str
+) -> None:
+    """Where it is not shown what communicates, the mean is not assumed, and the user learns what follows."""
+    assert torch_compat.takes_the_mean(wrapper)
+    delattr(wrapper, name)
+    assert not torch_compat.takes_the_mean(wrapper)
+    assert torch_compat.LOST["torch.nn.parallel.DistributedDataParallel._comm_hooks"] in said()[0]
+
+
+def test_a_running_wrapper_that_is_not_shown_is_none(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
+    """Where PyTorch does not say whose forward is running, no wrapper is found, and the user learns what follows."""
+    assert torch_compat.active_wrapper() is None
+    assert said() == []
+    monkeypatch.delattr(DistributedDataParallel, "_get_active_ddp_module")
+    assert torch_compat.active_wrapper() is None
+    assert "DistributedDataParallel._get_active_ddp_module" in said()[0]
+
+
+def test_a_groups_store_that_is_not_shown_is_none(
+    wrapper: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Where the process group hides its store there is none, and the user learns what follows."""
+    assert wrapper is not None
+    assert isinstance(torch_compat.default_store(), dist.Store)
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    assert torch_compat.default_store() is None
+    assert torch_compat.LOST["torch.distributed.distributed_c10d._get_default_store"] in said()[0]
+
+
+def test_a_store_that_hides_what_it_is_around_is_itself() -> None:
+    """A store whose prefixes cannot be taken off is returned as it is."""
+    store = object()
+    assert torch_compat.without_prefix(store) is store

@@ -1,0 +1,175 @@
+"""An option of `start_exporter`: what it may be, where it comes from, and what is said of it.
+
+Options are the fields of a dataclass, declared with `option()`, once each: `Settings` and `Arguments`. What reads the environment,
+what checks, the signature of `start_exporter`, its docstring, the README's table, docs/options.md and `--help` follow from them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Generic, TypeVar
+
+PREFIX = "TORCH_GRAD_EXPORTER_"
+"""Of the environment variables; the rest is the option's name in capital letters."""
+
+
+class Unset(enum.Enum):
+    """The default of every argument that has an environment variable: take that, else the option's default."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+
+_Value = TypeVar("_Value")
+_Value_co = TypeVar("_Value_co", covariant=True)
+_Options = TypeVar("_Options")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value comes from, for the error that refuses it. `expected`: the fix, such as "expected True or False"."""
+
+    name: str
+    expected: str
+
+    def wrong(self, kind: type[Exception], value: object, hint: str = "") -> Exception:
+        """The error that names the source, the value and the fix; `hint` says more than what was expected."""
+        return kind(f"{self.name}={value!r}: {hint or self.expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[_Value_co]):
+    """A kind of value.
+
+    `takes`: the argument's annotation. `expected`: see `Source`. `check`: gives the value as the settings hold it, and raises what
+    `Source.wrong` makes. `parse`: what the text of a variable stands for, before it is checked; raises `ValueError`. `spelled`:
+    how a variable says it. `choices`: what `expected` ends with, where that is not known before it is needed.
+    """
+
+    takes: str
+    expected: str
+    check: Callable[[Source, object], _Value_co]
+    parse: Callable[[str], object] = str
+    spelled: str = "as it is"
+    choices: Callable[[], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One keyword of `start_exporter`.
+
+    `help`: one phrase, without a full stop, for tables and `--help`. `more`: further sentences, for the docs. `shown`: the
+    default, as the docs show it. `variable`: the environment variable that stands for it, empty for none. `read`: whether
+    `resolve` reads that variable; other code reads the others.
+    """
+
+    name: str
+    kind: Kind[object]
+    default: object
+    help: str
+    more: str
+    shown: str
+    variable: str
+    read: bool
+
+    @property
+    def absent(self) -> Unset | None:
+        """The default of the argument in the signature: what stands for "not given"."""
+        return UNSET if self.read else None
+
+    @property
+    def annotation(self) -> str:
+        """The argument's annotation, in which `None` stands last."""
+        takes = self.kind.takes.removesuffix(" | None")
+        return takes + (" | Unset" if self.read else "") + (" | None" if not self.read or takes != self.kind.takes else "")
+
+    def from_argument(self, given: object) -> object:
+        """The value that an argument stands for. Raises what names it."""
+        return self.kind.check(self._source(self.name), given)
+
+    def from_variable(self, text: str) -> object:
+        """The value that the text of the environment variable stands for. Raises what names the variable."""
+        source = self._source(f"environment variable {self.variable}")
+        try:
+            value = self.kind.parse(text)
+        except ValueError:
+            raise source.wrong(ValueError, text) from None
+        return self.kind.check(source, value)
+
+    def _source(self, name: str) -> Source:
+        return Source(name, self.kind.expected + self.kind.choices())
+
+
+def option(
+    kind: Kind[_Value],
+    default: _Value,
+    help: str,  # noqa: A002 - as argparse calls it
+    more: str = "",
+    *,
+    shown: str | None = None,
+    variable: str | None = None,
+) -> _Value:
+    """The declaration of an option, as a field of a dataclass; typed as what the field holds, as `dataclasses.field` is.
+
+    `variable`: what else than the exporter's own variable stands for it, which is then for others to read; empty for none.
+    """
+    said = {"help": help, "more": more, "shown": _shown(default) if shown is None else shown}
+    return field(default=default, metadata={"kind": kind, "variable": variable, **said})
+
+
+def option_made(
+    kind: Kind[_Value],
+    make: Callable[[], _Value],
+    help: str,  # noqa: A002 - as above
+    more: str = "",
+    *,
+    shown: str,
+    variable: str | None = None,
+) -> _Value:
+    """As `option`, with a default that is made anew each time."""
+    said = {"help": help, "more": more, "shown": shown}
+    return field(default_factory=make, metadata={"kind": kind, "variable": variable, **said})
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default)
+
+
+def options_of(declared: type) -> tuple[Option, ...]:
+    """The options that a dataclass declares, in its order."""
+    return tuple(_option(one, **one.metadata) for one in fields(declared))
+
+
+def _option(declared: Field[object], *, variable: str | None, **said: Any) -> Option:  # noqa: ANN401 - the metadata of a field
+    default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+    own = PREFIX + declared.name.upper()
+    return Option(declared.name, default=default, variable=own if variable is None else variable, read=variable is None, **said)
+
+
+def resolve(declared: type[_Options], arguments: Mapping[str, object], environment: Mapping[str, str]) -> _Options:
+    """What was chosen: the arguments that are not `UNSET`, else the environment, else the defaults.
+
+    Raises `TypeError` or `ValueError` that names the argument or the variable, its value and the fix.
+    """
+    chosen: dict[str, object] = {}
+    for one in options_of(declared):
+        given = arguments.get(one.name, UNSET)
+        text = environment.get(one.variable, "").strip() if one.read else ""
+        if given is not UNSET:
+            chosen[one.name] = one.from_argument(given)
+        elif text:
+            chosen[one.name] = one.from_variable(text)
+    return declared(**chosen)
+
+
+def source(arguments: Mapping[str, object], name: str) -> str:
+    """Where a choice comes from, for error messages: the argument's name or the environment variable's."""
+    return f"environment variable {PREFIX}{name.upper()}" if arguments.get(name, UNSET) is UNSET else name

@@ -1,0 +1,105 @@
+"""Announcement: tells Prometheus where this rank is served, as soon as a server is there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_grad_exporter.distributed import identity as distributed
+from torch_grad_exporter.distributed.discovery import Discovery, RankList, Target, TargetFile, address
+from torch_grad_exporter.distributed.store import JobStore
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.lifecycle import BackgroundThread
+
+NAME_SECONDS = 1.0
+"""That the start waits for the name service, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Whose values they are. `labels`: those of every series."""
+
+    run: str
+    number: int
+    identity: distributed.Identity
+    labels: Mapping[str, str]
+
+
+class Announcement:
+    """The entries of one rank for discovery, from `start` until `close`.
+
+    `addr`: what the server listens on. `advertise`: the host to be told instead, empty for none. `sd_dir`: the directory of the
+    files for file_sd, empty for none. `labels`: the user's. `store`: the job's, for the list of ranks.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        store: JobStore,
+        errors: ErrorLog,
+        *,
+        addr: str,
+        advertise: str,
+        sd_dir: str,
+        labels: Mapping[str, str],
+    ) -> None:
+        self._rank = rank
+        self._store = store
+        self._errors = errors
+        self._addr = addr
+        self._advertise = advertise
+        self._sd_dir = sd_dir
+        self._labels = labels
+        self._discovery: Discovery | None = None
+
+    def start(self, port: int, scheme: str) -> None:
+        """Begins to tell where the server is. Raises `RuntimeError` where there are no more threads to be had."""
+        self._discovery = self._made(port, scheme)
+        self._discovery.start()
+
+    def body(self) -> bytes:
+        """What http_sd reads: the ranks known here, this one first; empty before the start."""
+        return b"[]" if self._discovery is None else self._discovery.body()
+
+    def close(self, seconds: float, *, leave: bool) -> None:
+        """Takes the entries back, unless they are to be left; waits for so long at most. Idempotent."""
+        if self._discovery is not None:
+            self._discovery.close(seconds, leave=leave)
+
+    def after_fork_in_child(self) -> None:
+        """The entries are the parent's."""
+        if self._discovery is not None:
+            self._discovery.after_fork_in_child()
+
+    def _made(self, port: int, scheme: str) -> Discovery:
+        rank = self._rank
+        target = Target(
+            address=self._address(port),
+            scheme=scheme,
+            run=rank.run,
+            rank=rank.number,
+            local_rank=rank.identity.local_rank,
+            host=distributed.hostname(),
+            labels=self._labels,
+        )
+        several = rank.identity.world_size > 1
+        return Discovery(
+            target,
+            file=TargetFile(self._sd_dir, target) if self._sd_dir else None,
+            ranks=RankList(self._store, target, rank.identity.world_size) if several else None,
+            on_error=functools.partial(self._errors.count, "discovery"),
+        )
+
+    def _address(self, port: int) -> str:
+        """Where the server is reached. The name service is asked in another thread: it may hang, and the training waits here."""
+        found: list[str] = []
+        guard = self._errors.boundary("discovery", limit=None)
+        thread = BackgroundThread(
+            "address", functools.partial(guard, lambda: found.append(address(self._addr, port, self._advertise)))
+        )
+        with contextlib.suppress(RuntimeError):  # no more threads to be had
+            thread.start()
+            thread.join(NAME_SECONDS)
+        return found[0] if found else f"{distributed.hostname()}:{port}"

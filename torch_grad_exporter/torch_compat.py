@@ -1,0 +1,344 @@
+"""All that the package uses of PyTorch's private names, and what takes the place of one that a version does not have.
+
+The rest of the package relies on the public interface of torch 2.4 and newer. Names of modules are looked up once, when this
+module is imported, so that a hook pays nothing for it; names of objects are asked for where they are used. One that is gone never
+raises: `LOST` says what the exporter then does without, and `tell` logs that once. A name that is not in `LOST` has a public
+substitute, which is slower and loses nothing.
+
+It lies in the root of the package because rooms above and below `capture` need it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.errors import say
+
+logger = logging.getLogger("torch_grad_exporter")
+
+_RUNG = "gradients are read when optimizers step, so norms are those after clipping"
+_COUNTING = "steps are never only counted, which costs some microseconds per step"
+_COMPILED = "below a compiled function PyTorch may compile the exporter's hooks, too"
+
+LOST: Mapping[str, str] = {
+    "torch._C._current_graph_task_id": _RUNG,
+    "torch.autograd.Variable._execution_engine.queue_callback": _RUNG,
+    "torch.Tensor._version": _RUNG,
+    "torch.optim.optimizer._global_optimizer_pre_hooks": _COUNTING,
+    "torch.optim.optimizer._global_optimizer_post_hooks": _COUNTING,
+    "torch.nn.Module._forward_hooks": f"{_COUNTING}, and gradients of FSDP2 may be missed",
+    "torch._C._dynamo.eval_frame.set_eval_frame": _COMPILED,
+    "torch._C._dynamo.eval_frame.skip_code": _COMPILED,
+    "torch._C._functorch.maybe_current_level": "backwards within torch.func count as backwards of the training",
+    "torch.amp.GradScaler._scale": "the training thread waits for the device to learn the loss scale of a sample",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "sums over ranks count copies on other mesh dimensions again",
+    "torch.distributed._composable.replicate": "layers of a model under replicate() are shown by rank 0 only",
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "layers of a wrapped model are shown by rank 0 only",
+    "torch.nn.parallel.DistributedDataParallel._comm_hooks": "the gradient noise scale is not known",
+    "torch.distributed.distributed_c10d._get_default_store": "ranks find each other only where torchrun started them",
+}
+"""What the exporter does without where a private name is gone."""
+
+missing: dict[str, bool] = {}
+"""The names of `LOST` that were found to be gone, with whether the user was told."""
+
+
+def tell() -> None:
+    """Logs for each name that is gone, once per process, what the exporter does without."""
+    for name, told in missing.items():
+        if not told:
+            missing[name] = True
+            message = "this version of PyTorch (%s) has no %s: %s"
+            say(logger, logging.WARNING, message, torch.__version__, name, LOST[name])
+
+
+def _find(path: str) -> Any:  # noqa: ANN401 - whatever PyTorch keeps there
+    """What stands at a path that begins with `torch`, `None` if it is gone."""
+    found: Any = torch
+    name, *parts = path.split(".")
+    for part in parts:
+        name = f"{name}.{part}"
+        found = getattr(found, part, sys.modules.get(name))  # torch.optim deletes its attribute `optimizer`
+    if found is None and path in LOST:
+        missing[path] = False
+    return found
+
+
+def _gone(path: str) -> None:
+    """Remembers, and tells at once, that a name is gone that is asked for while the training runs."""
+    if path not in missing:
+        missing[path] = False
+        tell()
+
+
+def _has(one: object, *names: str) -> bool:
+    return all(getattr(one, name, None) is not None for name in names)
+
+
+# The compiler
+
+
+is_tracing: Callable[[], bool] = _find("torch._C._is_tracing") or _find("torch.jit.is_tracing")
+"""Whether `torch.jit.trace` traces the running function."""
+
+set_eval_frame: Callable[[Any], Any] = _find("torch._C._dynamo.eval_frame.set_eval_frame") or (lambda _callback: None)
+"""Sets what compiles the frames that are entered from now on, `None` for nothing; returns what did so before."""
+
+
+def never_compile(function: Callable[..., None]) -> None:
+    """Keeps a function from being compiled as a frame of its own.
+
+    Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
+    `is_compiling()` would then be true for ever. `torch.compiler.disable` would be a graph break where a hook is inlined.
+    """
+    compiler, code = _find("torch._C._dynamo.eval_frame"), function.__code__
+    if _has(compiler, "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"):
+        strategy = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT)
+        compiler.set_code_exec_strategy(code, strategy)
+    elif (skip := _find("torch._C._dynamo.eval_frame.skip_code")) is not None:
+        skip(code)
+
+
+def compiled_backwards() -> int:
+    """How many backwards compiled autograd has compiled in this process. Those run no hook; a new set of hooks makes one more."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters["compiled_autograd"]["captures"]) if "compiled_autograd" in counters else 0
+
+
+# The backward
+
+
+_graph_task = _find("torch._C._current_graph_task_id")
+_queue: Any = _find("torch.autograd.Variable._execution_engine.queue_callback")
+_version = _find("torch.Tensor._version")
+
+BACKWARDS_ARE_SEEN = None not in (_graph_task, _queue, _version)
+"""Whether there is all that the rungs `output` and `parameter` need."""
+
+
+def _no_task() -> int:
+    return -1
+
+
+graph_task: Callable[[], int] = _graph_task if BACKWARDS_ARE_SEEN else _no_task
+"""The id of the backward that the calling thread is in, -1 outside of one, and always where backwards are not seen."""
+
+version_of: Callable[[torch.Tensor], int] = (lambda _tensor: 0) if _version is None else operator.attrgetter("_version")
+"""How often a tensor was written to."""
+
+after_backward: Callable[[Callable[[], None]], None] = _queue
+"""Calls the callback when the running backward is done, though perhaps before others who asked for the same."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` once when the running backward and all that it queued is done.
+
+    A callback that is queued from within the backward may run before DistributedDataParallel's own last
+    callback; one that is queued by a callback runs after all of those and sees the reduced gradients. DDP and FSDP2 rely on
+    this themselves. Only for the rungs that see backwards.
+    """
+    _queue(functools.partial(_queue, callback))  # no frame of Python's that could be compiled
+
+
+_level = _find("torch._C._functorch.maybe_current_level")
+_keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph")
+
+
+def within_transform() -> bool:
+    """Whether `torch.func` transforms the running function: its gradients go to nobody's `.grad`."""
+    return _level is not None and _level() is not None
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward keeps its graph; true where torch cannot say."""
+    return _keeps_graph is None or bool(_keeps_graph())
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
+    """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
+
+    That makes a handle which nobody needs here: the hook goes with the graph.
+    """
+    attach = getattr(tensor.grad_fn, "_register_hook_dict", None)
+    if attach is None or getattr(tensor, "_backward_hooks", tensor) is not None or type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    # No number: handles of hooks that others add later have those.
+    tensor._backward_hooks = OrderedDict(torch_grad_exporter=hook)
+    attach(tensor)
+
+
+# Optimizers and gradient scalers
+
+
+_step_hooks = tuple(_find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post"))
+STEP_HOOKS: tuple[dict[int, Any], ...] = () if None in _step_hooks else _step_hooks
+"""The hooks before and after every optimizer's step by their numbers; empty where they are not shown."""
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has hooks of its own before its step; true where it cannot say."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+
+
+def _step_code() -> types.CodeType | None:
+    """The code of the function in which PyTorch wraps an optimizer's `step`."""
+    wrap = _find("torch.optim.Optimizer.profile_hook_step")
+    return None if wrap is None else getattr(wrap(_no_task), "__code__", None)
+
+
+_STEP = _step_code()
+
+
+def called_from_step(frame: types.FrameType | None) -> bool:
+    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
+    while frame is not None:
+        if frame.f_code is _STEP if _STEP is not None else _is_step(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_step(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - what looks like a gradient scaler
+    """The loss scale now, `None` before the scaler's first use, and of one that is disabled."""
+    if hasattr(scaler, "_scale"):
+        scale: torch.Tensor | None = scaler._scale
+        return scale
+    if scaler is None or not scaler.is_enabled():
+        return None
+    _gone("torch.amp.GradScaler._scale")
+    return torch.tensor(scaler.get_scale(), device=getattr(scaler, "_device", "cuda"))
+
+
+def has_scale(scaler: object) -> bool:
+    """Whether it is a gradient scaler, or looks like one."""
+    # A disabled one has no scale.
+    return hasattr(scaler, "_scale") or isinstance(scaler, torch.amp.GradScaler)
+
+
+# Modules
+
+
+_OWN = vars(torch.nn.Module())
+
+MODULE_HOOKS = _OWN.keys() >= {f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")}
+"""Whether modules show their hooks around forwards."""
+if not MODULE_HOOKS:
+    missing["torch.nn.Module._forward_hooks"] = False
+
+
+def _parameters_in(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _children_in(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    return dict(module.named_children())
+
+
+Parameters = Callable[[torch.nn.Module], Mapping[str, torch.nn.Parameter | None]]
+
+parameters_in: Parameters = operator.attrgetter("_parameters") if "_parameters" in _OWN else _parameters_in
+"""The parameters that a module owns itself, by attribute."""
+
+children_in: Callable[[torch.nn.Module], Mapping[str, torch.nn.Module | None]] = (
+    operator.attrgetter("_modules") if "_modules" in _OWN else _children_in
+)
+"""The modules that a module owns itself, by attribute."""
+
+TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
+    _find("torch.nn.modules.conv._ConvTransposeNd") or torch.nn.ConvTranspose1d,
+    torch.nn.ConvTranspose2d,
+    torch.nn.ConvTranspose3d,
+)
+"""The classes of transposed convolutions."""
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, another tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    part: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    if part is not None or not hasattr(tensor, "to_local"):
+        return tensor if part is None else part
+    with torch.no_grad():
+        part = tensor.to_local()
+    return tensor if part is None else part
+
+
+# Other ranks
+
+
+def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
+    """The mesh from which this one was sliced; `None` where it cannot be asked. The name has moved once."""
+    ask = getattr(mesh, "_get_root_mesh", None)
+    if ask is not None:
+        return ask()
+    resources = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+    find = getattr(resources, "get_root_mesh", None)
+    if find is None:
+        _gone("torch.distributed.device_mesh.DeviceMesh._get_root_mesh")
+    return None if find is None else find(mesh)
+
+
+def active_wrapper() -> Any:  # noqa: ANN401 - a wrapper
+    """The `DistributedDataParallel` whose forward is running, if any."""
+    ask = getattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
+    if ask is None:
+        _gone("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+    return None if ask is None else ask()
+
+
+def composed_wrapper(module: torch.nn.Module) -> Any:  # noqa: ANN401 - a wrapper
+    """The wrapper by which `replicate` changed a module in place, made in the module's first forward; `None` without one."""
+    # Composed in place, the module has another class; the wrapper is in its state.
+    composed = sys.modules.get("torch.distributed._composable.replicate")
+    if composed is None:
+        return None
+    state = getattr(getattr(composed, "replicate", None), "state", None)
+    if not _has(composed, "DDP") or state is None:
+        _gone("torch.distributed._composable.replicate")
+        return None
+    return getattr(state(module), "_ddp", None) if isinstance(module, composed.DDP) else None
+
+
+def reduced_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> Iterable[torch.nn.Parameter]:
+    """The parameters whose gradients a wrapper reduces."""
+    found: Iterable[torch.nn.Parameter] | None = getattr(wrapper, "_module_parameters", None)
+    return (p for p in wrapper.module.parameters() if p.requires_grad) if found is None else found
+
+
+def takes_the_mean(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the wrapper makes the plain mean of gradients: no hook communicates in its place, nor is it under `join`."""
+    hooks, join = getattr(wrapper, "_comm_hooks", None), getattr(wrapper, "_join_config", None)
+    if hooks is None or not hasattr(join, "enable"):
+        _gone("torch.nn.parallel.DistributedDataParallel._comm_hooks")
+        return False
+    return not hooks and not getattr(join, "enable", True)
+
+
+def default_store() -> Any:  # noqa: ANN401 - a store
+    """The store of the default process group, with the group's prefix; `None` where it is not shown."""
+    ask = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    if ask is None:
+        _gone("torch.distributed.distributed_c10d._get_default_store")
+    return None if ask is None else ask()
+
+
+def without_prefix(store: object) -> object:
+    """A store without the prefixes around it; itself where they cannot be taken off."""
+    return getattr(store, "_underlying_non_prefix_store", store)
