@@ -543,7 +543,7 @@ class GradientCapture:
         skipped |= self._fused.settle(number) or self._skipped_unseen
         self._skipped_unseen = False
         if last.stepped:
-            self._optimizers.settled = True
+            self._optimizers.round_over()
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         sampled = self._schedule.due(number) or (skipped and not last.sampled)
         self._round = Round(number, self._index.table, sampled)

@@ -172,6 +172,8 @@ class CountOnly:
             self.settle()
 
     def _no_longer(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if not self._optimizers.concerns(optimizer):
+            return
         counting = self._counting
         mine = counting is not None and optimizer is counting.optimizer
         self.settle(after_step=mine)

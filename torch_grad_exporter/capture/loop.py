@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,6 +48,9 @@ class TrainingLoop:
     `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps and of an
     evaluation's forwards.
     """
+
+    _thread: int | None = None
+    """The thread that trains: of the last forward of a root, or step of its optimizers."""
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class TrainingLoop:
     def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
         self.count_only.settle()
+        self._thread = threading.get_ident()
         clock = self._clock
         start = clock.clock()
         clock.active()
@@ -149,14 +154,17 @@ class TrainingLoop:
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
+        if not self._optimizers.concerns(optimizer):
+            if self._thread in (None, threading.get_ident()):  # on another thread it has nothing to do with this model
+                self._foreign_step()
+            return
         self.count_only.settle()
         within = graph_task() != -1
-        inside = self._capture.stepping if self._clock.stepping else frozenset()
-        number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
+        number = self._optimizers.number(optimizer, within_backward=within, inside=self._inside())
         if number is None:
-            self._capture.current.foreign |= not inside
-            self._capture.tool_steps(inside)
+            self._foreign_step()
             return
+        self._thread = threading.get_ident()
         start = self._clock.clock()
         if within:
             self._step_within_backward(number, optimizer)
@@ -177,6 +185,14 @@ class TrainingLoop:
             self._look(optimizer, args, kwargs)
         self._clock.own_seconds += self._clock.clock() - start
 
+    def _inside(self) -> frozenset[int]:
+        return self._capture.stepping if self._clock.stepping else frozenset()
+
+    def _foreign_step(self) -> None:
+        inside = self._inside()
+        self._capture.current.foreign |= not inside
+        self._capture.tool_steps(inside)
+
     def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Right before an optimizer's step, when nobody will change the gradients any more."""
         number = self._optimizers.number(optimizer)
@@ -193,7 +209,7 @@ class TrainingLoop:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
-        number = self._optimizers.number(optimizer)
+        number = self._optimizers.number(optimizer) if self._optimizers.concerns(optimizer) else None
         if number is not None and graph_task() == -1:
             self._hooked = True
             self._step_ended(number)
