@@ -137,7 +137,7 @@ UNREACHED = {
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
     "torch_compat.tell": "the start",
     "torch_compat.never_compile": "the import",
-    "torch_compat.has_scale": "the start",
+    "torch_compat.has_scale": "a start with a gradient scaler, tests/config/test_bad_input.py",
     "torch_compat.root_mesh": "a slice of a mesh of ranks, tests/model/test_sharding.py",
     "torch_compat.composed_wrapper": "several ranks, tests/model/test_replicas.py",
     "torch_compat.default_store": "several ranks, tests/distributed/test_ranks.py",

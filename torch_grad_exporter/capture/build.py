@@ -26,6 +26,7 @@ from torch_grad_exporter.capture.sampler import Sampler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.training_thread import TrainingThread
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.capture.weight_watch import WeightWatch
 from torch_grad_exporter.capture.weights import WeightProbe
@@ -94,9 +95,10 @@ class Capture:
         observations = Observations(
             clock=clock, tracker=tracker, count_only=count_only, optimizers=optimizers, reader=reader, mailbox=mailbox
         )
+        thread = TrainingThread()
         forwards = ForwardWatch(
             clock=clock, ladder=ladder, steps=steps, backward=backward, preparation=preparation, count_only=count_only,
-            observations=observations, models=models, periodic=periodic,
+            observations=observations, thread=thread, models=models, periodic=periodic,
         )  # fmt: skip
         weights = (
             WeightWatch(probe=WeightProbe(mailbox), sampler=sampler, optimizers=optimizers, cost=cost, errors=errors)
@@ -105,7 +107,7 @@ class Capture:
         )
         self._loop = TrainingLoop(
             clock=clock, rounds=rounds, steps=steps, forwards=forwards, count_only=count_only, observations=observations,
-            reader=reader, optimizers=optimizers, schedule=schedule, hooks=hooks, weights=weights, periodic=periodic,
+            reader=reader, optimizers=optimizers, schedule=schedule, hooks=hooks, thread=thread, weights=weights, periodic=periodic,
         )  # fmt: skip
         self._forwards = forwards
         self._rounds = rounds

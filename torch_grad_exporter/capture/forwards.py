@@ -14,6 +14,7 @@ from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.steps import StepWatch
+from torch_grad_exporter.capture.training_thread import TrainingThread
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.torch_compat import called_from_step, graph_task, within_transform
 
@@ -34,6 +35,7 @@ class ForwardWatch:
         preparation: RoundPreparation,
         count_only: CountOnly,
         observations: Observations,
+        thread: TrainingThread,
         models: int,
         periodic: Callable[[], None] | None,
     ) -> None:
@@ -44,6 +46,7 @@ class ForwardWatch:
         self._preparation = preparation
         self._count_only = count_only
         self._observations = observations
+        self._thread = thread
         self._models = models
         self._periodic = periodic
         self._trained = False
@@ -51,6 +54,7 @@ class ForwardWatch:
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
+        self._thread.is_here()
         self._count_only.settle()
         clock = self._clock
         start = clock.clock()

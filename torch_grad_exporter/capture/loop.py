@@ -7,7 +7,6 @@ here depends on the number of parameters.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
+from torch_grad_exporter.capture.training_thread import TrainingThread
 from torch_grad_exporter.capture.weight_watch import WeightWatch
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
@@ -50,6 +50,7 @@ class TrainingLoop:
         optimizers: Optimizers,
         schedule: SamplingSchedule,
         hooks: Hooks,
+        thread: TrainingThread,
         weights: WeightWatch | None,
         periodic: Callable[[], None] | None,
     ) -> None:
@@ -72,8 +73,7 @@ class TrainingLoop:
         self._late_hook: Handle | None = None
         self._hooked = False
         """Whether an optimizer's hook has told of a step since the user last did."""
-        self._thread: int | None = None
-        """The thread that trains: the one on which an optimizer of the model steps."""
+        self._thread = thread
 
     # Hooks
 
@@ -84,7 +84,9 @@ class TrainingLoop:
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
-        if self._is_foreign(optimizer):
+        if not self._optimizers.concerns(optimizer):
+            if self._thread.may_be_here():  # on another thread it has nothing to do with these models
+                self._foreign_step(self._inside())
             return
         self._count_only.settle()
         within, inside = graph_task() != -1, self._inside()
@@ -92,7 +94,7 @@ class TrainingLoop:
         if number is None:
             self._foreign_step(inside)
             return
-        self._thread = threading.get_ident()
+        self._thread.is_here()
         start = self._clock.clock()
         if within:
             self._step_within_backward(number, optimizer)
@@ -112,14 +114,6 @@ class TrainingLoop:
         else:
             self._look(optimizer, args, kwargs)
         self._clock.spent(self._clock.clock() - start)
-
-    def _is_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer is another model's. Nothing is settled or written for it, on whichever thread it steps."""
-        if not self._optimizers.known_as_foreign(optimizer):
-            return False
-        if self._thread == threading.get_ident():
-            self._foreign_step(self._inside())
-        return True
 
     def _inside(self) -> frozenset[int]:
         return frozenset(self._rounds.tracker.stepping) if self._clock.stepping else frozenset()
@@ -147,9 +141,7 @@ class TrainingLoop:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
-        if self._optimizers.known_as_foreign(optimizer):
-            return
-        number = self._optimizers.number(optimizer)
+        number = self._optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
         if number is not None and graph_task() == -1:
             self._hooked = True
             self._step_ended(number)
@@ -198,7 +190,7 @@ class TrainingLoop:
 
     def observe(self, name: str, value: Number) -> None:
         """Takes an observed value; a tensor's first element is copied without waiting for it. From any thread."""
-        self._observations.observe(name, value, here=self._thread in (None, threading.get_ident()))
+        self._observations.observe(name, value, here=self._thread.may_be_here())
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already."""

@@ -255,10 +255,18 @@ class LayerIndex:
 
         `within_step`: between the forward and the end of the backward, when FSDP2 shows other parameters.
         """
-        modules = [module for reference in self._scanned if (module := reference()) is not None]
-        if len(modules) == len(self._scanned) and _structure(modules) == self._structure:
+        if self._is_current() or (within_step and self._is_fully_sharded()):
             return self._table
-        return self._table if within_step and self._is_fully_sharded() else self._scan()
+        return self._scan()
+
+    def changed(self) -> list[torch.nn.Parameter]:
+        """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
+        return [] if self._is_current() else [owner.parameter for owner in self._trained()]
+
+    def _is_current(self) -> bool:
+        """Whether the models look as they did at the last scan."""
+        modules = [module for reference in self._scanned if (module := reference()) is not None]
+        return len(modules) == len(self._scanned) and _structure(modules) == self._structure
 
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
@@ -266,11 +274,8 @@ class LayerIndex:
         modules = list(self._modules())
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
-        for owner in self._owners():
-            parameter = owner.parameter
-            if not parameter.requires_grad or is_lazy(parameter):
-                continue
-            same = self._known.get(id(parameter))
+        for owner in self._trained():
+            same = self._known.get(id(owner.parameter))
             found.append(same if same is not None and same.stands_at(owner) else _track(owner))
         # One that is frozen now may thaw, and its units have a past.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
@@ -307,6 +312,10 @@ class LayerIndex:
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
         return list(dict.fromkeys(owner.layer for owner in self._owners(filtered=False)))
+
+    def _trained(self) -> Iterator[_Owner]:
+        """The places of the parameters that are to be tracked."""
+        return (o for o in self._owners() if o.parameter.requires_grad and not is_lazy(o.parameter))
 
     def _owners(self, *, filtered: bool = True) -> Iterator[_Owner]:
         seen: set[int] = set()

@@ -1,22 +1,33 @@
 """Optimizers: which of the process' optimizers concern us, their names, and who owns which parameter.
 
-PyTorch's step hooks are global, so every optimizer of the process comes by; only those that own a tracked
-parameter get a number. Held weakly.
+PyTorch's step hooks are global, so every optimizer of the process comes by, on whichever thread it steps; only those that own a
+tracked parameter get a number. `concerns` tells which those are, from any thread and without changing anything; everything
+else belongs to the training thread. Optimizers are held weakly.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, parameters_of
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Whether an optimizer concerns us, as long as the table and the optimizer's groups are the same."""
+
+    table: ParameterTable
+    groups: tuple[tuple[int, ...], ...]
+    concerned: bool
 
 
 class Optimizers:
@@ -25,14 +36,16 @@ class Optimizers:
     def __init__(self, index: LayerIndex, named: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._index = index
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[ParameterTable, int]] = weakref.WeakKeyDictionary()
+        self._answers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Answer] = weakref.WeakKeyDictionary()
+        self._tools: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Answer] = weakref.WeakKeyDictionary()
+        """Those that were seen to step within the step of another."""
         self._silent: dict[int | None, weakref.ref[torch.optim.Optimizer]] = {}
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._shared: dict[str, int] = {}
         self.names: list[str] = []
         self.copying: set[int] = set()
         """Those that own copies of the parameters: what they see is in no gradient of the model."""
-        self.settled = False
+        self._settled = False
         """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
         self._overlap = False
         """Whether two optimizers own the same parameter."""
@@ -44,10 +57,29 @@ class Optimizers:
             self._numbers[optimizer] = len(self.names) - 1
             self._silent[len(self.names) - 1] = weakref.ref(optimizer)
 
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has a number, or owns a parameter that is trained, or copies of all of them.
+
+        Changes nothing but its own memory of answers, in single operations on a dictionary; may be asked from any thread.
+        """
+        last = self._last
+        if (last is not None and last[0]() is optimizer) or optimizer in self._numbers:
+            return True
+        table, groups = self._index.table, _groups(optimizer)
+        known = self._answers.get(optimizer)
+        if known is not None and known.table is table and known.groups == groups:
+            return known.concerned
+        try:
+            concerned = _owns_of(table, optimizer) or _owns(optimizer, self._index.changed())
+        except RuntimeError:  # another thread has just changed a model: to be asked again
+            return False
+        self._answers[optimizer] = _Answer(table, groups, concerned)
+        return concerned
+
     def number(
         self, optimizer: torch.optim.Optimizer, *, within_backward: bool = False, inside: frozenset[int] = frozenset()
     ) -> int | None:
-        """The optimizer's number, `None` if it owns no tracked parameter. Looks closely once per optimizer and table.
+        """The optimizer's number; `None` if it does not concern us, and then nothing is changed.
 
         Optimizers of one kind that step within the backward, as one per parameter does, share a number. One that steps
         `inside` the step of another, on nothing but what that one owns, is its tool and has none.
@@ -55,42 +87,35 @@ class Optimizers:
         if self._last is not None and self._last[0]() is optimizer:
             return self._last[1]
         found = self._numbers.get(optimizer)
-        if found is None:
-            found = self._look_closely(optimizer, within_backward=within_backward, inside=inside)
-        self._silent.pop(found, None)
-        self._last = None if found is None else (weakref.ref(optimizer), found)
+        if found is None and self.concerns(optimizer) and not self._is_tool(optimizer, inside):
+            found = self._numbered_anew(optimizer, within_backward=within_backward)
+        if found is not None:
+            self._silent.pop(found, None)
+            self._last = weakref.ref(optimizer), found
         return found
 
-    def _look_closely(self, optimizer: torch.optim.Optimizer, *, within_backward: bool, inside: frozenset[int]) -> int | None:
-        """Numbers an optimizer that has not stepped before, or has been a stranger; under a new table that may change."""
-        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._strangers.get(optimizer) == (self._index.table, parameters):
-            return None
+    def _is_tool(self, optimizer: torch.optim.Optimizer, inside: frozenset[int]) -> bool:
+        """Whether it steps, or did so under the same table, within the step of another one that owns all that it owns."""
+        answer = _Answer(self._index.table, _groups(optimizer), concerned=False)
         if any(number in inside and _parameters(optimizer) <= _parameters(outer) for number, outer in self.numbered()):
-            self._strangers[optimizer] = (self._index.table, parameters)
+            self._tools[optimizer] = answer
+        return self._tools.get(optimizer) == answer
+
+    def _numbered_anew(self, optimizer: torch.optim.Optimizer, *, within_backward: bool) -> int | None:
+        """The number of an optimizer that has not stepped before."""
+        if not _owns_of(self._index.table, optimizer) and not _owns_of(self._index.refresh(within_step=within_backward), optimizer):
             return None
-        if not self.concerns(optimizer):
-            self._index.refresh(within_step=within_backward)
-            if not self.concerns(optimizer):
-                self._strangers[optimizer] = (self._index.table, parameters)
-                return None
-        self._strangers.pop(optimizer, None)
         number = self._of_wrapper(optimizer)
         if number is None:
             number = self._new(type(optimizer).__name__, within_backward=within_backward)
-        if self.has_copies(optimizer):
+        if _has_copies(optimizer, parameters_of(self._index.table.tracked)):
             self.copying.add(number)
         self._numbers[optimizer] = number
         return number
 
-    def known_as_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer was looked at and owns nothing of ours. Changes nothing; from any thread."""
-        seen = self._strangers.get(optimizer)
-        return seen is not None and seen == (self._index.table, sum(len(group["params"]) for group in optimizer.param_groups))
-
     def round_over(self) -> None:
         """A round with a step is over: a parameter without an optimizer is one that nobody updates."""
-        self.settled = True
+        self._settled = True
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
@@ -112,19 +137,6 @@ class Optimizers:
         if MANUAL not in self.names:
             self.names.append(MANUAL)
         return self.names.index(MANUAL)
-
-    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer owns a tracked parameter, or copies of all of them."""
-        tracked = {t.identity for t in self._index.table.tracked}
-        return not tracked.isdisjoint(_parameters(optimizer)) or self.has_copies(optimizer)
-
-    def has_copies(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer owns a copy in another type of each tracked parameter: a half-precision model's master weights."""
-        copies = [p for group in optimizer.param_groups for p in group["params"]]
-        models = [t.parameter() for t in self._index.table.tracked]
-        return len(copies) == len(models) and all(
-            m is not None and m.shape == c.shape and m.dtype != c.dtype for m, c in zip(models, copies, strict=True)
-        )
 
     def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
         """The optimizers that have a number and are alive."""
@@ -164,7 +176,7 @@ class Optimizers:
         if len(self.names) != 1:
             return None
         alone = self.names == [MANUAL] or bool(self.copying)
-        return 0 if alone or (self.settled and self._index.models == 1) else None
+        return 0 if alone or (self._settled and self._index.models == 1) else None
 
     def _new(self, name: str, *, within_backward: bool) -> int:
         if not within_backward:
@@ -189,3 +201,29 @@ class Optimizers:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
+    """What changes when parameters come to an optimizer, or others take their places. Does not look at each of them."""
+    every = (group["params"] for group in optimizer.param_groups)
+    return tuple((id(group), len(group), *map(id, (group[:1] + group[-1:]))) for group in every)
+
+
+def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer owns any parameter of the table, though it may be out of its place now, or copies of all."""
+    owned = _parameters(optimizer)
+    return any(tracked.identity in owned for tracked in table.tracked) or _has_copies(optimizer, parameters_of(table.tracked))
+
+
+def _owns(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether an optimizer owns any of the parameters, or copies of all of them."""
+    owned = _parameters(optimizer)
+    return any(id(parameter) in owned for parameter in parameters) or (bool(parameters) and _has_copies(optimizer, parameters))
+
+
+def _has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:
+    """Whether the optimizer owns a copy in another type of each parameter: a half-precision model's master weights."""
+    copies = [p for group in optimizer.param_groups for p in group["params"]]
+    return len(copies) == len(parameters) and all(
+        p is not None and p.shape == c.shape and p.dtype != c.dtype for p, c in zip(parameters, copies, strict=True)
+    )

@@ -158,7 +158,7 @@ class CountOnly:
             to_a_step=self._rounds.tracker.current.backwards,
             clock=clock.clock,
             otherwise=over,
-            ignored=self._optimizers.known_as_foreign,
+            concerned=self._optimizers.concerns,
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting

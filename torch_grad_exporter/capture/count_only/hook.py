@@ -38,10 +38,10 @@ class CountingHook:
 
     `backwards`: has an item for each backward since; `to_a_step`: how many are expected to each step. `otherwise` is called with
     the arguments at the last of `rounds` steps, at the first after `until`, where there were more or fewer backwards, and where
-    this fails; also where another optimizer has stepped, unless `ignored` says that it is none of ours.
+    this fails; also where another optimizer has stepped, unless `concerned` says that it is none of ours.
     """
 
-    __slots__ = ("_clock", "_ignored", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")
+    __slots__ = ("_clock", "_concerned", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class CountingHook:
         to_a_step: int,
         clock: Callable[[], float],
         otherwise: GuardedHook,
-        ignored: Callable[[torch.optim.Optimizer], bool],
+        concerned: Callable[[torch.optim.Optimizer], bool],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._rounds = rounds
         self._until = until
         self._clock = clock
         self._otherwise = otherwise
-        self._ignored = ignored
+        self._concerned = concerned
         self.to_a_step = to_a_step
         self.moments: list[float] = []
         self.backwards = backwards
@@ -87,7 +87,7 @@ class CountingHook:
                 steps = len(moments)
                 if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:
                     return
-            elif self._ignored(optimizer):
+            elif not self._concerned(optimizer):
                 return
         except Exception as error:  # noqa: BLE001 - the boundary, as in `GuardedHook`
             self._otherwise.failed(error)
