@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter import lifecycle as living
 from torch_grad_exporter.aggregation.exponential import Exponentials
-from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
 from torch_grad_exporter.capture.capture import GradientCapture
@@ -203,9 +203,9 @@ class Exporter:
             weights=WeightProbe(post) if settings.weights else None,
             periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
-        ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
-        ledger.use(index.table)
-        self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
+        gradients = GradientAggregation(hints, Exponentials() if exponential else None)
+        gradients.use(index.table)
+        self._host = HostSide(post, gradients, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
         self._snapshot = self._host.snapshot()
         self._scrape = Scrape(self._collectors(), self._errors, self._take_snapshot)
 
@@ -298,7 +298,7 @@ class Exporter:
         )
         return View(
             run,
-            self._host.snapshot,
+            self._host,
             lambda: max(self._clock.counts().steps.values(), default=0),
             self._scrape,
             dead_from=dead_from(self.settings.dead_window),

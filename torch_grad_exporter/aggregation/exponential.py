@@ -1,4 +1,4 @@
-"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in the ledger's tables."""
+"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in `tables`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExponentialCounts:
 
 @dataclass(slots=True)
 class Exponentials:
-    """What the ledger counts so: norms of layers, of the parameters of optimizers, and those that the user observed."""
+    """What is counted so: norms of layers, of the parameters of optimizers, and those that the user observed."""
 
     layers: ExponentialCounts = field(default_factory=ExponentialCounts)
     optimizers: ExponentialCounts = field(default_factory=ExponentialCounts)

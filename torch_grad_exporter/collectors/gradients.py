@@ -8,7 +8,7 @@ from itertools import compress
 import numpy as np
 
 from torch_grad_exporter.aggregation.exponential import Counts
-from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.metrics import catalogue as c
 from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows, RowCache, Spec
 from torch_grad_exporter.transfer.events import Outcome
@@ -41,7 +41,7 @@ _WEIGHTS = {c.WEIGHT_NORM: "weight_norm", c.WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 
 class GradientCollector:
-    """Families of the gradient ledger. `names`: the optimizers' names by number, read at each scrape."""
+    """Families of the aggregated gradients. `names`: the optimizers' names by number, read at each scrape."""
 
     name = "gradients"
 

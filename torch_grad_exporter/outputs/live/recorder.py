@@ -8,9 +8,9 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
 from torch_grad_exporter.transfer.events import Outcome
@@ -73,7 +73,7 @@ class Recorder:
 
 
 class Moments:
-    """What a snapshot says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
+    """What a reading says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
 
     What is of samples is only there if there was one since the moment before: the largest norm and z-score, the last ratios.
     """
@@ -83,14 +83,14 @@ class Moments:
         self._steps = (0.0, 0.0)
         self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
 
-    def of(self, snapshot: Snapshot, steps: int) -> Moment:
-        """The moment of a snapshot that was a look, after so many steps."""
-        gradients = snapshot.gradients
+    def of(self, reading: Reading, steps: int) -> Moment:
+        """The moment of a reading after so many steps."""
+        gradients = reading.snapshot.gradients
         shown = gradients.table.shown
         layer_values = gradients.layer_values[shown]
         names = list(compress(gradients.table.layers, shown.tolist()))
         new = self._captured.since(names, layer_values["captures"])
-        norm, zscore = gradients.peaks[:, shown]
+        norm, zscore = reading.gradients.peaks[:, shown]
         values = {
             "norm": norm,
             "zero_ratio": np.where(new, layer_values["zero_ratio"], np.nan),
@@ -100,7 +100,7 @@ class Moments:
         nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
         spoiled = self._spoiled.since(names, layer_values["nans"] + layer_values["infs"])
         nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"]))
-        scalars, of_the_run = self._scalars(gradients, snapshot.totals)
+        scalars, of_the_run = self._scalars(reading)
         return Moment(
             gradients.samples,
             steps,
@@ -113,15 +113,16 @@ class Moments:
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
 
-    def _scalars(self, gradients: GradientSnapshot, totals: TotalsSnapshot) -> tuple[dict[str, float], Flags]:
+    def _scalars(self, reading: Reading) -> tuple[dict[str, float], Flags]:
         """The values of the run by name, and which of them were not finite since the moment before."""
+        gradients, totals = reading.snapshot.gradients, reading.snapshot.totals
         # One rank alone cannot know the norm of a gradient that is sharded.
         whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
-        norm, after = gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
+        norm, after = reading.gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
         skipped_or_not = sum(float(gradients.totals[f"nonfinite_{one.value}"][0]) for one in Outcome) if whole else 0.0
         counts = {"loss": float(totals.loss_nonfinite), "norm": skipped_or_not}
         values = {
-            "loss": np.nan if totals.mean_loss is None else totals.mean_loss,
+            "loss": reading.losses.mean if reading.losses.count else np.nan,
             "norm": norm,
             "norm_after_clip": after,
             "step_seconds": self._step_seconds(totals),
