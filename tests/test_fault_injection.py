@@ -260,7 +260,7 @@ class Watched(Watch):
     exporter: Exporter = field(init=False)
 
     def start(self, model: torch.nn.Module | dict[str, torch.nn.Module], **options: object) -> None:
-        others = dict.fromkeys(("cuda_memory", "gpu", "process", "aggregation.worker", "container"), False)
+        others = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container"), False)
         chosen: dict[str, Any] = {"port": None, "addr": "127.0.0.1", "every": 1, "collectors": others, **options}
         self.exporter = start_exporter(model, **chosen)
         self.arm(to=True)

@@ -20,7 +20,7 @@ from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-GOLDEN = ROOT / "tests" / "golden" / "scrape.txt"
+GOLDEN = ROOT / "tests" / "metrics" / "golden" / "scrape.txt"
 REWRITE = os.environ.get("REWRITE_GOLDEN") == "1"
 
 EXACT = re.compile(

@@ -26,6 +26,11 @@ class ExponentialCounts:
             counts = self._rows.setdefault(row, {})
             counts[bucket] = counts.get(bucket, 0) + 1
 
+    def forget(self, rows: IntArray) -> None:
+        """Empties rows: they are given to something else."""
+        for row in rows.tolist():
+            self._rows.pop(row, None)
+
     def snapshot(self, rows: Iterable[int]) -> tuple[Counts, ...]:
         """A copy of these rows."""
         return tuple(dict(self._rows.get(row, {})) for row in rows)

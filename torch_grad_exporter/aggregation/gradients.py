@@ -8,13 +8,13 @@ norms. Nothing that is not finite enters a histogram, a sum or a baseline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.cursor import Cursor, Unread
 from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
-from torch_grad_exporter.aggregation.layer_totals import LayerTotals
+from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
 from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
@@ -34,8 +34,9 @@ class GradientSnapshot:
     """All gradient values at one moment, of one and the same sample; `layers` and `layer_values` go together.
 
     `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
-    `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if they are
-    counted.
+    `untracked`: layers without a gradient that is tracked at present, and the remainder of removed ones: of these there are
+    totals only. `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if
+    they are counted.
     """
 
     table: ParameterTable
@@ -47,6 +48,7 @@ class GradientSnapshot:
     undelivered: int
     norm_observed: bool
     local: Mapping[int, LocalValues]
+    untracked: UntrackedLayers = field(default_factory=UntrackedLayers)
     exponential: tuple[Counts, ...] | None = None
     exponential_totals: tuple[Counts, ...] | None = None
 
@@ -163,6 +165,7 @@ class GradientAggregation:
             undelivered=self._undelivered,
             norm_observed=over.norm_observed,
             local=self._local.snapshot(),
+            untracked=layers.untracked,
             exponential=layers.exponential,
             exponential_totals=over.exponential,
         )

@@ -3,57 +3,91 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import Baselines
 from torch_grad_exporter.aggregation.cursor import Cursor
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
+from torch_grad_exporter.aggregation.layer_rows import LayerRows
 from torch_grad_exporter.aggregation.peaks import Peaks
+from torch_grad_exporter.aggregation.removed import RemovedLayers
 from torch_grad_exporter.aggregation.samples import Groups, Sample, grouped_norms, values
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import DECADE_BOUNDS, RECENT_SECONDS, Records, enter_norms, new_layers
-from torch_grad_exporter.metrics.families import FloatArray, IntArray
+from torch_grad_exporter.metrics.families import REMOVED, FloatArray, IntArray
 from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class UntrackedLayers:
+    """Layers without a gradient that is tracked at present, whose totals stay; the last one, `REMOVED`, is the remainder.
+
+    `values`: a record for each. `exponential`: as of `GradientSnapshot`.
+    """
+
+    labels: tuple[str, ...] = ()
+    values: Records = field(default_factory=lambda: new_layers(0))
+    exponential: tuple[Counts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerValues:
-    """A copy: a record for each layer of the table. `recent_max`: shape (layers,), NaN where there was no sample in the minute."""
+    """A copy: a record for each layer of the table. `recent_max`: shape (layers,), NaN where there was no sample in the minute.
+
+    `untracked`: layers that are not in the table and of which only the totals are shown.
+    """
 
     table: ParameterTable
     values: Records
     recent_max: FloatArray
+    untracked: UntrackedLayers
     exponential: tuple[Counts, ...] | None = None
 
 
 @dataclass(slots=True)
 class LayerTotals:
-    """One row per layer that ever was in the table. `exponential`: counts the norms by exponential bucket, too, if it is given."""
+    """One row per layer, as `LayerRows` says. `exponential`: counts the norms by exponential bucket, too, if it is given."""
 
     exponential: ExponentialCounts | None = None
     _table: ParameterTable | None = None
-    _row_of: dict[str, int] = field(default_factory=dict)
+    _labels: LayerRows = field(default_factory=LayerRows)
     _rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The rows of the table's layers."""
     _values: Records = field(default_factory=lambda: new_layers(0))
     _recent_second: IntArray = field(default_factory=lambda: np.full(RECENT_SECONDS, -1, dtype=np.int64))
     _baseline: Baselines = field(default_factory=Baselines)
     _peaks: Peaks = field(default_factory=Peaks)
+    _removed: RemovedLayers = field(default_factory=RemovedLayers)
 
     def use(self, table: ParameterTable) -> None:
-        """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
+        """Shows the layers of `table` from now on; a layer that was there before, and still exists, goes on counting."""
         if table is self._table:
             return
-        for label in table.layers:
-            self._row_of.setdefault(label, len(self._row_of))
-        self._values = np.concatenate([self._values, new_layers(len(self._row_of) - len(self._values))])
+        self._remove(self._labels.give_up(table))
+        self._rows = self._labels.take(table)
+        self._values = np.concatenate([self._values, new_layers(self._labels.size - len(self._values))])
         self._baseline.grow(len(self._values))
         self._peaks.grow(len(self._values))
-        self._rows = np.array([self._row_of[label] for label in table.layers], dtype=np.int64)
+        summed = np.zeros(len(table.layers), dtype=np.bool_)
+        summed[table.layer_of[table.counts & (table.elements > 0)]] = True
+        for name, flags in (("shown", table.shown), ("sharded", table.sharded), ("summed", summed)):
+            self._values[name][self._rows] = flags
         self._table = table
+
+    def _remove(self, rows: IntArray) -> None:
+        """Adds the totals of rows to the remainder, and empties them."""
+        if not len(rows):
+            return
+        self._removed.add(self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist()))
+        self._values[rows] = new_layers(len(rows))
+        self._baseline.forget(rows)
+        self._peaks.forget(rows)
+        if self.exponential is not None:
+            self.exponential.forget(rows)
 
     def publish(self, settled: Settled) -> None:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
@@ -148,7 +182,18 @@ class LayerTotals:
         recent = np.fmax.reduce(found["recent"][:, fresh], axis=1, initial=np.nan)
         recent[np.isinf(recent)] = np.nan
         counts = None if self.exponential is None else self.exponential.snapshot(self._rows.tolist())
-        return LayerValues(self._table, found, recent, counts)
+        return LayerValues(self._table, found, recent, self._untracked(), counts)
+
+    def _untracked(self) -> UntrackedLayers:
+        labels = self._labels.untracked
+        rows = self._labels.of(labels)
+        shown = self._values["shown"][rows]
+        labels, rows = tuple(compress(labels, shown.tolist())), rows[shown]
+        values, counts = self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist())
+        if not self._removed.there or REMOVED in labels:
+            return UntrackedLayers(labels, values, counts)
+        more = () if self.exponential is None else (self._removed.counts(),)
+        return UntrackedLayers((*labels, REMOVED), np.concatenate([values, self._removed.record()]), counts + more)
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer of peaks."""

@@ -27,12 +27,14 @@ LAYER = np.dtype(
         "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio",
         "squared_total", "captures", "spikes", "nans", "infs", "bucket_sum",
     )]
-    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,)), ("sized", np.bool_)]
+    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,))]
+    + [(name, np.bool_) for name in ("sized", "shown", "sharded", "summed")]
 )  # fmt: skip
 """One layer's values; NaN where a value was never had, but for the totals.
 
 `sized`: whether the last sample was one whose loss scale is known. `part`: the norm over those parameters of which this
-rank's part counts in sums over ranks, as `squared_total`, `nans` and `infs` are; `units`: of what this rank has.
+rank's part counts in sums over ranks, as `squared_total`, `nans` and `infs` are; `units`: of what this rank has. `shown`,
+`sharded`: as of the last table that had the layer; `summed`: whether any of it counts in sums over ranks.
 """
 
 OPTIMIZER = np.dtype(
@@ -52,7 +54,7 @@ def new_layers(count: int) -> Records:
     """Rows of layers that have had no sample."""
     rows = np.zeros(count, dtype=LAYER)
     for name in LAYER.names or ():
-        if name not in (*LAYER_TOTALS, "sized"):
+        if name not in LAYER_TOTALS and LAYER[name].base == np.float64:
             rows[name] = np.nan
     return rows
 

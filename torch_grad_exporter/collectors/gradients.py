@@ -59,7 +59,7 @@ class GradientCollector:
         self._dead_from = dead_from(dead_window)
         self._moments = moments
         self._weights = weights
-        self._layers, self._kinds = RowCache(), RowCache()
+        self._layers, self._counted, self._kinds = RowCache(), RowCache(), RowCache()
         self._optimizers, self._outcomes = RowCache(), RowCache()
 
     def collect(self) -> Iterator[Family]:
@@ -85,24 +85,31 @@ class GradientCollector:
         yield Family(c.GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(c.GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
-        for spec, column in _TOTALS.items():
-            yield Family(spec, layer_values[column], layers)
-        counts = None if snapshot.exponential is None else tuple(compress(snapshot.exponential, shown.tolist()))
-        yield Family(
-            c.GRAD_NORM_DISTRIBUTION, layer_values["buckets"], layers, whole, sums=layer_values["bucket_sum"], exponential=counts
-        )
+        yield from self._totals(snapshot, names)
         yield Family(c.GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
         yield Family(c.GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
         dead = layer_values["dead_ratio"]
         yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
-        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
-        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([layer_values["nans"], layer_values["infs"]]), kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+
+    def _totals(self, snapshot: GradientSnapshot, names: list[str]) -> Iterator[Family]:
+        """What only grows: of the layers of these names, of those that are not tracked at present, and of all removed ones."""
+        shown, untracked = snapshot.table.shown, snapshot.untracked
+        names = [*names, *untracked.labels]
+        layers = self._counted.get(tuple((layer,) for layer in names))
+        values = np.concatenate([snapshot.layer_values[shown], untracked.values])
+        for spec, column in _TOTALS.items():
+            yield Family(spec, values[column], layers)
+        counts = None if snapshot.exponential is None else (*compress(snapshot.exponential, shown.tolist()), *untracked.exponential)
+        whole = ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]])
+        yield Family(c.GRAD_NORM_DISTRIBUTION, values["buckets"], layers, whole, sums=values["bucket_sum"], exponential=counts)
+        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
+        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([values["nans"], values["infs"]]), kinds)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)

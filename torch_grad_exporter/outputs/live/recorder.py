@@ -9,6 +9,7 @@ from itertools import compress
 import numpy as np
 
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
+from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
 from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.metrics.families import FloatArray
@@ -89,7 +90,7 @@ class Moments:
         shown = gradients.table.shown
         layer_values = gradients.layer_values[shown]
         names = list(compress(gradients.table.layers, shown.tolist()))
-        new = self._captured.since(names, layer_values["captures"])
+        new, spoiled = self._grown(gradients, names, layer_values)
         norm, zscore = reading.gradients.peaks[:, shown]
         values = {
             "norm": norm,
@@ -98,7 +99,6 @@ class Moments:
             "zscore": zscore,
         }
         nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
-        spoiled = self._spoiled.since(names, layer_values["nans"] + layer_values["infs"])
         nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"]))
         scalars, of_the_run = self._scalars(reading)
         return Moment(
@@ -112,6 +112,17 @@ class Moments:
             _sample_step(gradients),
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
+
+    def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
+        """Which of the layers had a sample since the moment before, and which an element that was not finite.
+
+        A layer that is not tracked at present goes on counting when it is tracked again.
+        """
+        every = [*names, *gradients.untracked.labels]
+        values = np.concatenate([layer_values, gradients.untracked.values])
+        new = self._captured.since(every, values["captures"])
+        spoiled = self._spoiled.since(every, values["nans"] + values["infs"])
+        return new[: len(names)], spoiled[: len(names)]
 
     def _scalars(self, reading: Reading) -> tuple[dict[str, float], Flags]:
         """The values of the run by name, and which of them were not finite since the moment before."""
@@ -139,15 +150,18 @@ class Moments:
 
 
 class _Growth:
-    """Says which counters have grown since they were looked at last, at first since they were 0."""
+    """Says which counters have grown since they were looked at last, at first since they were 0.
+
+    One that has fallen began anew, as that of a layer that was removed and added again. It forgets those that are gone.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def since(self, names: Sequence[str], counts: FloatArray) -> Flags:
         before = np.array([self._before.get(name, 0.0) for name in names])
-        self._before.update(zip(names, counts.tolist(), strict=True))
-        grown: Flags = counts > before
+        self._before = dict(zip(names, counts.tolist(), strict=True))
+        grown: Flags = (counts != before) & (counts > 0)
         return grown
 
 
