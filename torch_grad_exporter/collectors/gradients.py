@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.exponential import Counts
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
+from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics import catalogue as c
-from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows, RowCache, Spec
+from torch_grad_exporter.metrics.families import BoolArray, Family, FloatArray, LabelRows, RowCache, Spec
 from torch_grad_exporter.transfer.events import Outcome
 
 DEAD_FROM = 20
@@ -38,6 +40,17 @@ _TOTALS = {
 }
 _MOMENTS = {c.GRAD_MEAN: "mean", c.GRAD_STDDEV: "stddev", c.GRAD_MIN: "minimum", c.GRAD_MAX: "maximum"}
 _WEIGHTS = {c.WEIGHT_NORM: "weight_norm", c.WEIGHT_UPDATE_RATIO: "update_ratio"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Counted:
+    """What only grows, by layer. `whole`: those of which this rank has all. `kinds`: the rows by layer and kind."""
+
+    layers: LabelRows
+    kinds: LabelRows
+    values: Records
+    whole: BoolArray
+    exponential: tuple[Counts, ...] | None
 
 
 class GradientCollector:
@@ -85,11 +98,19 @@ class GradientCollector:
         yield Family(c.GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(c.GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
-        yield from self._totals(snapshot, names)
+        counted = self._counted_layers(snapshot, names)
+        for spec, column in _TOTALS.items():
+            yield Family(spec, counted.values[column], counted.layers)
+        yield Family(
+            c.GRAD_NORM_DISTRIBUTION, counted.values["buckets"], counted.layers, counted.whole,
+            sums=counted.values["bucket_sum"], exponential=counted.exponential,
+        )  # fmt: skip
         yield Family(c.GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
         yield Family(c.GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
         dead = layer_values["dead_ratio"]
         yield Family(c.GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
+        nonfinite = np.concatenate([counted.values["nans"], counted.values["infs"]])
+        yield Family(c.GRAD_NONFINITE_ELEMENTS, nonfinite, counted.kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
@@ -97,19 +118,18 @@ class GradientCollector:
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
 
-    def _totals(self, snapshot: GradientSnapshot, names: list[str]) -> Iterator[Family]:
-        """What only grows: of the layers of these names, of those that are not tracked at present, and of all removed ones."""
+    def _counted_layers(self, snapshot: GradientSnapshot, names: list[str]) -> _Counted:
+        """Of the layers of these names, of those that are not tracked at present, and of all removed ones together."""
         shown, untracked = snapshot.table.shown, snapshot.untracked
         names = [*names, *untracked.labels]
-        layers = self._counted.get(tuple((layer,) for layer in names))
-        values = np.concatenate([snapshot.layer_values[shown], untracked.values])
-        for spec, column in _TOTALS.items():
-            yield Family(spec, values[column], layers)
         counts = None if snapshot.exponential is None else (*compress(snapshot.exponential, shown.tolist()), *untracked.exponential)
-        whole = ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]])
-        yield Family(c.GRAD_NORM_DISTRIBUTION, values["buckets"], layers, whole, sums=values["bucket_sum"], exponential=counts)
-        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
-        yield Family(c.GRAD_NONFINITE_ELEMENTS, np.concatenate([values["nans"], values["infs"]]), kinds)
+        return _Counted(
+            self._counted.get(tuple((layer,) for layer in names)),
+            self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names)),
+            np.concatenate([snapshot.layer_values[shown], untracked.values]),
+            ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]]),
+            counts,
+        )
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)
