@@ -17,7 +17,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value, values
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
-from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture import capture
@@ -224,9 +224,9 @@ def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(host, "MOST_WAITING", 100)
     post, errors = mailbox(), ErrorLog(("worker",))
     table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
-    ledger = GradientLedger(100, Hints())
-    ledger.use(table)
-    side = HostSide(post, ledger, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
+    gradients = GradientAggregation(Hints())
+    gradients.use(table)
+    side = HostSide(post, gradients, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
     zero = np.zeros(1, dtype=np.int64)
     part = Part(zero, np.array([4]), np.array([2]), Never(), len(Column))
     post.append(Captured(1, table, (part,), zero[:0], zero, 0.0, likely_last=True, usual=frozenset()))

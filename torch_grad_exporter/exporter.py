@@ -15,7 +15,7 @@ import torch
 
 from torch_grad_exporter import lifecycle, torch_compat
 from torch_grad_exporter.aggregation.exponential import Exponentials
-from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
@@ -119,9 +119,9 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
     exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
-    ledger = GradientLedger(checked.settings.dead_window, training.hints, exponentials)
-    ledger.use(checked.index.table)
-    return HostSide(training.mailbox, ledger, TrainingTotals(), errors, periodic=training.capture.look)
+    gradients = GradientAggregation(training.hints, exponentials)
+    gradients.use(checked.index.table)
+    return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
 
 
 def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: ErrorLog, ending: lifecycle.Ending) -> Scrape:
@@ -172,7 +172,7 @@ def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, erro
     clock = training.clock
     return View(
         run,
-        host.snapshot,
+        host,
         lambda: max(clock.counts().steps.values(), default=0),
         scrape,
         dead_from=dead_from(dead_window),

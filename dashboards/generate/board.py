@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard
 
 from dashboards.generate.panels import DATASOURCE, Panel
-from dashboards.generate.queries import of_run
+from dashboards.generate.queries import KEPT, of_run
 
 TAG = "torch-grad-exporter"
 EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
@@ -74,7 +74,7 @@ def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
             f"label_values({of_run(world)}, rank)", dashboard.VariableSort.NUMERICAL_ASC),
     ]  # fmt: skip
     if layer:
-        query = f"label_values({of_run('torch_grad_captures_total')}, layer)"
+        query = f"label_values({of_run('torch_grad_captures_total', KEPT)}, layer)"
         found.append(
             _variable("layer", "Layer", "Layers for the panels about chosen ones", query, dashboard.VariableSort.NATURAL_ASC)
         )

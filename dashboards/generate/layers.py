@@ -8,7 +8,7 @@ from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query, link, url
-from dashboards.generate.queries import highest, increase, last_known, of_layer, of_rank, of_run, over_range, rate
+from dashboards.generate.queries import KEPT, highest, increase, last_known, of_layer, of_rank, of_run, over_range, rate
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-layers"
@@ -60,7 +60,7 @@ def _deviations() -> Panel:
 
 
 def _largest() -> Panel:
-    spikes = f"round(max by (run, layer) ({over_range(of_run('torch_grad_norm_spikes_total'))}))"
+    spikes = f"round(max by (run, layer) ({over_range(of_run('torch_grad_norm_spikes_total', KEPT))}))"
     largest = ask.top(15, ask.last_layer_norm())
     columns = [LAYER, RUN, Column("Value #A", "Norm", bar=True), Column("Value #B", "Spikes", width=80)]
     queries = [Query(largest), Query(f"{spikes} and on (run, layer) {largest}")]
@@ -96,7 +96,7 @@ def _dead() -> Panel:
 
 
 def _broken() -> Panel:
-    elements = over_range(of_run("torch_grad_nonfinite_elements_total"))
+    elements = over_range(of_run("torch_grad_nonfinite_elements_total", KEPT))
     missing = f"{last_known(of_run('torch_grad_missing_parameters'), 'run, layer')} > 0"
     counted = f"round(sum by (run, layer, kind) ({elements})) > 0"
     found = f'{counted} or label_replace({missing}, "kind", "parameters without gradient", "", "")'
@@ -144,7 +144,7 @@ def _chosen_norms() -> Panel:
 
 
 def _chosen_distribution() -> Panel:
-    query = Query(f"sum by (le) ({increase(of_layer('torch_grad_norm_distribution_bucket'))})", "{{le}}")
+    query = Query(f"sum by (le) ({increase(of_layer('torch_grad_norm_distribution_bucket', KEPT))})", "{{le}}")
     text = "Norms of the chosen layers at every sampled step, in decades. A sharded layer has none: no rank knows the whole norm."
     nothing = "No distribution: the gradients are sharded, or none was sampled"
     return draw.distribution("Distribution of the norm", text, "short", query, nothing=nothing)
@@ -187,7 +187,7 @@ def _parts() -> Panel:
 
 
 def _chosen_deviation() -> Panel:
-    selector = of_layer("torch_grad_norm_spikes_total")
+    selector = of_layer("torch_grad_norm_spikes_total", KEPT)
     spikes = ask.or_none(f"max by (run, layer) ({increase(selector)})")
     text = "Samples in each interval whose norm lay beyond 6 robust sigmas and 3 times the median: which layer spiked when."
     panel = draw.lines("Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked", many=True)

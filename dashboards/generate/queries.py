@@ -20,6 +20,10 @@ def equal(label: str, value: str) -> str:
     return f'{label}="{value}"'
 
 
+KEPT = 'layer!="(removed)"'
+"""Leaves out the remainder of removed layers, whose growth is what these layers have counted before."""
+
+
 def of_run(name: str, *matchers: str) -> str:
     """The metric's series of the chosen runs, all ranks."""
     return f"{name}{{{', '.join((RUN, *matchers))}}}"

@@ -10,7 +10,7 @@ from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query, steps, url
-from dashboards.generate.queries import equal, highest, increase, of_rank, of_run, over_range, recorded
+from dashboards.generate.queries import KEPT, equal, highest, increase, of_rank, of_run, over_range, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-ranks"
@@ -96,7 +96,7 @@ def _comparison() -> Panel:
         Query(recorded("rank:torch_train_gradient_wait_seconds:mean5m", CHOSEN)),
         Query(_behind()),
         Query(idle),
-        Query(f"round(sum by (run, rank) ({over_range(of_rank('torch_grad_nonfinite_elements_total'))}))"),
+        Query(f"round(sum by (run, rank) ({over_range(of_rank('torch_grad_nonfinite_elements_total', KEPT))}))"),
     ]
     to_resources = url("torch-grad-resources", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [

@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.aggregation.test_ledger import NAN, NOW, PLAN, after, captured, closed, ledger, row
-from torch_grad_exporter.aggregation.ledger import GradientLedger
+from tests.aggregation.test_gradients import NAN, NOW, PLAN, after, aggregation, captured, closed, row
+from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.aggregation.worker import Reading, Snapshot
 from torch_grad_exporter.collectors.gradients import (
     GRAD_GLOBAL_NORM,
     GRAD_GLOBAL_NORM_AFTER_CLIP,
@@ -28,12 +29,14 @@ from torch_grad_exporter.transfer.events import Observed, Outcome
 
 
 class Run:
-    """A ledger and totals by hand, at which somebody looks now and then."""
+    """An aggregation and totals by hand, which the history's cursor reads now and then."""
 
-    def __init__(self, it: GradientLedger | None = None) -> None:
-        self.ledger = it or ledger()
+    def __init__(self, it: GradientAggregation | None = None) -> None:
+        self.gradients = it or aggregation()
         self.totals = TrainingTotals()
-        self.moments = Moments(dead_from=1)
+        self.moments, self.cursor = Moments(dead_from=1), Cursor()
+        self.gradients.follow(self.cursor)
+        self.totals.follow(self.cursor)
         self.numbers = itertools.count(1)
 
     def sample(
@@ -41,17 +44,22 @@ class Run:
     ) -> None:
         """One sample of layer `a`, and of `b` if there are two norms; norms after clipping are so many times smaller."""
         number, places = next(self.numbers), (0, 2)[: len(norms)]
-        self.ledger.apply(
+        self.gradients.apply(
             captured(number, {place: row(norm, nans=math.isnan(norm)) for place, norm in zip(places, norms, strict=True)})
         )
         if clipped is not None:
-            self.ledger.apply(after(number, {place: norm / clipped for place, norm in zip(places, norms, strict=True)}, full=True))
-        self.ledger.apply(closed(number, outcome))
+            norms_after = {place: norm / clipped for place, norm in zip(places, norms, strict=True)}
+            self.gradients.apply(after(number, norms_after, full=True))
+        self.gradients.apply(closed(number, outcome))
         if loss is not None:
             self.totals.observed(Observed("loss", loss, {}), loss)
 
     def look(self) -> Moment:
-        return self.moments.of(Snapshot(self.ledger.snapshot(NOW, look=True), self.totals.snapshot(look=True)), 0)
+        return self.moments.of(self.read(self.cursor), 0)
+
+    def read(self, cursor: Cursor) -> Reading:
+        snapshot = Snapshot(self.gradients.snapshot(NOW), self.totals.snapshot())
+        return Reading(snapshot, self.gradients.read(cursor, snapshot.gradients), self.totals.take_losses(cursor))
 
 
 def of(moment: Moment, quantity: str) -> list[float]:
@@ -155,15 +163,15 @@ def present(families: Iterator[Family], *names: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("observed", [False, True])
 def test_of_a_sharded_gradient_there_is_no_norm_that_metrics_do_not_have(sharded: tuple[bool, bool], *, observed: bool) -> None:
     """The run's norms are there where `/metrics` has them, and layers whose metric is that of a shard are named so."""
-    it = Run(ledger(replace(PLAN, sharded=np.array(sharded))))
+    it = Run(aggregation(replace(PLAN, sharded=np.array(sharded))))
     number = next(it.numbers)
-    it.ledger.apply(captured(number, {0: row(3.0), 2: row(4.0)}, table=it.ledger.snapshot(NOW).table))
-    it.ledger.apply(after(number, {0: 1.5, 2: 2.0}, full=True))
-    it.ledger.apply(closed(number))
+    it.gradients.apply(captured(number, {0: row(3.0), 2: row(4.0)}, table=it.gradients.snapshot(NOW).table))
+    it.gradients.apply(after(number, {0: 1.5, 2: 2.0}, full=True))
+    it.gradients.apply(closed(number))
     if observed:
-        it.ledger.observe_norm(7.0)
+        it.gradients.observe_norm(7.0)
     moment = it.look()
-    collector = GradientCollector(lambda: it.ledger.snapshot(NOW), ["sgd"], dead_window=20)
+    collector = GradientCollector(lambda: it.gradients.snapshot(NOW), ["sgd"], dead_window=20)
     specs = (GRAD_GLOBAL_NORM, GRAD_GLOBAL_NORM_AFTER_CLIP, GRAD_NORM, GRAD_SHARD_NORM)
     whole, clipped, norms, shards = present(collector.collect(), *(spec.name for spec in specs)).values()
     assert (bool(whole), bool(clipped)) == (observed or not any(sharded),) * 2
@@ -175,21 +183,29 @@ def test_of_a_sharded_gradient_there_is_no_norm_that_metrics_do_not_have(sharded
 
 def test_of_a_sharded_gradient_the_whole_is_not_marked() -> None:
     """A NaN in this rank's part marks the layer; the run has no norm that could be marked."""
-    it = Run(ledger(replace(PLAN, sharded=np.array([True, True]))))
+    it = Run(aggregation(replace(PLAN, sharded=np.array([True, True]))))
     number = next(it.numbers)
-    it.ledger.apply(captured(number, {0: row(NAN, nans=1)}, table=it.ledger.snapshot(NOW).table))
-    it.ledger.apply(closed(number))
+    it.gradients.apply(captured(number, {0: row(NAN, nans=1)}, table=it.gradients.snapshot(NOW).table))
+    it.gradients.apply(closed(number))
     moment = it.look()
     assert (scalar(moment, "norm")[1], of(moment, "norm")[0]) == (False, math.inf)
 
 
-def test_only_a_look_begins_anew() -> None:
-    """Scrapes between two looks take nothing from the second."""
-    it = Run()
-    it.sample(9.0)
-    it.sample(1.0)
-    assert [it.ledger.snapshot(NOW).peaks[0, 0] for _ in range(3)] == [9.0] * 3
-    assert of(it.look(), "norm")[0] == 9.0
+def test_what_others_read_takes_nothing_from_the_history() -> None:
+    """Scrapes, and reads of another consumer, between two reads of the history leave the largest norm and the losses to it."""
+    it, other = Run(), Cursor()
+    it.gradients.follow(other)
+    it.totals.follow(other)
+    it.sample(9.0, loss=1.0)
+    it.sample(1.0, loss=2.0)
+    found = []
+    for _ in range(3):
+        it.gradients.snapshot(NOW)
+        found.append(it.read(other))
+    assert [one.gradients.peaks[0, 0] for one in found] == [9.0, pytest.approx(NAN, nan_ok=True), pytest.approx(NAN, nan_ok=True)]
+    assert [(one.gradients.samples, one.losses.count, one.losses.mean) for one in found] == [(2, 2, 1.5), (0, 0, 0.0), (0, 0, 0.0)]
+    moment = it.look()
+    assert (of(moment, "norm")[0], scalar(moment, "loss")) == (9.0, (1.5, False))
 
 
 def test_norms_that_32_bits_cannot_hold_stay_numbers() -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.aggregation.test_ledger import captured, row
+from tests.aggregation.test_gradients import captured, row
 from tests.support.gradients import INF, NAN, close
 from tests.support.properties import no_timeout_in_a_soak
 from torch_grad_exporter.aggregation.baseline import Baselines

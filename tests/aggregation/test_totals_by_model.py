@@ -12,11 +12,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.aggregation.test_ledger import NOW, after, captured, closed, parts, row, ticket
+from tests.aggregation.test_gradients import NOW, after, captured, closed, parts, row, ticket
 from tests.aggregation.test_properties_of_totals import measured_rows
 from tests.support.gradients import INF, NAN, close
 from tests.support.properties import Series, both_formats, no_timeout_in_a_soak, series, totals
-from torch_grad_exporter.aggregation.ledger import UNOWNED, GradientLedger
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
+from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide, Snapshot
 from torch_grad_exporter.collectors.gradients import GradientCollector
@@ -212,11 +213,11 @@ class Machine(RuleBasedStateMachine):
         self.module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "b": torch.nn.Linear(4, 2, bias=False)})
         self.index = LayerIndex({"": self.module})
         self.post = mailbox()
-        self.ledger = GradientLedger(5, Hints())
-        self.ledger.use(self.index.table)
+        self.gradients = GradientAggregation(Hints())
+        self.gradients.use(self.index.table)
         self.now = NOW
         self.errors = ErrorLog(("worker",), logging.Logger("test"))  # noqa: LOG001 - one of its own, not of the process
-        self.host = HostSide(self.post, self.ledger, TrainingTotals(), self.errors, now=lambda: self.now)
+        self.host = HostSide(self.post, self.gradients, TrainingTotals(), self.errors, now=lambda: self.now)
         self.model = Model()
         self.number = 0
         self.before: Series = {}
@@ -344,7 +345,7 @@ class Machine(RuleBasedStateMachine):
         self.compare(snapshot)
         self.nothing_falls(snapshot)
         assert not np.isinf(snapshot.gradients.recent_max).any()
-        for baselines in (self.ledger._layer_baseline, self.ledger._global_baseline):
+        for baselines in (self.gradients._layers._baseline, self.gradients._optimizers._baseline):
             filled = np.isfinite(baselines._values).sum(axis=1)
             assert filled.tolist() == np.minimum(baselines._count, 128).tolist()
             assert not np.isinf(baselines._values).any()

@@ -64,6 +64,10 @@ class Baselines:
             self._count = np.concatenate([self._count, np.zeros(more, dtype=np.int64)])
             self._row_of_spikes = np.concatenate([self._row_of_spikes, np.zeros(more, dtype=np.int64)])
 
+    def forget(self, rows: IntArray) -> None:
+        """Empties rows: they are given to something else."""
+        self._values[rows], self._count[rows], self._row_of_spikes[rows] = np.nan, 0, 0
+
     def judge(self, rows: IntArray, samples: FloatArray) -> Verdict:
         """Judges one sample for each of `rows` and then takes in those that are finite and no spike.
 

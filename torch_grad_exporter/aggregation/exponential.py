@@ -1,4 +1,4 @@
-"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in the ledger's tables."""
+"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in `tables`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class ExponentialCounts:
             counts = self._rows.setdefault(row, {})
             counts[bucket] = counts.get(bucket, 0) + 1
 
+    def forget(self, rows: IntArray) -> None:
+        """Empties rows: they are given to something else."""
+        for row in rows.tolist():
+            self._rows.pop(row, None)
+
     def snapshot(self, rows: Iterable[int]) -> tuple[Counts, ...]:
         """A copy of these rows."""
         return tuple(dict(self._rows.get(row, {})) for row in rows)
@@ -33,7 +38,7 @@ class ExponentialCounts:
 
 @dataclass(slots=True)
 class Exponentials:
-    """What the ledger counts so: norms of layers, of the parameters of optimizers, and those that the user observed."""
+    """What is counted so: norms of layers, of the parameters of optimizers, and those that the user observed."""
 
     layers: ExponentialCounts = field(default_factory=ExponentialCounts)
     optimizers: ExponentialCounts = field(default_factory=ExponentialCounts)

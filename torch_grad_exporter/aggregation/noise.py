@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.aggregation.samples import Sample, values
+from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import Local
@@ -39,8 +40,6 @@ ENOUGH = 20
 BATCHES_ENOUGH = 8
 BATCHES_REMEMBERED = 512
 """Rounds over which observed samples are counted: at least, and until older ones are halved."""
-
-UNOWNED = -1
 
 
 @dataclass(slots=True)

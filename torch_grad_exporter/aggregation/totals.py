@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import LossBaseline
+from torch_grad_exporter.aggregation.cursor import Cursor, Unread
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
 from torch_grad_exporter.transfer.events import Counted, Observed, Stepped
@@ -25,8 +26,7 @@ SLOWEST_STEPS = 128
 class TotalsSnapshot:
     """The totals at one moment; `None` where there is no value yet. Durations in seconds.
 
-    `mean_loss`: of the finite ones since the last look. `exemplars`: of durations, the last one of each bucket that was sampled
-    within a trace.
+    `exemplars`: of durations, the last one of each bucket that was sampled within a trace.
     """
 
     duration_buckets: FloatArray
@@ -37,15 +37,28 @@ class TotalsSnapshot:
     overhead_seconds: float
     last: dict[str, float]
     sums: dict[str, float]
-    mean_loss: float | None
     loss_nonfinite: int
     loss_spikes: int
     learning_rates: dict[tuple[str, str], float]
 
 
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Finite losses: how many, and their mean, which is not known of none. A sum of losses may be more than a float holds."""
+
+    count: int = 0
+    mean: float = 0.0
+
+    def __add__(self, other: Losses) -> Losses:
+        count = self.count + other.count
+        if not count:
+            return self
+        return Losses(count, self.mean * (self.count / count) + other.mean * (other.count / count))
+
+
 @dataclass(slots=True)
 class TrainingTotals:
-    """Adds up what happens every step. Fed by `host.HostSide`."""
+    """Adds up what happens every step. Fed by `worker.HostSide`."""
 
     _buckets: FloatArray = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1))
     _duration_sum: float = 0.0
@@ -55,8 +68,9 @@ class TrainingTotals:
     _own_seconds: float = 0.0
     _last: dict[str, float] = field(default_factory=dict)
     _sums: dict[str, float] = field(default_factory=dict)
-    _losses_since_look: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """How many, and their mean: a sum of losses may be more than a float holds."""
+    _latest_losses: Losses = field(default_factory=Losses)
+    """Since the last read of any consumer."""
+    _unread_losses: Unread[Losses] = field(default_factory=lambda: Unread(Losses, Losses.__add__))
     _loss_nonfinite: int = 0
     _loss_spikes: int = 0
     _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
@@ -101,15 +115,11 @@ class TrainingTotals:
         if not math.isfinite(value):
             self._loss_nonfinite += 1
             return
-        count, mean = self._losses_since_look
-        self._losses_since_look = [count + 1, mean * (count / (count + 1)) + value / (count + 1)]
+        self._latest_losses = self._latest_losses + Losses(1, value)
         self._loss_spikes += self._loss_baseline.is_spike(value)
 
-    def snapshot(self, *, look: bool = False) -> TotalsSnapshot:
-        """A copy of all values. `look`: the losses of which the mean is taken begin anew."""
-        losses, mean = self._losses_since_look
-        if look:
-            self._losses_since_look = [0.0, 0.0]
+    def snapshot(self) -> TotalsSnapshot:
+        """A copy of all values."""
         training = sum(seconds for _, seconds in self._recent)
         return TotalsSnapshot(
             duration_buckets=self._buckets.copy(),
@@ -120,8 +130,19 @@ class TrainingTotals:
             overhead_seconds=self._own_seconds,
             last=dict(self._last),
             sums=dict(self._sums),
-            mean_loss=mean if losses else None,
             loss_nonfinite=self._loss_nonfinite,
             loss_spikes=self._loss_spikes,
             learning_rates=dict(self._learning_rates),
         )
+
+    def follow(self, cursor: Cursor) -> None:
+        """Begins with a consumer: losses from now on are new to it."""
+        self._unread_losses.follow(cursor, self._closed_losses())
+
+    def take_losses(self, cursor: Cursor) -> Losses:
+        """The losses that are new to a consumer."""
+        return self._unread_losses.take(cursor, self._closed_losses())
+
+    def _closed_losses(self) -> Losses:
+        latest, self._latest_losses = self._latest_losses, Losses()
+        return latest

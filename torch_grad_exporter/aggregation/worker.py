@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch_grad_exporter.aggregation import samples
-from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
-from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
+from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot, NewGradients
+from torch_grad_exporter.aggregation.totals import Losses, TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.transfer.events import (
@@ -62,8 +63,17 @@ class Snapshot:
     totals: TotalsSnapshot
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Everything as of one moment, and what of it is new to the consumer whose cursor has read."""
+
+    snapshot: Snapshot
+    gradients: NewGradients
+    losses: Losses
+
+
 class HostSide:
-    """Drains the mailbox into the ledger and the totals; `close()` ends the thread after a last drain.
+    """Drains the mailbox into the aggregation of gradients and the totals; `close()` ends the thread after a last drain.
 
     Holds a bounded number of events. `periodic`: something else to be done a few times a second.
     """
@@ -71,7 +81,7 @@ class HostSide:
     def __init__(
         self,
         mailbox: Mailbox,
-        ledger: GradientLedger,
+        gradients: GradientAggregation,
         totals: TrainingTotals,
         errors: ErrorLog,
         *,
@@ -79,7 +89,7 @@ class HostSide:
         periodic: Callable[[], None] | None = None,
     ) -> None:
         self._mailbox = mailbox
-        self._ledger = ledger
+        self._gradients = gradients
         self._totals = totals
         self._errors = errors
         self._guard = errors.boundary("worker", limit=None)
@@ -102,15 +112,36 @@ class HostSide:
         with self._held():
             self._drain()
 
-    def snapshot(self, *, look: bool = False) -> Snapshot:
-        """All values as of now, after a drain. `look`: what is largest, or a mean, since the last look begins anew.
+    def snapshot(self) -> Snapshot:
+        """All values as of now, after a drain; takes nothing from any consumer.
 
         Raises `TimeoutError` where another drain takes longer than `WAIT_SECONDS`.
         """
         with self._held(WAIT_SECONDS):
+            return self._snapshot()
+
+    def cursor(self) -> Cursor:
+        """A new consumer's: what comes from now on is new to it. Raises as `snapshot`."""
+        cursor = Cursor()
+        with self._held(WAIT_SECONDS):
             self._drain()
-            gradients = self._ledger.snapshot(self._now(), more_to_come=bool(self._waiting), look=look)
-            return Snapshot(gradients, self._totals.snapshot(look=look))
+            self._gradients.follow(cursor)
+            self._totals.follow(cursor)
+        return cursor
+
+    def read(self, cursor: Cursor) -> Reading:
+        """All values as of now, and what is new since this cursor's last read; other cursors lose nothing by it.
+
+        Raises as `snapshot`; what was new is then still new.
+        """
+        with self._held(WAIT_SECONDS):
+            snapshot = self._snapshot()
+            return Reading(snapshot, self._gradients.read(cursor, snapshot.gradients), self._totals.take_losses(cursor))
+
+    def _snapshot(self) -> Snapshot:
+        self._drain()
+        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting))
+        return Snapshot(gradients, self._totals.snapshot())
 
     def close(self) -> None:
         """Ends the thread after a last drain; idempotent, from any thread.
@@ -154,10 +185,10 @@ class HostSide:
             event = self._mailbox.popleft()
             if isinstance(event, Stepped):
                 self._guard(self._totals.stepped, event)
-                self._ledger.local.batches.stepped(1)
+                self._gradients.stepped(1)
             elif isinstance(event, Counted):
                 self._guard(self._totals.counted, event)
-                self._ledger.local.batches.stepped(len(event.seconds))
+                self._gradients.stepped(len(event.seconds))
             elif isinstance(event, Observed) and event.name != "grad_norm":
                 self._observed.append((now, event))
             else:
@@ -166,7 +197,7 @@ class HostSide:
             while line and self._guard.result(self._take, line, now) is not False:
                 pass  # an event that fails is gone: those behind it are taken
         if not self._waiting:
-            self._guard(self._ledger.expire, now)
+            self._guard(self._gradients.expire, now)
 
     def _note_left_out(self) -> None:
         count, self._left_out = self._mailbox.left_out - self._left_out, self._mailbox.left_out
@@ -184,17 +215,17 @@ class HostSide:
 
     def _apply(self, event: _Ticketed) -> None:
         if any(ticket.ready() is None for ticket in _tickets(event)):
-            self._ledger.undelivered += isinstance(event, Captured)
+            self._gradients.give_up(event)
         elif not isinstance(event, Observed):
-            self._ledger.apply(event)
+            self._gradients.apply(event)
         else:
             value = event.value if isinstance(event.value, float) else float(samples.values(event.value.ready())[0])
             if event.name == "grad_norm":
-                self._ledger.observe_norm(value)
+                self._gradients.observe_norm(value)
             else:
                 self._totals.observed(event, value)
                 if event.name == "samples":
-                    self._ledger.local.batches.observed(value)
+                    self._gradients.observe_batch(value)
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:

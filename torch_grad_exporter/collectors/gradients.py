@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.exponential import Counts
-from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.gradients import GradientSnapshot
+from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows, RowCache, Spec
+from torch_grad_exporter.metrics.families import BoolArray, Family, FloatArray, LabelRows, RowCache, Spec
 from torch_grad_exporter.transfer.events import Outcome
 
 GRADIENTS, WEIGHTS = Section("Gradients"), Section("Weights")
@@ -217,8 +219,19 @@ _MOMENTS = {GRAD_MEAN: "mean", GRAD_STDDEV: "stddev", GRAD_MIN: "minimum", GRAD_
 _WEIGHTS = {WEIGHT_NORM: "weight_norm", WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Counted:
+    """What only grows, by layer. `whole`: those of which this rank has all. `kinds`: the rows by layer and kind."""
+
+    layers: LabelRows
+    kinds: LabelRows
+    values: Records
+    whole: BoolArray
+    exponential: tuple[Counts, ...] | None
+
+
 class GradientCollector:
-    """Families of the gradient ledger. `names`: the optimizers' names by number, read at each scrape."""
+    """Families of the aggregated gradients. `names`: the optimizers' names by number, read at each scrape."""
 
     name = "gradients"
 
@@ -236,7 +249,7 @@ class GradientCollector:
         self._dead_from = dead_from(dead_window)
         self._moments = moments
         self._weights = weights
-        self._layers, self._kinds = RowCache(), RowCache()
+        self._layers, self._counted, self._kinds = RowCache(), RowCache(), RowCache()
         self._optimizers, self._outcomes = RowCache(), RowCache()
 
     def collect(self) -> Iterator[Family]:
@@ -262,24 +275,38 @@ class GradientCollector:
         yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
+        counted = self._counted_layers(snapshot, names)
         for spec, column in _TOTALS.items():
-            yield Family(spec, layer_values[column], layers)
-        counts = None if snapshot.exponential is None else tuple(compress(snapshot.exponential, shown.tolist()))
+            yield Family(spec, counted.values[column], counted.layers)
         yield Family(
-            GRAD_NORM_DISTRIBUTION, layer_values["buckets"], layers, whole, sums=layer_values["bucket_sum"], exponential=counts
-        )
+            GRAD_NORM_DISTRIBUTION, counted.values["buckets"], counted.layers, counted.whole,
+            sums=counted.values["bucket_sum"], exponential=counted.exponential,
+        )  # fmt: skip
         yield Family(GRAD_NORM_RECENT_MAX, recent_max, layers, whole & ~np.isnan(recent_max))
         yield Family(GRAD_UNITS, layer_values["units"], layers, read & (layer_values["units"] > 0))
         dead = layer_values["dead_ratio"]
         yield Family(GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
-        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names))
-        yield Family(GRAD_NONFINITE_ELEMENTS, np.concatenate([layer_values["nans"], layer_values["infs"]]), kinds)
+        nonfinite = np.concatenate([counted.values["nans"], counted.values["infs"]])
+        yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, counted.kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+
+    def _counted_layers(self, snapshot: GradientSnapshot, names: list[str]) -> _Counted:
+        """Of the layers of these names, of those that are not tracked at present, and of all removed ones together."""
+        shown, untracked = snapshot.table.shown, snapshot.untracked
+        names = [*names, *untracked.labels]
+        counts = None if snapshot.exponential is None else (*compress(snapshot.exponential, shown.tolist()), *untracked.exponential)
+        return _Counted(
+            self._counted.get(tuple((layer,) for layer in names)),
+            self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names)),
+            np.concatenate([snapshot.layer_values[shown], untracked.values]),
+            ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]]),
+            counts,
+        )
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)

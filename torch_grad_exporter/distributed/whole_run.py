@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -77,6 +78,10 @@ class Report:
         """How often the layer that was captured most often was: that is in each sample."""
         return float(self.values[COLUMNS.index("captures")].max(initial=0.0))
 
+    def restarted(self, before: Report) -> bool:
+        """Whether a layer was removed and added again since a report of the same layers: then it counts from 0 again."""
+        return bool((self.values[COLUMNS.index("captures")] < before.values[COLUMNS.index("captures")]).any())
+
 
 @functools.lru_cache(maxsize=64)
 def _layers(content: bytes) -> tuple[str, ...]:
@@ -85,12 +90,16 @@ def _layers(content: bytes) -> tuple[str, ...]:
 
 
 def report_of(snapshot: Snapshot, started: int, number: int, steps: int) -> Report:
-    """The report of what this rank has seen so far, of layers of which it has something that counts: no copies, nor nothing."""
-    table, layer_values = snapshot.gradients.table, snapshot.gradients.layer_values
-    here = np.zeros(len(table.layers), dtype=np.bool_)
-    here[table.layer_of[table.counts & (table.elements > 0)]] = True
-    layers = tuple(layer for layer, counted in zip(table.layers, here.tolist(), strict=True) if counted)
-    return Report(started, number, steps, layers, np.stack([layer_values[column][here] for column in COLUMNS]).astype(np.float64))
+    """The report of what this rank has seen so far, of layers of which it has something that counts: no copies, nor nothing.
+
+    Of a layer that is not tracked at present, and of the removed ones together, it has the elements that were not finite.
+    """
+    table, layer_values, more = snapshot.gradients.table, snapshot.gradients.layer_values, snapshot.gradients.untracked
+    here, there = layer_values["summed"], more.values["summed"]
+    layers = (*compress(table.layers, here.tolist()), *compress(more.labels, there.tolist()))
+    values = np.stack([layer_values[column][here] for column in COLUMNS])
+    rest = np.stack([more.values[column][there] if column in ("nans", "infs") else np.zeros(there.sum()) for column in COLUMNS])
+    return Report(started, number, steps, layers, np.concatenate([values, rest], axis=1).astype(np.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +132,7 @@ class _Heard:
     def hear(self, report: Report, now: float) -> None:
         if (report.started, report.number) == (self.last.started, self.last.number):
             return
-        if report.started != self.last.started or report.layers != self.last.layers:
+        if report.started != self.last.started or report.layers != self.last.layers or report.restarted(self.last):
             self.before = None
         elif report.samples > self.last.samples:
             self.before = self.last

@@ -66,6 +66,11 @@ class LabelRows:
         return len(self.rows)
 
 
+REMOVED = "(removed)"
+"""The layer of the one row that the counters of all removed layers are added up into.
+
+What it adds up was counted before: sums over layers never fall, but its growth is no growth of the training's."""
+
 NO_LABELS = LabelRows(((),))
 """The one row of a metric without labels."""
 

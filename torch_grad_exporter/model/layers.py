@@ -144,6 +144,8 @@ class ParameterTable:
     """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
     shown: BoolArray
     """Whether this rank tells of the layer: it has a part of it, or the first of the copies."""
+    frozen: frozenset[str] = frozenset()
+    """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
         """The parameters by position, or `None` if one of them is not in its place."""
@@ -152,7 +154,12 @@ class ParameterTable:
 
 
 def make_table(
-    tracked: Sequence[TrackedParameter], max_layers: int, replicas: Replicas | None = None, *, behind: Collection[int] = ()
+    tracked: Sequence[TrackedParameter],
+    max_layers: int,
+    replicas: Replicas | None = None,
+    *,
+    behind: Collection[int] = (),
+    frozen: frozenset[str] = frozenset(),
 ) -> ParameterTable:
     """A table over `tracked`, with layers folded by depth where there are more than `max_layers`.
 
@@ -183,6 +190,7 @@ def make_table(
         sharded=sharded,
         counts=counts,
         shown=shown,
+        frozen=frozen,
     )
 
 
@@ -213,6 +221,11 @@ class _Owner:
     attribute: str
     model: int
     layer: str
+
+
+def _is_trained(owner: _Owner) -> bool:
+    """Whether the parameter is to be tracked: not frozen, and initialised."""
+    return owner.parameter.requires_grad and not is_lazy(owner.parameter)
 
 
 class LayerIndex:
@@ -274,13 +287,20 @@ class LayerIndex:
         modules = list(self._modules())
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
-        for owner in self._trained():
+        layers: set[str] = set()
+        for owner in self._owners():
+            layers.add(owner.layer)
+            if not _is_trained(owner):
+                continue
             same = self._known.get(id(owner.parameter))
             found.append(same if same is not None and same.stands_at(owner) else _track(owner))
         # One that is frozen now may thaw, and its units have a past.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
-        if len(found) != len(self._table.tracked) or any(a is not b for a, b in zip(found, self._table.tracked, strict=True)):
-            self._table = self._planned(found)
+        frozen = frozenset(layers.difference(one.layer for one in found))
+        before = self._table.tracked
+        changed = len(found) != len(before) or any(a is not b for a, b in zip(found, before, strict=True))
+        if changed or frozen != self._table.frozen:
+            self._table = self._planned(found, frozen)
         return self._table
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
@@ -293,13 +313,13 @@ class LayerIndex:
             elif module is root is not None:
                 self.replicas.look(model, root)
         if self.replicas.state != before:
-            self._table = self._planned(self._table.tracked)
+            self._table = self._planned(self._table.tracked, self._table.frozen)
 
-    def _planned(self, tracked: Sequence[TrackedParameter]) -> ParameterTable:
+    def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
         roots = [] if self.fully_sharded else [(model, reference()) for model, (_, reference) in enumerate(self._models)]
         behind = frozenset(model for model, root in roots if root is not None and is_behind(root.parameters()))
-        return make_table(tracked, self._max_layers, self.replicas, behind=behind)
+        return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         roots = [root for _, reference in self._models if (root := reference()) is not None]
@@ -315,7 +335,7 @@ class LayerIndex:
 
     def _trained(self) -> Iterator[_Owner]:
         """The places of the parameters that are to be tracked."""
-        return (o for o in self._owners() if o.parameter.requires_grad and not is_lazy(o.parameter))
+        return (owner for owner in self._owners() if _is_trained(owner))
 
     def _owners(self, *, filtered: bool = True) -> Iterator[_Owner]:
         seen: set[int] = set()

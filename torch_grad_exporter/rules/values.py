@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
 from torch_grad_exporter.collectors.training import TRAIN_STATE
-from torch_grad_exporter.metrics.families import Family, FloatArray, Spec, by_spec
+from torch_grad_exporter.metrics.families import REMOVED, Family, FloatArray, Spec, by_spec
 
 Rows = tuple[tuple[str, ...], ...]
 
@@ -65,8 +66,8 @@ class Values:
         return found.get(labels) if labels else next(iter(found.values()), None)
 
     def table(self, spec: Spec) -> Table:
-        """All rows of a gauge or counter."""
-        tables = [Table(family.labels.rows, _numbers(family)) for family in self._by_spec.get(spec, ())]
+        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth is no growth of the training's."""
+        tables = [_without_removed(Table(family.labels.rows, _numbers(family))) for family in self._by_spec.get(spec, ())]
         if len(tables) == 1:
             return tables[0]
         rows = tuple(row for table in tables for row in table.rows)
@@ -84,6 +85,13 @@ class Values:
     def state(self) -> str | None:
         """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
         return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
+
+
+def _without_removed(table: Table) -> Table:
+    if not any(REMOVED in row for row in table.rows):
+        return table
+    kept = [REMOVED not in row for row in table.rows]
+    return Table(tuple(compress(table.rows, kept)), table.numbers[kept])
 
 
 def _numbers(family: Family) -> FloatArray:

@@ -178,6 +178,10 @@ class Hints:
     probes: frozenset[int] = frozenset()
     full: bool = False
 
+    def tell(self, table: ParameterTable, probes: frozenset[int], *, full: bool) -> None:
+        """Replaces what was told before. The table comes last: with the old one, the training thread takes no probe of the new."""
+        self.full, self.probes, self.table = full, probes, table
+
 
 Event = Captured | Local | AfterClip | Weights | Closed | OutcomeResolved | Stepped | Counted | Observed
 

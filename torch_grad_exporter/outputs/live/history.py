@@ -26,6 +26,9 @@ WHOLE = 480
 LAYER_BYTES = 16 * 2**20
 """For the records of layers: where there are very many, fewer of them are kept."""
 
+MOST_GONE = 1000
+"""Layers that are kept though they are in no record any more, at most; beyond, the first half of them is forgotten."""
+
 LEAST = 32
 """Records and bins that are kept, however many layers there are."""
 
@@ -89,6 +92,11 @@ class _Rows:
         """Copies of these."""
         return _Rows(self.at[places], self.values[places], self.nonfinite[places])
 
+    def select(self, columns: NDArray[np.int64]) -> None:
+        """Keeps these values of each record, in this order."""
+        flags = np.unpackbits(self.nonfinite, axis=1, count=self.values.shape[1])
+        self.values, self.nonfinite = self.values[:, columns], np.packbits(flags[:, columns], axis=1)
+
     def put(self, places: NDArray[np.int64], rows: _Rows) -> None:
         self.at[places], self.values[places], self.nonfinite[places] = rows.at, rows.values, rows.nonfinite
 
@@ -110,7 +118,7 @@ class Track:
         self._weights = np.zeros((whole, width) if together is Together.MEAN else (1, 1), dtype=np.float32)
         self._stride = 1
         self._moved = 0
-        """Records whose times have changed after they were there."""
+        """Records whose times, or the order of whose values, have changed after they were there."""
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +182,14 @@ class Track:
         self._whole.widen(width)
         if self._together is Together.MEAN:
             self._weights = np.pad(self._weights, ((0, 0), (0, width - self._weights.shape[1])))
+
+    def select(self, columns: NDArray[np.int64]) -> None:
+        """Keeps these values of each record, in this order; whoever asks for what is new gets all of it, as long as nothing is."""
+        self._recent.select(columns)
+        self._whole.select(columns)
+        if self._together is Together.MEAN:
+            self._weights = self._weights[:, columns]
+        self._moved = self.count
 
     def shrink(self, recent: int, whole: int) -> None:
         """Keeps fewer records and bins, where there were more; the whole run stays covered."""
@@ -279,7 +295,7 @@ class History:
 
     @property
     def layers(self) -> list[str]:
-        """All layers that were ever recorded, in the order in which they came."""
+        """The layers that are recorded, in the order in which they came: of those that are gone the last `MOST_GONE` at most."""
         with self._lock:
             return list(self._column)
 
@@ -342,6 +358,7 @@ class History:
             self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
 
     def _record_layers(self, now: float, moment: Moment) -> None:
+        self._forget(moment.layers)
         for name in moment.layers:
             self._column.setdefault(name, len(self._column))
         self._sharded = moment.sharded
@@ -352,6 +369,18 @@ class History:
         if moment.nonfinite is not None:
             flags[rows] = moment.nonfinite
         track.append(now, self._step_of(moment), row.ravel(), flags.ravel())
+
+    def _forget(self, present: Sequence[str]) -> None:
+        """Forgets layers that are gone, where these are too many."""
+        there = frozenset(present)
+        gone = [name for name in self._column if name not in there] if len(self._column) > MOST_GONE else []
+        if self._layers is None or len(gone) <= MOST_GONE:
+            return
+        forgotten = frozenset(gone[: len(gone) - MOST_GONE // 2])
+        kept = {name: column for name, column in self._column.items() if name not in forgotten}
+        columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * len(QUANTITIES) + np.arange(len(QUANTITIES))
+        self._layers.select(columns.ravel())
+        self._column = {name: column for column, name in enumerate(kept)}
 
     def _room(self) -> Track:
         """The track of the layers, with room for all that there are."""
@@ -378,11 +407,16 @@ class History:
 
     def quantity(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> Part:
         """One quantity of all layers: values of shape (n, layers). Raises `ValueError` where there is none of that name."""
+        return self.grid(name, whole=whole, since=since, stride=stride)[1]
+
+    def grid(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> tuple[list[str], Part]:
+        """The layers, and the same. Another record may forget layers: names and values that were asked for apart may not fit."""
         place = QUANTITIES.index(name)
         with self._lock:
+            names = list(self._column)
             track = Track(0, Together.LARGEST, recent=1, whole=2) if self._layers is None else self._layers
             part = track.whole(since, stride) if whole else track.recent(since)
-        return part.columns(slice(place, None, len(QUANTITIES)))
+        return names, part.columns(slice(place, None, len(QUANTITIES)))
 
     def layer(self, name: str, *, whole: bool) -> Part:
         """All quantities of one layer: values of shape (n, quantities). Raises `KeyError` where there is no such layer."""

@@ -172,17 +172,15 @@ class Live:
 
     def layers(self, quantity: str, window: Window) -> Json:
         """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
-        names = self._history.layers  # before the values: there may be more of these by then
-        part = self._history.quantity(quantity, whole=window.whole, since=window.since, stride=window.stride)
-        part = part.columns(slice(len(names)))
+        names, part = self._history.grid(quantity, whole=window.whole, since=window.since, stride=window.stride)
         codes, low, high = encoded(part.values, log=quantity in LOG)
         flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
         sharded = self._history.sharded
         return {
             "quantity": quantity,
             **_frame(part, window),
-            "layers": names[: codes.shape[1]],
-            "sharded": [name for name in names[: codes.shape[1]] if name in sharded],
+            "layers": names,
+            "sharded": [name for name in names if name in sharded],
             "scale": "log" if quantity in LOG else "linear",
             "low": low,
             "high": high,
@@ -192,9 +190,10 @@ class Live:
 
     def layer(self, name: str) -> Json:
         """`api/v1/layer`. Raises `UnknownLayerError` where there is no such layer."""
-        if name not in self._history.layers:
-            raise UnknownLayerError
-        parts = {view: self._history.layer(name, whole=view == "whole") for view in ("whole", "recent")}
+        try:
+            parts = {view: self._history.layer(name, whole=view == "whole") for view in ("whole", "recent")}
+        except KeyError:
+            raise UnknownLayerError from None
         series = {
             view: {"stride": part.stride, "times": part.times.tolist(), "steps": part.steps.tolist(), **_columns(part, QUANTITIES)}
             for view, part in parts.items()

@@ -7,9 +7,10 @@ from itertools import compress
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.ledger import GradientSnapshot
+from torch_grad_exporter.aggregation.gradients import GradientSnapshot
+from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
@@ -63,7 +64,7 @@ class Recorder:
 
 
 class Moments:
-    """What a snapshot says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
+    """What a reading says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
 
     What is of samples is only there if there was one since the moment before: the largest norm and z-score, the last ratios.
     """
@@ -73,14 +74,14 @@ class Moments:
         self._steps = (0.0, 0.0)
         self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
 
-    def of(self, snapshot: Snapshot, steps: int) -> Moment:
-        """The moment of a snapshot that was a look, after so many steps."""
-        gradients = snapshot.gradients
+    def of(self, reading: Reading, steps: int) -> Moment:
+        """The moment of a reading after so many steps."""
+        gradients = reading.snapshot.gradients
         shown = gradients.table.shown
         layer_values = gradients.layer_values[shown]
         names = list(compress(gradients.table.layers, shown.tolist()))
-        new = self._captured.since(names, layer_values["captures"])
-        norm, zscore = gradients.peaks[:, shown]
+        new, spoiled = self._grown(gradients, names, layer_values)
+        norm, zscore = reading.gradients.peaks[:, shown]
         values = {
             "norm": norm,
             "zero_ratio": np.where(new, layer_values["zero_ratio"], np.nan),
@@ -88,9 +89,8 @@ class Moments:
             "zscore": zscore,
         }
         nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
-        spoiled = self._spoiled.since(names, layer_values["nans"] + layer_values["infs"])
         nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"]))
-        scalars, of_the_run = self._scalars(gradients, snapshot.totals)
+        scalars, of_the_run = self._scalars(reading)
         return Moment(
             gradients.samples,
             steps,
@@ -103,15 +103,27 @@ class Moments:
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
 
-    def _scalars(self, gradients: GradientSnapshot, totals: TotalsSnapshot) -> tuple[dict[str, float], Flags]:
+    def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
+        """Which of the layers had a sample since the moment before, and which an element that was not finite.
+
+        A layer that is not tracked at present goes on counting when it is tracked again.
+        """
+        every = [*names, *gradients.untracked.labels]
+        values = np.concatenate([layer_values, gradients.untracked.values])
+        new = self._captured.since(every, values["captures"])
+        spoiled = self._spoiled.since(every, values["nans"] + values["infs"])
+        return new[: len(names)], spoiled[: len(names)]
+
+    def _scalars(self, reading: Reading) -> tuple[dict[str, float], Flags]:
         """The values of the run by name, and which of them were not finite since the moment before."""
+        gradients, totals = reading.snapshot.gradients, reading.snapshot.totals
         # One rank alone cannot know the norm of a gradient that is sharded.
         whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
-        norm, after = gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
+        norm, after = reading.gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
         skipped_or_not = sum(float(gradients.totals[f"nonfinite_{one.value}"][0]) for one in Outcome) if whole else 0.0
         counts = {"loss": float(totals.loss_nonfinite), "norm": skipped_or_not}
         values = {
-            "loss": np.nan if totals.mean_loss is None else totals.mean_loss,
+            "loss": reading.losses.mean if reading.losses.count else np.nan,
             "norm": norm,
             "norm_after_clip": after,
             "step_seconds": self._step_seconds(totals),
@@ -128,15 +140,18 @@ class Moments:
 
 
 class _Growth:
-    """Says which counters have grown since they were looked at last, at first since they were 0."""
+    """Says which counters have grown since they were looked at last, at first since they were 0.
+
+    One that has fallen began anew, as that of a layer that was removed and added again. It forgets those that are gone.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def since(self, names: Sequence[str], counts: FloatArray) -> Flags:
         before = np.array([self._before.get(name, 0.0) for name in names])
-        self._before.update(zip(names, counts.tolist(), strict=True))
-        grown: Flags = counts > before
+        self._before = dict(zip(names, counts.tolist(), strict=True))
+        grown: Flags = (counts != before) & (counts > 0)
         return grown
 
 

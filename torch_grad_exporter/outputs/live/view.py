@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from torch_grad_exporter.aggregation.worker import Snapshot
+from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import History
@@ -18,11 +19,14 @@ from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import Moments, Recorder
 
 
-class Snapshots(Protocol):
-    """All values as of now. `look`: what is largest, or a mean, since the last look begins anew."""
+class Readings(Protocol):
+    """Gives out cursors, and what is new to each; both raise `TimeoutError` where it is not to be had in time."""
 
-    def __call__(self, *, look: bool) -> Snapshot:
-        """Raises `TimeoutError` where it is not to be had in time."""
+    def cursor(self) -> Cursor:
+        """A cursor to which everything from now on is new."""
+
+    def read(self, cursor: Cursor) -> Reading:
+        """All values as of now, and what is new since the cursor's last read."""
 
 
 class View:
@@ -35,7 +39,7 @@ class View:
     def __init__(
         self,
         run: Run,
-        snapshot: Snapshots,
+        readings: Readings,
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,
@@ -43,8 +47,8 @@ class View:
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        moments = Moments(dead_from)
-        self.history = History(lambda: moments.of(snapshot(look=True), steps()), now=now)
+        moments, cursor = Moments(dead_from), readings.cursor()
+        self.history = History(lambda: moments.of(readings.read(cursor), steps()), now=now)
         self.live = Live(run, self.history, scrape, now=now)
         self._pages = Pages(self.live)
         self._recorder = Recorder(self.history.look, self.live.remember, on_error=on_error, last=self.history.finish)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
+from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
 
 
 class Deltas:
@@ -16,7 +17,8 @@ class Deltas:
 
     `kinds`: the kinds of metrics that are differences; the others pass as they are. `began`: when everything began to be counted.
     Times are in nanoseconds since 1970. A row of a counter that is older than the exporter begins with its second export: what it
-    counted before the first one is nobody's difference.
+    counted before the first one is nobody's difference. Of the remainder of removed layers that part has arrived which has
+    arrived of these layers, so that all differences add up to what was counted, each thing once.
     """
 
     def __init__(self, kinds: Collection[Kind], *, began: int) -> None:
@@ -51,6 +53,8 @@ class Deltas:
     def _difference(self, family: Family, at: int) -> Family:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
         places, now = table.places(family.labels, self._at), _numbers(family)
+        if any(REMOVED in row for row in family.labels.rows):
+            table.settle_removed(family.labels, family.spec.labels.index("layer"), places, now)
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
         if family.spec.older:
@@ -94,7 +98,7 @@ class _Part:
 
 
 class _Table:
-    """What has arrived of a metric. A row keeps its place from the first export on that has it, whatever `LabelRows` it is in.
+    """What has arrived of a metric. A row keeps its place, whatever `LabelRows` it is in, until its layer is removed.
 
     `known`: which places have arrived; `numbers`: values and sum of each; `since`: when that was, and before it has, from when on
     it counts.
@@ -107,19 +111,57 @@ class _Table:
         self._exponential: dict[int, Mapping[int, int]] = {}
         self._exemplars: dict[int, Mapping[int, Exemplar]] = {}
         self._rows: dict[tuple[str, ...], int] = {}
+        self._free: list[int] = []
         self._places: WeakKeyDictionary[LabelRows, IntArray] = WeakKeyDictionary()
 
     def places(self, labels: LabelRows, since: int) -> IntArray:
         """Where the rows are; those that are new count since then."""
         found = self._places.get(labels)
         if found is None:
-            places = [self._rows.setdefault(row, len(self._rows)) for row in labels.rows]
-            found = self._places[labels] = np.array(places, dtype=np.int64)
-            more = len(self._rows) - len(self.known)
+            new = list(dict.fromkeys(row for row in labels.rows if row not in self._rows))
+            free, self._free = self._free[: len(new)], self._free[len(new) :]
+            more = len(new) - len(free)
+            taken = [*free, *range(len(self.known), len(self.known) + more)]
+            self._rows.update(zip(new, taken, strict=True))
             self.known = np.pad(self.known, (0, more))
             self.numbers = np.pad(self.numbers, ((0, more), (0, 0)))
-            self.since = np.pad(self.since, (0, more), constant_values=since)
+            self.since = np.pad(self.since, (0, more))
+            self.since[taken] = since
+            found = self._places[labels] = np.array([self._rows[row] for row in labels.rows], dtype=np.int64)
         return found
+
+    def settle_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
+        """Takes what has arrived of removed layers for what has arrived of the remainder, and forgets them.
+
+        Removed is a layer whose row is gone, or has begun anew. `layer`: which of the labels is the layer. `now`: the numbers of
+        the present rows.
+        """
+        here = dict(zip(labels.rows, range(len(labels)), strict=True))
+        anew = self.known[places] & (self.numbers[places, :-1] > now[:, :-1]).any(axis=1)
+        removed = [row for row in self._rows if row not in here] + [labels.rows[row] for row in np.flatnonzero(anew).tolist()]
+        for row in removed:
+            remainder = (*row[:layer], REMOVED, *row[layer + 1 :])
+            if remainder in here and row != remainder:
+                # At most the remainder of now: sums of the same parts may differ in their last digits.
+                self._add(self._rows[row], self._rows[remainder], most=now[here[remainder]])
+                self._forget(row, gone=row not in here)
+
+    def _add(self, place: int, into: int, *, most: FloatArray) -> None:
+        self.numbers[into] = np.minimum(self.numbers[into] + self.numbers[place], most)
+        self.known[into] |= self.known[place]
+        both = Counter(self._exponential.get(into, {}))
+        both.update(self._exponential.get(place, {}))
+        self._exponential[into] = both
+
+    def _forget(self, row: tuple[str, ...], *, gone: bool) -> None:
+        place = self._rows[row]
+        self.known[place], self.numbers[place] = False, 0
+        self._exponential.pop(place, None)
+        self._exemplars.pop(place, None)
+        if gone:
+            del self._rows[row]
+            self._free.append(place)
+            self._places.clear()
 
     def take(self, part: _Part) -> None:
         """Notes rows as arrived."""
@@ -136,7 +178,7 @@ class _Table:
         """What was added to exponential counts."""
         for counts, place, subtract in zip(now, places.tolist(), goes_on.tolist(), strict=True):
             before = self._exponential.get(place, {}) if subtract else {}
-            yield {i: more for i, n in counts.items() if (more := n - before.get(i, 0))}
+            yield {i: more for i, n in counts.items() if (more := n - before.get(i, 0)) > 0}
 
     def exemplars_since(self, now: Iterable[Mapping[int, Exemplar]], places: IntArray) -> Iterable[Mapping[int, Exemplar]]:
         """The exemplars that are new."""

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from torch_grad_exporter.aggregation.clipping import Clipping, compare, is_unscaling, revealed_scale
-from torch_grad_exporter.aggregation.ledger import UNOWNED, GradientLedger, GradientSnapshot
+from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
+from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
@@ -47,7 +48,7 @@ def parts(table: ParameterTable, rows: Rows) -> tuple[Part, ...]:
         return ()
     positions = np.array(list(rows), dtype=np.int64)
     rows_ = np.array(list(rows.values()), dtype=np.float64)
-    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), table.shape[1]),)
+    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), rows_.shape[1]),)
 
 
 def ticket(value: float | None) -> Arrived | None:
@@ -111,14 +112,16 @@ def after(
     return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
 
 
-def ledger(table: ParameterTable = PLAN) -> GradientLedger:
-    """An empty ledger that shows the layers of the table."""
-    new = GradientLedger(100, Hints())
+def aggregation(table: ParameterTable = PLAN, hints: Hints | None = None) -> GradientAggregation:
+    """An empty aggregation that shows the layers of the table."""
+    new = GradientAggregation(hints or Hints())
     new.use(table)
     return new
 
 
-def train(to: GradientLedger, samples: Iterable[Rows], *, first: int = 1, at: Sequence[float] | None = None) -> GradientSnapshot:
+def train(
+    to: GradientAggregation, samples: Iterable[Rows], *, first: int = 1, at: Sequence[float] | None = None
+) -> GradientSnapshot:
     """Captures and closes a round for each of the samples."""
     time = NOW
     for number, rows in enumerate(samples, first):
@@ -143,7 +146,7 @@ def one(snapshot: GradientSnapshot, name: str, optimizer: int = 0) -> float:
 
 def test_a_sample_is_shown_when_its_round_is_closed() -> None:
     """A capture is pending, and shown nowhere, until it is known what became of its step."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}))
     before = it.snapshot(NOW)
     assert (shown(before, "a", "captures"), before.samples, len(before.totals)) == (0, 0, 0)
@@ -157,7 +160,7 @@ def test_a_sample_is_shown_when_its_round_is_closed() -> None:
 
 def test_a_later_capture_of_a_round_replaces_the_earlier() -> None:
     """Of the captures of an accumulation only the last one is counted."""
-    it = ledger()
+    it = aggregation()
     for norm in (100.0, NAN, 3.0):
         it.apply(captured(1, {0: row(norm, nans=math.isnan(norm)), 2: row(norm)}))
     it.apply(closed(1))
@@ -169,7 +172,7 @@ def test_a_later_capture_of_a_round_replaces_the_earlier() -> None:
 
 def test_a_round_that_was_never_closed_is_counted_as_unknown() -> None:
     """When the next round's capture comes first, the pending one is counted, with an unknown outcome."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(NAN, nans=2), 2: row(1.0)}))
     it.apply(captured(2, {0: row(1.0), 2: row(1.0)}))
     it.apply(closed(2))
@@ -180,7 +183,7 @@ def test_a_round_that_was_never_closed_is_counted_as_unknown() -> None:
 
 def test_a_pending_sample_is_counted_after_a_second() -> None:
     """A NaN that a hang follows is shown as soon as it has been pending for more than a second, not before."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(NAN, nans=5)}))
     assert shown(it.snapshot(NOW + 0.9), "a", "nans") == 0
     snapshot = it.snapshot(NOW + 1.1)
@@ -191,7 +194,7 @@ def test_a_pending_sample_is_counted_after_a_second() -> None:
 
 def test_amid_an_accumulation_a_pending_sample_has_more_patience() -> None:
     """Where more backwards of the round may follow, a pending sample is counted after ten seconds only."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(NAN, nans=5)}, likely_last=False))
     assert shown(it.snapshot(NOW + 9.9), "a", "nans") == 0
     assert shown(it.snapshot(NOW + 10.1), "a", "nans") == 5
@@ -199,7 +202,7 @@ def test_amid_an_accumulation_a_pending_sample_has_more_patience() -> None:
 
 def test_a_sample_is_counted_once() -> None:
     """A sample that was counted while pending is not counted again when time passes or its round is closed."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(2.0, nans=5, zeros=6)}))
     for seconds in (1.1, 2.0, 30.0):
         it.expire(NOW + seconds)
@@ -212,7 +215,7 @@ def test_a_sample_is_counted_once() -> None:
 
 def test_the_last_values_follow_a_round_that_goes_on() -> None:
     """A capture that replaces one already counted changes the gauges and no counter."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(2.0), 2: row(1.0)}))
     it.expire(NOW + 1.5)
     it.apply(captured(1, {0: row(7.0), 2: row(1.0)}, at=NOW + 2))
@@ -224,7 +227,7 @@ def test_the_last_values_follow_a_round_that_goes_on() -> None:
 
 def test_events_of_another_round_are_ignored() -> None:
     """What says something of a round that was not sampled neither closes nor changes the pending sample."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(2, {0: row(4.0)}))
     it.apply(after(1, {0: 1.0}))
     it.apply(closed(1))
@@ -238,7 +241,7 @@ def test_events_of_another_round_are_ignored() -> None:
 
 def test_a_snapshot_is_a_copy() -> None:
     """What happens after a snapshot does not show in it."""
-    it = ledger()
+    it = aggregation()
     before = train(it, [{0: row(2.0)}])
     train(it, [{0: row(9.0)}], first=2)
     assert [shown(before, "a", n) for n in ("norm", "captures")] == [2, 1]
@@ -246,9 +249,9 @@ def test_a_snapshot_is_a_copy() -> None:
 
 
 def test_there_is_no_snapshot_without_a_plan() -> None:
-    """A ledger that was never told what to show says so."""
+    """An aggregation that was never told what to show says so."""
     with pytest.raises(RuntimeError, match="table"):
-        GradientLedger(100, Hints()).snapshot(NOW)
+        GradientAggregation(Hints()).snapshot(NOW)
 
 
 # Owners
@@ -256,7 +259,7 @@ def test_there_is_no_snapshot_without_a_plan() -> None:
 
 def test_only_what_the_stepping_optimizers_own_is_published() -> None:
     """In a round of one of two optimizers, the other one's layers are neither shown nor counted."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     rows = {0: row(3.0), 1: row(4.0), 2: row(2.0, nans=1)}
     it.apply(captured(1, rows, owners=owners))
@@ -275,7 +278,7 @@ def test_only_what_the_stepping_optimizers_own_is_published() -> None:
 
 def test_a_layer_of_two_optimizers() -> None:
     """Where two optimizers own parts of one layer, a round of one shows the norm of its part."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 1, 1)
     it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(2.0)}, owners=owners))
     it.apply(closed(1, owners=owners, stepped=(1,)))
@@ -285,7 +288,7 @@ def test_a_layer_of_two_optimizers() -> None:
 
 def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
     """What no optimizer owns is not published with the step of one."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, UNOWNED)))
     it.apply(closed(1, owners=(0, 0, UNOWNED)))
     snapshot = it.snapshot(NOW)
@@ -295,7 +298,7 @@ def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
 def test_a_hang_is_counted_for_the_optimizers_that_usually_step() -> None:
     """A sample whose step never came is counted for those that usually step after it, else for all owners."""
     for usual, expected in (((1,), (1,)), ((), (0, 1))):
-        it = ledger()
+        it = aggregation()
         it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, 1), usual=usual))
         it.expire(NOW + 2)
         assert it.snapshot(NOW + 2).optimizers == expected
@@ -303,7 +306,7 @@ def test_a_hang_is_counted_for_the_optimizers_that_usually_step() -> None:
 
 def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
     """Samples counted before any optimizer was known stand in the first one's totals."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0)}, owners=(UNOWNED,) * 3))
     it.expire(NOW + 2)
     assert it.snapshot(NOW + 2).optimizers == (UNOWNED,)
@@ -315,7 +318,7 @@ def test_the_first_optimizer_takes_over_what_came_before_it() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_an_optimizer_that_a_scaler_left_out(late: bool) -> None:
     """Of two optimizers that always step together one does not, and its gradients are not finite: that is its skipped step."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     for number, bad in enumerate((False, False, True, True, False), 1):
         it.apply(captured(number, {0: row(3.0), 2: row(INF, infs=1) if bad else row(4.0)}, owners=owners))
@@ -332,7 +335,7 @@ def test_an_optimizer_that_a_scaler_left_out(late: bool) -> None:
 
 def test_a_generators_round_is_no_skipped_step_of_the_discriminator() -> None:
     """What a generator's backward leaves in the discriminator, be it a NaN, is not shown as its sample."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     for number in range(1, 9, 2):
         it.apply(captured(number, {2: row(2.0)}, owners=owners))
@@ -346,7 +349,7 @@ def test_a_generators_round_is_no_skipped_step_of_the_discriminator() -> None:
 
 def test_an_optimizer_that_steps_now_and_then_is_not_left_out() -> None:
     """Who did not step on finite gradients before has not been left out when they are not finite."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     for number, both in enumerate((True, False, True, False), 1):
         rows = {0: row(3.0), 2: row(NAN, nans=1) if number == 4 else row(4.0)}
@@ -357,7 +360,7 @@ def test_an_optimizer_that_steps_now_and_then_is_not_left_out() -> None:
 
 def test_known_optimizers_have_labels_and_totals_from_the_start() -> None:
     """Where a second optimizer is known each has its label, and counters at 0 before its first sample; one alone has none."""
-    it = ledger()
+    it = aggregation()
     names = ["g"]
     collector = GradientCollector(lambda: it.snapshot(NOW), names, dead_window=20)
 
@@ -386,7 +389,7 @@ def test_histograms_and_sums_are_exact() -> None:
     """Over 500 samples of every size, also exactly on the bounds, buckets and sums are those of a loop."""
     generator = np.random.default_rng(0)
     norms = [*np.exp(generator.uniform(-22, 12, 450)).tolist(), 0.0, *DECADES, *HALF_DECADES, 1e5]
-    snapshot = train(ledger(), [{2: row(norm)} for norm in norms])
+    snapshot = train(aggregation(), [{2: row(norm)} for norm in norms])
     for bounds, table, place in ((DECADES, snapshot.layer_values, 1), (HALF_DECADES, snapshot.totals, 0)):
         buckets = [0] * (len(bounds) + 1)
         for norm in norms:
@@ -401,7 +404,7 @@ def test_histograms_and_sums_are_exact() -> None:
 def test_nothing_that_is_not_finite_enters_a_histogram_or_a_sum() -> None:
     """NaN and Inf are counted by element and by step, and leave buckets, sums and baselines as they were."""
     rows = [{0: row(2.0)}, {0: row(NAN, nans=3, min=NAN, max=NAN)}, {0: row(INF, infs=2, max=INF)}, {0: row(2.0)}]
-    snapshot = train(ledger(), rows)
+    snapshot = train(aggregation(), rows)
     assert [shown(snapshot, "a", n) for n in ("captures", "nans", "infs", "bucket_sum", "squared_total")] == [4, 3, 2, 4, 8]
     assert snapshot.layer_values["buckets"][0].sum() == snapshot.totals["buckets"][0].sum() == 2
     assert one(snapshot, "bucket_sum") == 4
@@ -411,7 +414,7 @@ def test_nothing_that_is_not_finite_enters_a_histogram_or_a_sum() -> None:
 
 def test_a_gauge_shows_the_nan() -> None:
     """The last values of a layer whose gradient has a NaN are NaN, and right again with the next sample."""
-    it = ledger()
+    it = aggregation()
     bad = train(it, [{0: row(NAN, nans=3, min=NAN, max=NAN), 1: row(1.0)}])
     assert all(math.isnan(shown(bad, "a", name)) for name in ("norm", "max_magnitude"))
     assert math.isnan(one(bad, "norm"))
@@ -421,7 +424,7 @@ def test_a_gauge_shows_the_nan() -> None:
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_steps_that_are_not_finite_are_counted_by_outcome(outcome: Outcome) -> None:
     """A NaN or an Inf anywhere makes the step count once, under what became of it."""
-    it = ledger()
+    it = aggregation()
     for number, columns in enumerate(({"nans": 1}, {"infs": 7, "nans": 2}, {}), 1):
         it.apply(captured(number, {0: row(1.0), 2: row(1.0, **columns)}))
         it.apply(closed(number, outcome))
@@ -431,14 +434,14 @@ def test_steps_that_are_not_finite_are_counted_by_outcome(outcome: Outcome) -> N
 
 def test_an_infinite_norm_beside_a_huge_one_raises_no_warning() -> None:
     """A layer with an infinite and a huge parameter has an infinite norm, silently."""
-    snapshot = train(ledger(), [{0: row(INF, infs=1), 1: row(1e200), 2: row(1e200)}])
+    snapshot = train(aggregation(), [{0: row(INF, infs=1), 1: row(1e200), 2: row(1e200)}])
     assert shown(snapshot, "a", "norm") == one(snapshot, "norm") == INF
 
 
 @pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (3e-30, 4e30), (0.0, 0.0)])
 def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None:
     """A layer's norm is the root of the sum of squares of its parameters' norms, whatever their size."""
-    snapshot = train(ledger(), [{0: row(norms[0]), 1: row(norms[1])}])
+    snapshot = train(aggregation(), [{0: row(norms[0]), 1: row(norms[1])}])
     assert shown(snapshot, "a", "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
     assert one(snapshot, "norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
 
@@ -448,22 +451,24 @@ def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None
 
 def test_ratios_are_taken_over_the_layers_elements_and_units() -> None:
     """Zero elements over all elements, zero and dead units over all units of those parameters that have units."""
-    snapshot = train(ledger(), [{0: row(1.0, zeros=6, zero_units=2, dead_units=1), 1: row(1.0, zeros=1), 2: row(1.0, zeros=8)}])
+    snapshot = train(
+        aggregation(), [{0: row(1.0, zeros=6, zero_units=2, dead_units=1), 1: row(1.0, zeros=1), 2: row(1.0, zeros=8)}]
+    )
     assert [shown(snapshot, "a", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [7 / 16, 2 / 4, 1 / 4]
     assert [shown(snapshot, "b", n) for n in ("zero_ratio", "zero_units_ratio", "dead_ratio")] == [1, 0, 0]
-    bias_only = train(ledger(), [{1: row(1.0)}])
+    bias_only = train(aggregation(), [{1: row(1.0)}])
     assert all(math.isnan(shown(bias_only, "a", n)) for n in ("zero_units_ratio", "dead_ratio"))
 
 
 def test_the_largest_magnitude_is_of_either_sign() -> None:
     """The largest magnitude of a layer is found among the smallest and largest elements of its parameters."""
-    snapshot = train(ledger(), [{0: row(9.0, min=-7, max=2), 1: row(9.0, min=1, max=3), 2: row(9.0, min=-2, max=8)}])
+    snapshot = train(aggregation(), [{0: row(9.0, min=-7, max=2), 1: row(9.0, min=1, max=3), 2: row(9.0, min=-2, max=8)}])
     assert [shown(snapshot, layer, "max_magnitude") for layer in "ab"] == [7, 8]
 
 
 def test_missing_parameters_are_counted_per_layer() -> None:
     """Parameters without a gradient are shown for their layer, also where the whole layer has none."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(1.0)}, missing=(1, 2)))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
@@ -481,7 +486,7 @@ def test_moments_are_those_of_all_elements_of_the_layer() -> None:
         position: row(float(g.norm()), min=float(g.min()), max=float(g.max()), sum=float(g.sum()))
         for position, g in enumerate(gradients)
     }
-    snapshot = train(ledger(), [rows])
+    snapshot = train(aggregation(), [rows])
     values = np.concatenate([g.reshape(-1).numpy() for g in gradients])
     found = [shown(snapshot, "a", name) for name in ("mean", "stddev", "minimum", "maximum")]
     assert found == pytest.approx([values.mean(), values.std(), values.min(), values.max()], rel=1e-12)
@@ -489,7 +494,7 @@ def test_moments_are_those_of_all_elements_of_the_layer() -> None:
 
 def test_moments_of_equal_elements() -> None:
     """Where rounding would make the variance negative, the standard deviation is 0."""
-    snapshot = train(ledger(), [{2: row(0.1 * math.sqrt(8), min=0.1, max=0.1, sum=0.1 * 8 * (1 + 1e-15))}])
+    snapshot = train(aggregation(), [{2: row(0.1 * math.sqrt(8), min=0.1, max=0.1, sum=0.1 * 8 * (1 + 1e-15))}])
     assert shown(snapshot, "b", "stddev") == pytest.approx(0, abs=1e-8)
 
 
@@ -499,7 +504,7 @@ def test_the_recent_maximum_is_over_the_last_minute() -> None:
     times = NOW + np.cumsum(generator.choice([0, 0, 1, 2, 7, 45, 70], 400))
     norms = np.exp(generator.normal(0.0, 2.0, 400))
     norms[::29] = INF
-    it = ledger()
+    it = aggregation()
     for number, (time, norm) in enumerate(zip(times, norms, strict=True), 1):
         it.apply(captured(number, {0: row(norm)}, at=time))
         it.apply(closed(number))
@@ -513,18 +518,18 @@ def test_a_spike_is_counted_for_the_layer_and_for_the_whole() -> None:
     generator = np.random.default_rng(2)
     usual = np.exp(generator.normal(0.0, 0.2, (60, 2)))
     usual[45, 0] *= 1000
-    snapshot = train(ledger(), [{0: row(a), 2: row(b)} for a, b in usual])
+    snapshot = train(aggregation(), [{0: row(a), 2: row(b)} for a, b in usual])
     assert [shown(snapshot, layer, "spikes") for layer in "ab"] == [1, 0]
     assert one(snapshot, "spikes") == 1
     assert 0 < abs(shown(snapshot, "a", "zscore")) < 6
-    assert math.isnan(shown(train(ledger(), [{0: row(1.0)}] * 20), "a", "zscore"))
+    assert math.isnan(shown(train(aggregation(), [{0: row(1.0)}] * 20), "a", "zscore"))
 
 
 def test_layers_keep_their_totals_when_they_come_and_go() -> None:
     """A layer that is frozen and unfrozen again goes on counting where it stopped, and others are not disturbed."""
     module = model()
     index = LayerIndex({"": module})
-    it = ledger(index.table)
+    it = aggregation(index.table)
     it.apply(captured(1, {0: row(3.0), 2: row(2.0)}, table=index.table))
     it.apply(closed(1))
     module["a"].requires_grad_(False)
@@ -545,7 +550,7 @@ def test_layers_keep_their_totals_when_they_come_and_go() -> None:
 
 def test_weights_are_added_up_by_layer() -> None:
     """A layer's weight norm and update ratio come from the squares of its parameters' norms."""
-    it = ledger()
+    it = aggregation()
     vector = np.array([3.0, 6.0, 0.3, 4.0, 8.0, 0.4, 0.0, 2.0, 2.0])
     it.apply(Weights(PLAN, np.array([0, 1, 2]), Arrived(vector)))
     snapshot = it.snapshot(NOW)
@@ -559,7 +564,7 @@ def test_weights_are_added_up_by_layer() -> None:
 
 def test_the_loss_scale_is_divided_out() -> None:
     """With the scaler's scale, norms, extremes and moments are those of the unscaled gradient; counts stay."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {2: row(4096.0, min=-1024, max=2048, sum=8192, zeros=3)}, scale=1024.0))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
@@ -569,7 +574,7 @@ def test_the_loss_scale_is_divided_out() -> None:
 
 def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
     """Without the scaler, a common factor of 2**-16 is its unscaling: the norm shown is the unscaled one."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(65536.0), 2: row(131072.0)}))
     it.apply(after(1, {0: 1.0, 2: 2.0}))
     it.apply(closed(1))
@@ -580,7 +585,7 @@ def test_a_power_of_two_between_backward_and_step_is_the_loss_scale() -> None:
 
 def test_a_scale_that_was_revealed_once_is_not_believed_later() -> None:
     """Where unscaling and clipping come together the scale, which may have grown, is unknown: sizes are absent, the clip counts."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(65536.0)}))
     it.apply(after(1, {0: 1.0}))
     it.apply(closed(1))
@@ -604,7 +609,7 @@ def test_a_scale_that_was_revealed_once_is_not_believed_later() -> None:
 
 def test_a_scale_by_hand_that_one_optimizer_reveals_holds_for_its_sample() -> None:
     """Of two optimizers one is clipped together with the unscaling; the other's norms tell the scale of both."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     it.apply(captured(1, {0: row(1024.0), 2: row(2048.0)}, owners=owners))
     it.apply(after(1, {0: 1.0}))
@@ -617,7 +622,7 @@ def test_a_scale_by_hand_that_one_optimizer_reveals_holds_for_its_sample() -> No
 
 def test_untouched_gradients_have_no_scale_by_hand() -> None:
     """After a scale was revealed, a sample that reaches the optimizer as it is was not scaled."""
-    it = ledger()
+    it = aggregation()
     for number, (before, seen) in enumerate([(1024.0, 1.0), (3.0, 3.0)], 1):
         it.apply(captured(number, {0: row(before)}))
         it.apply(after(number, {0: seen}))
@@ -628,7 +633,7 @@ def test_untouched_gradients_have_no_scale_by_hand() -> None:
 
 def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
     """Overflows before anybody could know of the scaler are counted, and what the scale would be in is absent."""
-    it = ledger()
+    it = aggregation()
     rows = {0: row(INF, infs=2, max=INF), 2: row(1459.0, zeros=4)}
     it.apply(captured(1, rows, scale_known=False))
     it.apply(closed(1, Outcome.SKIPPED))
@@ -646,7 +651,7 @@ def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
 
 def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
     """A scaler skips no step whose gradients are finite: a loop that nobody sees step has its sizes."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0)}, scale_known=False))
     it.apply(closed(1, Outcome.SKIPPED))
     assert shown(it.snapshot(NOW), "a", "sized")
@@ -654,7 +659,7 @@ def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
 
 def test_sizes_that_are_known_late_are_counted_then() -> None:
     """A sample that was pending before the first step, for too long, has its sizes when its round is closed, each once."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(2048.0)}, scale_known=False))
     it.expire(NOW + 2)
     snapshot = it.snapshot(NOW + 2)
@@ -669,7 +674,7 @@ def test_sizes_that_are_known_late_are_counted_then() -> None:
 @pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
 def test_a_scale_that_is_none_leaves_no_sizes(scale: float) -> None:
     """Of gradients that were multiplied by what is no scale only counts are shown."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0, zeros=6)}, scale=scale))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
@@ -678,7 +683,7 @@ def test_a_scale_that_is_none_leaves_no_sizes(scale: float) -> None:
 
 def test_a_scale_that_the_optimizer_divides_by_itself() -> None:
     """A fused optimizer's own scale is taken out of the norm before and of the norm after."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3 * 1024.0), 2: row(4 * 1024.0)}))
     it.apply(after(1, {0: 1.5 * 1024, 2: 2.0 * 1024}, full=True, loss_scale=1024.0, own_scale=1024.0))
     it.apply(closed(1))
@@ -688,7 +693,7 @@ def test_a_scale_that_the_optimizer_divides_by_itself() -> None:
 
 def test_with_a_known_loss_scale_no_factor_is_taken_for_another() -> None:
     """Where the scaler's scale was given, gradients that a loop divides by 64 were made smaller, not unscaled twice."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(1024.0)}, scale=1024.0))
     it.apply(after(1, {0: 1 / 64}))
     it.apply(closed(1))
@@ -701,7 +706,7 @@ def test_with_a_known_loss_scale_no_factor_is_taken_for_another() -> None:
 
 def test_clipping_is_seen_in_the_probes() -> None:
     """Norm after, coefficient and the counter of clipped steps follow from two probes of equal ratio."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0), 1: row(4.0), 2: row(12.0)}))
     it.apply(after(1, {0: 0.3, 2: 1.2}))
     it.apply(closed(1))
@@ -718,7 +723,7 @@ def test_clipping_is_seen_in_the_probes() -> None:
 
 def test_clipping_is_counted_when_the_outcome_is_known() -> None:
     """A sample that is counted while pending counts as clipped once, when its round is closed."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(1, {0: 0.3, 2: 0.4}))
     it.expire(NOW + 2)
@@ -729,7 +734,7 @@ def test_clipping_is_counted_when_the_outcome_is_known() -> None:
 
 def test_without_a_second_measurement_clipping_is_unknown() -> None:
     """A round in which nothing was measured again has no coefficient, and does not show the one before."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(3.0)}))
     it.apply(after(1, {0: 0.3}))
     it.apply(closed(1))
@@ -740,13 +745,14 @@ def test_without_a_second_measurement_clipping_is_unknown() -> None:
 
 def test_probes_that_disagree_ask_for_everything() -> None:
     """After probes of unequal ratios there is no coefficient, and the next round is to be measured in full."""
-    it = ledger()
+    hints = Hints()
+    it = aggregation(hints=hints)
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(1, {0: 3.0, 2: 0.8}))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
     assert (one(snapshot, "clip_known"), one(snapshot, "clipped")) == (0, 1)
-    assert it.hints.full
+    assert hints.full
     it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
     it.apply(closed(2))
@@ -757,7 +763,7 @@ def test_probes_that_disagree_ask_for_everything() -> None:
 
 def test_two_optimizers_are_clipped_apart() -> None:
     """Each optimizer's coefficient comes from its own parameters."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=owners))
     it.apply(after(1, {0: 0.3}))
@@ -770,7 +776,7 @@ def test_two_optimizers_are_clipped_apart() -> None:
 
 def test_clipping_an_infinite_norm_raises_no_warning() -> None:
     """After clip_grad_norm_ of an infinite norm all finite gradients are 0; that is counted, silently, and is no clipping."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(INF, infs=1), 2: row(4.0)}))
     it.apply(after(1, {0: NAN, 2: 0.0}, full=True))
     it.apply(closed(1))
@@ -781,14 +787,15 @@ def test_clipping_an_infinite_norm_raises_no_warning() -> None:
 
 def test_the_probes_are_the_largest_of_each_group() -> None:
     """Per parameter group the largest norm and the largest magnitude are worth a second look, never a NaN."""
-    it = ledger()
+    hints = Hints()
+    it = aggregation(hints=hints)
     it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
     it.apply(closed(1, groups=(0, 0, 1)))
-    assert (it.hints.table, it.hints.probes) == (PLAN, {0, 1, 2})
+    assert (hints.table, hints.probes) == (PLAN, {0, 1, 2})
     it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
     it.apply(closed(2, groups=(0, 0, 0)))
-    assert 1 not in it.hints.probes
-    assert 0 in it.hints.probes
+    assert 1 not in hints.probes
+    assert 0 in hints.probes
 
 
 def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False) -> Clipping:
@@ -877,7 +884,7 @@ def test_only_large_powers_of_two_are_unscaling(ratio: float, expected: bool) ->
 
 def test_an_observed_norm_takes_over() -> None:
     """From the first observed norm on, the global norm and its histogram come from there only, and start anew."""
-    it = ledger()
+    it = aggregation()
     train(it, [{0: row(1.0)}])
     for norm in (20.0, NAN, 30.0):
         it.observe_norm(norm)
@@ -888,7 +895,7 @@ def test_an_observed_norm_takes_over() -> None:
 
 def test_an_observed_norm_has_a_baseline_of_its_own() -> None:
     """Observed norms are not judged against captured ones, which may be scaled otherwise."""
-    it = ledger()
+    it = aggregation()
     train(it, [{0: row(1.0)}] * 40)
     it.observe_norm(100.0)
     assert one(it.snapshot(NOW), "spikes") == 0
@@ -896,7 +903,7 @@ def test_an_observed_norm_has_a_baseline_of_its_own() -> None:
 
 def test_an_observed_norm_before_any_sample() -> None:
     """A norm may be observed before there is an optimizer; it stands in the first one's row."""
-    it = ledger()
+    it = aggregation()
     it.observe_norm(2.0)
     snapshot = train(it, [{0: row(5.0)}])
     assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "bucket_sum")) == ((0,), 2, 2)
@@ -904,7 +911,7 @@ def test_an_observed_norm_before_any_sample() -> None:
 
 def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
     """With two optimizers it is not known whose norm it is, and the captured ones stay."""
-    it = ledger()
+    it = aggregation()
     it.apply(captured(1, {0: row(1.0), 2: row(2.0)}, owners=(0, 0, 1)))
     it.apply(closed(1, owners=(0, 0, 1), stepped=(0, 1)))
     it.observe_norm(50.0)
@@ -913,7 +920,7 @@ def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
 
 def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_either() -> None:
     """As soon as a second optimizer is there the captured norms are shown, all of them, from the first on."""
-    it = ledger()
+    it = aggregation()
     owners = (0, 0, 1)
     for number, (stepped, norm) in enumerate([((0,), 9.0), ((1,), 8.0), ((0,), 7.0), ((1,), 6.0)], 1):
         it.observe_norm(norm)
@@ -929,7 +936,7 @@ def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_ei
 
 def test_an_observed_spike_is_counted() -> None:
     """An observed norm of 100 times the usual one is a spike of the whole."""
-    it = ledger()
+    it = aggregation()
     for norm in [1.0, 1.1] * 15 + [100.0, 1.0]:
         it.observe_norm(norm)
     assert one(it.snapshot(NOW), "spikes", UNOWNED) == 1

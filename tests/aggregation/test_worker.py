@@ -13,7 +13,7 @@ import torch
 
 from tests.support.tools import eventually
 from torch_grad_exporter.aggregation import worker as host
-from torch_grad_exporter.aggregation.ledger import GradientLedger
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import LOST_SECONDS, WAIT_SECONDS, HostSide
 from torch_grad_exporter.errors import LIMIT, ErrorLog
@@ -79,9 +79,9 @@ class Scene:
         log.addHandler(self.records)
         self.errors = ErrorLog(("worker",), log)
         self.time = NOW
-        ledger = GradientLedger(100, Hints())
-        ledger.use(PLAN)
-        self.host = HostSide(self.post, ledger, TrainingTotals(), self.errors, now=lambda: self.time)
+        gradients = GradientAggregation(Hints())
+        gradients.use(PLAN)
+        self.host = HostSide(self.post, gradients, TrainingTotals(), self.errors, now=lambda: self.time)
 
     def capture(self, number: int, norm: float = 1.0, ticket: Late | None = None) -> Late | None:
         """A capture and the end of its round."""

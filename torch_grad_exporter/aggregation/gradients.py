@@ -1,0 +1,187 @@
+"""GradientAggregation: what the samples of the gradients add up to, on the host.
+
+`worker.HostSide` feeds it with events whose vectors have arrived, in their order; it touches no tensor. Each event goes to the
+one owner of what it changes: the pending sample, the totals of layers, those of optimizers, the observed norm, the local
+norms. Nothing that is not finite enters a histogram, a sum or a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_grad_exporter.aggregation.cursor import Cursor, Unread
+from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
+from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
+from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
+from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
+from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
+from torch_grad_exporter.aggregation.pending import Ended, PendingSample
+from torch_grad_exporter.aggregation.probes import Probes
+from torch_grad_exporter.aggregation.settlement import Settlement
+from torch_grad_exporter.aggregation.tables import Records
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, OutcomeResolved, Weights
+
+GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSnapshot:
+    """All gradient values at one moment, of one and the same sample; `layers` and `layer_values` go together.
+
+    `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
+    `untracked`: layers without a gradient that is tracked at present, and the remainder of removed ones: of these there are
+    totals only. `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if
+    they are counted.
+    """
+
+    table: ParameterTable
+    layer_values: Records
+    recent_max: FloatArray
+    optimizers: tuple[int, ...]
+    totals: Records
+    samples: int
+    undelivered: int
+    norm_observed: bool
+    local: Mapping[int, LocalValues]
+    untracked: UntrackedLayers = field(default_factory=UntrackedLayers)
+    exponential: tuple[Counts, ...] | None = None
+    exponential_totals: tuple[Counts, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewGradients:
+    """What is new of the gradients since a consumer's last read.
+
+    `samples`: how many. `peaks`: of each layer of the snapshot the norm and the z-score that were farthest from zero, shape
+    (2, layers), and `peaks_of_totals` of each optimizer the largest norm and norm after clipping; NaN where none is new.
+    """
+
+    samples: int
+    peaks: FloatArray
+    peaks_of_totals: FloatArray
+
+
+class GradientAggregation:
+    """Adds up samples. `hints`: where it tells which parameters are worth probing for clipping.
+
+    `exponential`: counts the same norms by exponential bucket, too, if it is given. For one thread at a time.
+    """
+
+    def __init__(self, hints: Hints, exponential: Exponentials | None = None) -> None:
+        self._pending = PendingSample()
+        self._settlement = Settlement()
+        self._layers = LayerTotals(None if exponential is None else exponential.layers)
+        self._observed = ObservedNorm(None if exponential is None else exponential.observed)
+        self._optimizers = OptimizerTotals(self._observed, None if exponential is None else exponential.optimizers)
+        self._local = LocalTotals()
+        self._probes = Probes(hints)
+        self._undelivered = 0
+        self._unread: Unread[int] = Unread(int, int.__add__)
+        self._samples_read = 0
+        """Samples before the last read of any consumer."""
+
+    def use(self, table: ParameterTable) -> None:
+        """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
+        self._layers.use(table)
+
+    def apply(self, event: GradientEvent) -> None:
+        """Takes one event; its vectors have arrived."""
+        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+            self._apply(event)
+
+    def _apply(self, event: GradientEvent) -> None:
+        match event:
+            case Captured():
+                self._publish(self._pending.replaced_by(event))
+                self._pending.begin(event)
+                self._local.take(None)
+            case Local():
+                self._local.take(event)
+            case AfterClip():
+                self._pending.seen_after(event)
+            case Closed():
+                self._publish(self._pending.closed_by(event))
+                self._pending.clear(event)
+            case OutcomeResolved():
+                self._observed.resolve(event.outcome)
+            case Weights():
+                self._layers.weigh(event)
+
+    def give_up(self, event: object) -> None:
+        """Counts a capture whose vectors never arrived."""
+        self._undelivered += isinstance(event, Captured)
+
+    def observe_norm(self, norm: float) -> None:
+        """Takes a global norm that the user computed before clipping; from then on it is the source of that norm."""
+        with np.errstate(all="ignore"):
+            self._observed.observe(norm)
+
+    def stepped(self, rounds: int) -> None:
+        """So many rounds are over."""
+        self._local.batches.stepped(rounds)
+
+    def observe_batch(self, examples: float) -> None:
+        """Takes an observed number of training examples."""
+        self._local.batches.observed(examples)
+
+    def expire(self, now: float) -> None:
+        """Counts a sample that has been pending for too long; `now` is Unix time."""
+        with np.errstate(all="ignore"):
+            self._publish(self._pending.expired(now))
+
+    def _publish(self, ended: Ended | None) -> None:
+        """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
+        if ended is None:
+            return
+        self._observed.sampled()
+        settled = self._settlement.settle(ended)
+        self._layers.use(settled.sample.captured.table)
+        self._layers.publish(settled)
+        self._optimizers.publish(settled)
+        self._local.publish(settled.sample, settled.closed.owners, settled.shown, settled.unmeasured)
+        self._pending.count(settled.shown, sized=settled.sample.sized)
+        self._probes.choose(settled)
+
+    def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
+        """A copy of all values as of `now`, Unix time.
+
+        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way.
+        """
+        if not more_to_come:
+            self.expire(now)
+        layers, over = self._layers.snapshot(now), self._optimizers.snapshot()
+        return GradientSnapshot(
+            table=layers.table,
+            layer_values=layers.values,
+            recent_max=layers.recent_max,
+            optimizers=over.optimizers,
+            totals=over.totals,
+            samples=self._pending.samples,
+            undelivered=self._undelivered,
+            norm_observed=over.norm_observed,
+            local=self._local.snapshot(),
+            untracked=layers.untracked,
+            exponential=layers.exponential,
+            exponential_totals=over.exponential,
+        )
+
+    def follow(self, cursor: Cursor) -> None:
+        """Begins with a consumer: what comes from now on is new to it."""
+        self._layers.follow(cursor)
+        self._optimizers.follow(cursor)
+        self._unread.follow(cursor, self._unread_samples())
+
+    def read(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
+        """What is new to a consumer, in the order of the snapshot, which is of the same moment."""
+        peaks = self._layers.take_peaks(cursor)
+        over = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
+        return NewGradients(self._unread.take(cursor, self._unread_samples()), peaks, over)
+
+    def _unread_samples(self) -> int:
+        more, self._samples_read = self._pending.samples - self._samples_read, self._pending.samples
+        return more

@@ -1,0 +1,145 @@
+"""Settlement: what happened to a sample between the end of its backward and the step.
+
+That is its loss scale, how it was clipped, and which optimizers a gradient scaler left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from torch_grad_exporter.aggregation import clipping
+from torch_grad_exporter.aggregation.clipping import Clipping
+from torch_grad_exporter.aggregation.pending import Ended
+from torch_grad_exporter.aggregation.samples import Sample, arrived, values
+from torch_grad_exporter.aggregation.tables import UNOWNED
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.transfer.events import AfterClip, Closed, Outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """A sample as it is counted.
+
+    `shown`: the optimizers whose parameters it shows; `left_out`: those of them that a gradient scaler left out. `uncounted`:
+    those whose part of the round was not counted before, `unmeasured`: those whose sizes were not. `clippings`: by optimizer.
+    """
+
+    sample: Sample
+    closed: Closed
+    shown: frozenset[int]
+    left_out: frozenset[int]
+    uncounted: frozenset[int]
+    unmeasured: frozenset[int]
+    clippings: Mapping[int, Clipping]
+
+    def gradients(self, optimizers: frozenset[int]) -> BoolArray:
+        """Which gradients of the sample these optimizers own, shape (parameters,)."""
+        return np.isin(self.closed.owners, list(optimizers)) & self.sample.present
+
+    def gradients_of(self, optimizer: int) -> BoolArray:
+        """The same of one."""
+        mine: BoolArray = (self.closed.owners == optimizer) & self.sample.present
+        return mine
+
+    def outcome(self, optimizer: int) -> Outcome:
+        """What became of this optimizer's step."""
+        return Outcome.SKIPPED if optimizer in self.left_out else self.closed.outcome
+
+    @property
+    def disagree(self) -> bool:
+        """Whether probes of one optimizer disagreed."""
+        return any(verdict.disagree for verdict in self.clippings.values())
+
+
+@dataclass(slots=True)
+class Settlement:
+    """Settles samples, and remembers what earlier ones have shown of scalers."""
+
+    _scaled_by_hand: set[int] = field(default_factory=set)
+    """The optimizers whose gradients have shown a loss scale that nothing told of."""
+    _faithful: dict[tuple[frozenset[int], int], bool] = field(default_factory=dict)
+    """By the owners of what a round wrote: whether an optimizer stepped in each of them in which its gradients were finite."""
+
+    def settle(self, ended: Ended) -> Settled:
+        """The sample without its loss scale, or without sizes where that is not known."""
+        sample, closed = ended.sample, ended.closed
+        verdicts = self._compare(sample, ended.after, closed)
+        found_inf = {event.optimizer for event in ended.after if event.found_inf and values(event.found_inf.ready())[0]}
+        left_out = found_inf | self._overflowed(sample, closed)
+        if not self._scale_is_known(ended):
+            sample = sample.without_sizes()
+            verdicts = {optimizer: replace(verdict, coefficient=None) for optimizer, verdict in verdicts.items()}
+        shown = closed.stepped | left_out
+        return Settled(sample, closed, shown, frozenset(left_out), shown - ended.counted, shown - ended.measured, verdicts)
+
+    def _overflowed(self, sample: Sample, closed: Closed) -> set[int]:
+        """The optimizers that a gradient scaler left out: they step on gradients such as these whenever theirs are finite.
+
+        A generator's backward writes gradients of the discriminator, too, whose optimizer steps in no such round.
+        """
+        kind = frozenset(closed.owners[sample.present].tolist()) - {UNOWNED}
+        found: set[int] = set()
+        if closed.outcome is not Outcome.STEPPED:
+            return found
+        for optimizer in kind:
+            if optimizer in closed.stepped:
+                self._faithful.setdefault((kind, optimizer), True)
+            elif not sample.nonfinite(closed.owners == optimizer):
+                self._faithful[kind, optimizer] = False
+            elif self._faithful.get((kind, optimizer), False):
+                found.add(optimizer)
+        return found
+
+    def _scale_is_known(self, ended: Ended) -> bool:
+        """Whether the sample is free of any loss scale.
+
+        Before the first step a scaler may be there that is not known; but one skips no step whose gradients are finite.
+        """
+        sample, closed = ended.sample, ended.closed
+        if sample.unscaled:
+            return True
+        if closed.stepped & self._scaled_by_hand:
+            return False
+        stepped = closed.outcome is Outcome.STEPPED or bool(ended.after)
+        return sample.captured.scale_known or stepped or (ended.over and not sample.nonfinite())
+
+    def _compare(self, sample: Sample, events: tuple[AfterClip, ...], closed: Closed) -> dict[int, Clipping]:
+        """Compares the norms before and after, and unscales the sample by a scale that is known only now."""
+        after = np.zeros(len(closed.owners))
+        measured = np.zeros(len(closed.owners), dtype=np.bool_)
+        full = bool(events)
+        for event in events:
+            full &= event.full
+            own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
+            for part in event.parts:
+                after[part.positions] = arrived(part)[:, 0] / own_scale
+                measured[part.positions] = True
+            if event.loss_scale is not None:  # of the scaler that stands among the step's callers
+                sample.unscale(float(values(event.loss_scale.ready())[0]))
+        measured &= sample.present
+        mine = {optimizer: sample.present & (closed.owners == optimizer) for optimizer in closed.stepped}
+        if not sample.unscaled:
+            self._reveal_scale(sample, after, measured, mine)
+        before = norms_of(sample)
+        return {o: clipping.compare(before[own], after[own], measured[own], full=full) for o, own in mine.items()}
+
+    def _reveal_scale(self, sample: Sample, after: FloatArray, measured: BoolArray, mine: dict[int, BoolArray]) -> None:
+        """Divides by the scale that the norms themselves reveal. Each sample's is its own: the next one's may have grown."""
+        before = norms_of(sample)
+        found = {o: clipping.revealed_scale(before[own], after[own], measured[own]) for o, own in mine.items()}
+        scales = {optimizer: scale for optimizer, scale in found.items() if scale is not None}
+        by_hand = {optimizer: scale for optimizer, scale in scales.items() if scale != 1}
+        self._scaled_by_hand |= by_hand.keys()
+        if scales:
+            # Clipping makes a scale seem larger than it is.
+            sample.unscale(min((by_hand or scales).values()))
+
+
+def norms_of(sample: Sample) -> FloatArray:
+    """The norm of each gradient of a sample, shape (parameters,)."""
+    norms: FloatArray = sample.columns[:, Column.NORM]
+    return norms
