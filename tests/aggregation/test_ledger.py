@@ -47,7 +47,7 @@ def parts(table: ParameterTable, rows: Rows) -> tuple[Part, ...]:
         return ()
     positions = np.array(list(rows), dtype=np.int64)
     rows_ = np.array(list(rows.values()), dtype=np.float64)
-    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), table.shape[1]),)
+    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), rows_.shape[1]),)
 
 
 def ticket(value: float | None) -> Arrived | None:

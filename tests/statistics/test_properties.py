@@ -62,7 +62,7 @@ def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
     return model, LayerIndex({"": model}).table
 
 
-def table(measured: Sequence[Measurement]) -> dict[int, list[float]]:
+def by_position(measured: Sequence[Measurement]) -> dict[int, list[float]]:
     """The rows by position."""
     return {
         position: values
@@ -120,7 +120,7 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
     model, table = plan_of(drawn)
     before = [bits(one.gradient) for one in drawn]
     measured = path(9, moments=True).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
-    rows = table(measured)
+    rows = by_position(measured)
     assert sorted(rows) == [position for position, one in enumerate(drawn) if one.values.size]
     for position, found in rows.items():
         assert_true(found, drawn[position])
@@ -139,13 +139,13 @@ def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: l
     model, table = plan_of(drawn)
     measuring = path(9, moments=True)
     gradients = [(position, one.gradient) for position, one in enumerate(drawn)]
-    whole = table(measuring.measure(table, gradients, 1))
+    whole = by_position(measuring.measure(table, gradients, 1))
     some = [pair for pair in gradients if data.draw(st.booleans())]
     for part in (gradients, some, *([pair] for pair in gradients)):
-        for position, (alone,) in table(measuring.norms(table, part)).items():
+        for position, (alone,) in by_position(measuring.norms(table, part)).items():
             assert repr(alone) == repr(whole[position][Column.NORM])
     for pair in gradients:
-        for position, alone in table(measuring.measure(table, [pair], 2)).items():
+        for position, alone in by_position(measuring.measure(table, [pair], 2)).items():
             for column in set(Column) - {Column.DEAD_UNITS, Column.SUM}:
                 assert repr(alone[column]) == repr(whole[position][column])
             assert_sum(alone[Column.SUM], drawn[position].flat)
@@ -178,7 +178,8 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
     module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     table = LayerIndex({"": module}).table
     first, shuffled, negated, larger = (
-        table(path(9, moments=True).measure(table, [(0, v.reshape(shape))], 1))[0] for v in (values, values[order], -values, scaled)
+        by_position(path(9, moments=True).measure(table, [(0, v.reshape(shape))], 1))[0]
+        for v in (values, values[order], -values, scaled)
     )
     for other, times in ((shuffled, 1.0), (negated, 1.0), (larger, factor)):
         for column in (Column.ZEROS, Column.NANS, Column.INFS):
@@ -216,7 +217,7 @@ def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[Eage
             gradients.append((position, torch.tensor([UNIT[state] for state in states])))
         cut = data.draw(st.integers(0, len(gradients)))
         readings = [*measuring.read(table, gradients[:cut]), *measuring.read(table, gradients[cut:])]
-        for position, found in table(measuring.finish(readings, number)).items():
+        for position, found in by_position(measuring.finish(readings, number)).items():
             units = zip(*history[position].values(), strict=True)
             known = [[state for state in states if state != "nan"] for states in units]
             assert found[Column.DEAD_UNITS] == sum(bool(k) and set(k[-window:]) == {"zero"} for k in known)

@@ -42,8 +42,8 @@ def rows_of(
 ) -> dict[int, np.ndarray]:
     """The measured columns of each position."""
     (measured,) = statistics.measure(table, list(enumerate(gradients)), sample)
-    table = measured.vector.numpy().reshape(-1, measured.width)
-    return dict(zip(measured.positions.tolist(), table, strict=True))
+    rows = measured.vector.numpy().reshape(-1, measured.width)
+    return dict(zip(measured.positions.tolist(), rows, strict=True))
 
 
 def assert_agrees(row: np.ndarray, gradient: torch.Tensor, table: ParameterTable, position: int, rel: float | None = None) -> None:
@@ -388,10 +388,10 @@ def test_transposed_convolutions_count_output_channels() -> None:
     table = plan_of(layer)
     statistics = EagerStatistics(9, moments=True)
     (measured,) = statistics.measure(table, [(0, layer.weight.grad), (1, layer.bias.grad)], 1)
-    table = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.width), strict=True))
-    assert table[0][Column.ZERO_UNITS] == len(ignored)
+    rows = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.width), strict=True))
+    assert rows[0][Column.ZERO_UNITS] == len(ignored)
     assert dict(zip(measured.positions.tolist(), measured.units.tolist(), strict=True)) == {0: 6, 1: 0}
-    assert_agrees(table[0], layer.weight.grad, table, 0)
+    assert_agrees(rows[0], layer.weight.grad, table, 0)
 
 
 def test_convolutions_count_output_channels() -> None:
