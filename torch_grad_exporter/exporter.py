@@ -20,6 +20,7 @@ from opentelemetry.metrics import MeterProvider
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter import lifecycle as living
+from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.ledger import GradientLedger
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -56,7 +57,9 @@ from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 from torch_grad_exporter.outputs.outputs import Outputs, Rank
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.transfer.events import Hints, mailbox
 from torch_grad_exporter.version import __version__
 
@@ -163,6 +166,7 @@ class Exporter:
         settings, index = self.settings, self._index
         post = mailbox()
         hints = Hints()
+        layout = Layout.of(chosen({"moments": settings.moments}))
         self._hooks = Hooks(self._errors)
         self._clock = StepClock(post)
         self._memory = DeviceMemory(used=lambda: self._loop.devices)
@@ -170,7 +174,7 @@ class Exporter:
         self._optimizers = Optimizers(index, optimizers)
         reader = GradientReader(
             optimizers=self._optimizers,
-            statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
+            statistics=EagerStatistics(settings.dead_window, layout),
             mailbox=post,
             hints=hints,
             scaler=grad_scaler,
@@ -203,7 +207,7 @@ class Exporter:
             weights=WeightProbe(post) if settings.weights else None,
             periodic=self._look_at_devices if settings.collectors & {"cuda_memory", "gpu"} else None,
         )
-        ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None)
+        ledger = GradientLedger(settings.dead_window, hints, Exponentials() if exponential else None, DeclaredValues(layout))
         ledger.use(index.table)
         self._host = HostSide(post, ledger, TrainingTotals(), self._errors, periodic=self._loop.count_only.look)
         self._snapshot = self._host.snapshot()

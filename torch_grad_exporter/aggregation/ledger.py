@@ -18,6 +18,7 @@ import numpy as np
 
 from torch_grad_exporter.aggregation import clipping
 from torch_grad_exporter.aggregation.baseline import Baselines
+from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.peaks import Peaks
@@ -75,6 +76,7 @@ class GradientSnapshot:
     `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
     `peaks`: of each layer the largest norm and z-score since the last look, shape (2, layers), and `peaks_of_totals` of each
     optimizer the largest norm and norm after clipping; NaN where there was no new one.
+    `declared`: by column of each other statistic, `statistic.column`, its values, shape (layers,); NaN where there is none.
     `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if they are counted.
     """
 
@@ -91,6 +93,7 @@ class GradientSnapshot:
     peaks_of_totals: FloatArray
     exponential: tuple[Counts, ...] | None = None
     exponential_totals: tuple[Counts, ...] | None = None
+    declared: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -103,6 +106,7 @@ class GradientLedger:
     dead_window: int
     hints: Hints
     exponential: Exponentials | None = None
+    declared: DeclaredValues = field(default_factory=DeclaredValues)
     local: LocalTotals = field(default_factory=LocalTotals)
     samples: int = 0
     undelivered: int = 0
@@ -147,6 +151,7 @@ class GradientLedger:
         self._layers = np.concatenate([self._layers, more])
         self._layer_baseline.grow(len(self._layers))
         self._peaks.grow(len(self._layers))
+        self.declared.grow(len(self._layers))
         self._rows = np.array([self._row_of[label] for label in table.layers], dtype=np.int64)
         self._table = table
 
@@ -239,8 +244,21 @@ class GradientLedger:
         if look:
             for forgetful in (self._peaks, self._peaks_of_totals, self._peaks_of_observed):
                 forgetful.forget()
+        declared = self.declared.of(self._rows)
         return GradientSnapshot(
-            table, layer_values, recent, optimizers, totals, self.samples, self.undelivered, observed, local, *peaks, layers, over
+            table,
+            layer_values,
+            recent,
+            optimizers,
+            totals,
+            self.samples,
+            self.undelivered,
+            observed,
+            local,
+            *peaks,
+            layers,
+            over,
+            declared,
         )
 
     def _peaks_over(self, optimizers: tuple[int, ...], *, observed: bool) -> FloatArray:
@@ -393,6 +411,7 @@ class GradientLedger:
         layer_values["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
         layer_values["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
         self._moments(groups, rows, norms, elements)
+        self.declared.enter(sample, groups, rows)
         self._count_layers(Groups.of(sample, np.isin(owners, list(shown - self._counted)) & sample.present))
         self._judge_layers(Groups.of(sample, np.isin(owners, list(shown - self._measured)) & sample.present), sample)
 
