@@ -23,7 +23,7 @@ from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture import capture
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.layout import ORDINARY, Packing
 from torch_grad_exporter.transfer import events, transfer
 from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Part, mailbox
 from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
@@ -228,7 +228,7 @@ def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.M
     gradients.use(table)
     side = HostSide(post, gradients, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
     zero = np.zeros(1, dtype=np.int64)
-    part = Part(zero, np.array([4]), np.array([2]), Never(), len(Column))
+    part = Part(zero, np.array([4]), np.array([2]), Never(), Packing(ORDINARY))
     post.append(Captured(1, table, (part,), zero[:0], zero, 0.0, likely_last=True, usual=frozenset()))
     post.append(Observed("loss", Never()))
     for _ in range(3):

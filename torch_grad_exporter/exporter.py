@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 import torch
 
 from torch_grad_exporter import lifecycle, torch_compat
+from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -44,7 +45,9 @@ from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.transfer.events import Hints, Mailbox, mailbox
 from torch_grad_exporter.version import __version__
 
@@ -67,7 +70,10 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSide:
-    """What belongs to the training thread. `hints`: the one way back, from the host's side."""
+    """What belongs to the training thread. `hints`: the one way back, from the host's side.
+
+    `layout`: what is measured of a gradient.
+    """
 
     mailbox: Mailbox
     hints: Hints
@@ -77,17 +83,19 @@ class TrainingSide:
     optimizers: Optimizers
     memory: DeviceMemory
     capture: Capture
+    layout: Layout
 
 
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
     post, hints = mailbox(), Hints()
+    layout = Layout.of(chosen({"moments": settings.moments}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
     optimizers = Optimizers(index, checked.optimizers)
     reader = GradientReader(
         optimizers=optimizers,
-        statistics=EagerStatistics(settings.dead_window, moments=settings.moments),
+        statistics=EagerStatistics(settings.dead_window, layout),
         mailbox=post,
         hints=hints,
         scaler=checked.grad_scaler,
@@ -113,13 +121,13 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     )
     return TrainingSide(
         mailbox=post, hints=hints, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
-        capture=capture,
+        capture=capture, layout=layout,
     )  # fmt: skip
 
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
     exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
-    gradients = GradientAggregation(training.hints, exponentials)
+    gradients = GradientAggregation(training.hints, exponentials, DeclaredValues(training.layout))
     gradients.use(checked.index.table)
     return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
 

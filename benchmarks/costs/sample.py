@@ -21,7 +21,9 @@ from benchmarks.interleave import compare, interleave, interval
 from benchmarks.workloads import WORKLOADS, Training
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.statistics import moments as sums
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import Layout
 
 BARS: Mapping[str, float | None] = {"decoder": 3.0, "small_layers": 4.0, "resnet18": None}
 """Most that the statistics of a sample may take, in times of one `torch._foreach_norm`."""
@@ -83,7 +85,7 @@ def parts(name: str, table: ParameterTable, gradients: Gradients, seconds: float
 
 
 def _candidates(table: ParameterTable, gradients: Gradients) -> dict[str, Callable[[], object]]:
-    plain, moments = EagerStatistics(100), EagerStatistics(100, moments=True)
+    plain, moments = EagerStatistics(100), EagerStatistics(100, Layout.of([sums.STATISTIC]))
     broken, tiny = EagerStatistics(100), EagerStatistics(100)
     sample = itertools.count()
     tensors = [g for _, g in gradients]

@@ -18,6 +18,7 @@ from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
 from torch_grad_exporter.transfer.transfer import Arrived
 
@@ -48,7 +49,8 @@ def parts(table: ParameterTable, rows: Rows) -> tuple[Part, ...]:
         return ()
     positions = np.array(list(rows), dtype=np.int64)
     rows_ = np.array(list(rows.values()), dtype=np.float64)
-    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), rows_.shape[1]),)
+    packing = Packing(NORMS if rows_.shape[1] == 1 else ORDINARY)
+    return (Part(positions, table.elements[positions], table.units[positions], Arrived(rows_.reshape(-1)), packing),)
 
 
 def ticket(value: float | None) -> Arrived | None:

@@ -19,6 +19,7 @@ from torch_grad_exporter.aggregation.worker import LOST_SECONDS, WAIT_SECONDS, H
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
 from torch_grad_exporter.transfer.events import (
     AfterClip,
     Captured,
@@ -85,10 +86,9 @@ class Scene:
 
     def capture(self, number: int, norm: float = 1.0, ticket: Late | None = None) -> Late | None:
         """A capture and the end of its round."""
-        width = len(Column)
-        values = [norm] + [0.0] * (width - 1)
+        values = [norm] + [0.0] * (len(Column) - 1)
         arrived = ticket or Arrived(np.array(values))
-        part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), arrived, width)
+        part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), arrived, Packing(ORDINARY))
         self.post.append(
             Captured(number, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, self.time, likely_last=True, usual=frozenset())
         )
@@ -166,7 +166,7 @@ def test_weights_and_scales_are_waited_for_too() -> None:
     scene = Scene()
     weights, scale = Late(1.0, 2.0, 0.5), Late(2.0)
     scene.post.append(Weights(PLAN, np.zeros(1, dtype=np.int64), weights))
-    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(np.array([8.0] + [0.0] * 8)), len(Column))
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(np.array([8.0] + [0.0] * 8)), Packing(ORDINARY))
     scene.post.append(
         Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset(), scale=scale)
     )
@@ -206,7 +206,7 @@ def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
     scene.capture(1, ticket=measured)
     closed = scene.post.pop()
     probe = Late(1.0)
-    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, 1)
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, Packing(NORMS))
     scene.post.extend((AfterClip(1, 0, (part,), full=True), closed))
     scene.host.drain()
     scene.time = NOW + 5

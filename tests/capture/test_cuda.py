@@ -21,10 +21,11 @@ from tests.matrix.harness import EVERYTHING, Way
 from tests.support.models import Perceptron
 from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import errors, mode, value
+from tests.support.statistics import WITH_MOMENTS
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.statistics import COLUMNS, Column
+from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.reference import measure as reference
 from torch_grad_exporter.transfer.transfer import HostTransfer
@@ -113,8 +114,8 @@ def test_statistics_against_the_reference(dtype: torch.dtype) -> None:
         if position == 4:
             gradient.view(-1)[:2] = torch.tensor([torch.finfo(dtype).max / 2, torch.finfo(dtype).tiny], dtype=dtype)
         gradients.append((position, gradient))
-    (found,) = EagerStatistics(1, moments=True).measure(table, gradients, 0)
-    rows = found.vector.cpu().numpy().reshape(-1, COLUMNS)
+    (found,) = EagerStatistics(1, WITH_MOMENTS).measure(table, gradients, 0)
+    rows = found.packing.rows(found.vector.cpu().numpy(), len(found.positions))
     for position, row in zip(found.positions, rows, strict=True):
         expected = reference(gradients[position][1].cpu(), table.tracked[position].units)
         exact = [Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.ZERO_UNITS]

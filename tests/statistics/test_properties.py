@@ -31,12 +31,13 @@ from tests.support.gradients import (
 )
 from tests.support.properties import both_formats, no_timeout_in_a_soak, totals
 from tests.support.record import Recorder, norm
+from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
-from torch_grad_exporter.statistics import Column, device, reference
-from torch_grad_exporter.statistics.batches import batches
-from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.statistics import Column, reference
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 
 pytestmark = no_timeout_in_a_soak
 
@@ -44,13 +45,8 @@ pytestmark = no_timeout_in_a_soak
 class OnDevice(EagerStatistics):
     """Measures CPU tensors in the way of other devices."""
 
-    _on_host = EagerStatistics._on_device
-
-    def norms(self, table: ParameterTable, gradients: Sequence[tuple[int, torch.Tensor]]) -> list[Measurement]:
-        return [
-            Measurement(np.array(batch.positions), np.zeros(0), np.zeros(0), device.norms(batch).double(), 1)
-            for batch in batches(table, gradients)
-        ]
+    def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
+        super().__init__(dead_window, layout, on_host=frozenset())
 
 
 both_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice], ids=["host", "device"])
@@ -60,15 +56,6 @@ def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
     """A model of all the modules, to be kept alive, and its table, in which a parameter's position is its place here."""
     model = torch.nn.ModuleList([one.module for one in drawn])
     return model, LayerIndex({"": model}).table
-
-
-def table(measured: Sequence[Measurement]) -> dict[int, list[float]]:
-    """The rows by position."""
-    return {
-        position: values
-        for one in measured
-        for position, values in zip(one.positions.tolist(), one.vector.reshape(-1, one.width).tolist(), strict=True)
-    }
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -119,8 +106,8 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
     """Whatever the gradients of a model are, each one's row says what a sum by hand says, and no gradient is changed."""
     model, table = plan_of(drawn)
     before = [bits(one.gradient) for one in drawn]
-    measured = path(9, moments=True).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
-    rows = table(measured)
+    measured = path(9, WITH_MOMENTS).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
+    rows = by_position(measured)
     assert sorted(rows) == [position for position, one in enumerate(drawn) if one.values.size]
     for position, found in rows.items():
         assert_true(found, drawn[position])
@@ -137,15 +124,15 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
 def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: list[Drawn], data: st.DataObject) -> None:
     """All that is measured has the same bits among any other gradients and alone; only a sum may be rounded otherwise."""
     model, table = plan_of(drawn)
-    measuring = path(9, moments=True)
+    measuring = path(9, WITH_MOMENTS)
     gradients = [(position, one.gradient) for position, one in enumerate(drawn)]
-    whole = table(measuring.measure(table, gradients, 1))
+    whole = by_position(measuring.measure(table, gradients, 1))
     some = [pair for pair in gradients if data.draw(st.booleans())]
     for part in (gradients, some, *([pair] for pair in gradients)):
-        for position, (alone,) in table(measuring.norms(table, part)).items():
+        for position, (alone,) in by_position(measuring.norms(table, part)).items():
             assert repr(alone) == repr(whole[position][Column.NORM])
     for pair in gradients:
-        for position, alone in table(measuring.measure(table, [pair], 2)).items():
+        for position, alone in by_position(measuring.measure(table, [pair], 2)).items():
             for column in set(Column) - {Column.DEAD_UNITS, Column.SUM}:
                 assert repr(alone[column]) == repr(whole[position][column])
             assert_sum(alone[Column.SUM], drawn[position].flat)
@@ -178,7 +165,8 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
     module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     table = LayerIndex({"": module}).table
     first, shuffled, negated, larger = (
-        table(path(9, moments=True).measure(table, [(0, v.reshape(shape))], 1))[0] for v in (values, values[order], -values, scaled)
+        by_position(path(9, WITH_MOMENTS).measure(table, [(0, v.reshape(shape))], 1))[0]
+        for v in (values, values[order], -values, scaled)
     )
     for other, times in ((shuffled, 1.0), (negated, 1.0), (larger, factor)):
         for column in (Column.ZEROS, Column.NANS, Column.INFS):
@@ -216,7 +204,7 @@ def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[Eage
             gradients.append((position, torch.tensor([UNIT[state] for state in states])))
         cut = data.draw(st.integers(0, len(gradients)))
         readings = [*measuring.read(table, gradients[:cut]), *measuring.read(table, gradients[cut:])]
-        for position, found in table(measuring.finish(readings, number)).items():
+        for position, found in by_position(measuring.finish(readings, number)).items():
             units = zip(*history[position].values(), strict=True)
             known = [[state for state in states if state != "nan"] for states in units]
             assert found[Column.DEAD_UNITS] == sum(bool(k) and set(k[-window:]) == {"zero"} for k in known)

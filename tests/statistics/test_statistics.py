@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, batches
@@ -42,8 +43,8 @@ def rows_of(
 ) -> dict[int, np.ndarray]:
     """The measured columns of each position."""
     (measured,) = statistics.measure(table, list(enumerate(gradients)), sample)
-    table = measured.vector.numpy().reshape(-1, measured.width)
-    return dict(zip(measured.positions.tolist(), table, strict=True))
+    rows = measured.vector.numpy().reshape(-1, measured.packing.width)
+    return dict(zip(measured.positions.tolist(), rows, strict=True))
 
 
 def assert_agrees(row: np.ndarray, gradient: torch.Tensor, table: ParameterTable, position: int, rel: float | None = None) -> None:
@@ -63,7 +64,7 @@ def assert_agrees(row: np.ndarray, gradient: torch.Tensor, table: ParameterTable
 def assert_measured(module: torch.nn.Module, gradients: Sequence[torch.Tensor], rel: float | None = None) -> None:
     """One gradient for each parameter of the module, measured together, agrees with the reference one by one."""
     table = plan_of(module)
-    rows = rows_of(EagerStatistics(100, moments=True), table, gradients)
+    rows = rows_of(EagerStatistics(100, WITH_MOMENTS), table, gradients)
     assert sorted(rows) == list(range(len(gradients)))
     for position, gradient in enumerate(gradients):
         assert_agrees(rows[position], gradient, table, position, rel)
@@ -108,7 +109,7 @@ def test_types_of_one_byte_are_measured_as_float32(dtype: torch.dtype) -> None:
     """A gradient of an 8-bit type, with which torch hardly computes, is measured by its values, among others."""
     gradients = [some((4, 7)).to(dtype), some((4, 7), seed=1), some((300, 200), seed=2).to(dtype)]
     table = plan_of(Bare((4, 7), (4, 7), (300, 200)))
-    rows = rows_of(EagerStatistics(9, moments=True), table, gradients)
+    rows = rows_of(EagerStatistics(9, WITH_MOMENTS), table, gradients)
     for position, gradient in enumerate(gradients):
         assert_agrees(rows[position], gradient.float(), table, position)
 
@@ -118,7 +119,7 @@ def test_norms_are_exact_enough_for_a_spread(shape: tuple[int, ...]) -> None:
     """Where moments are wanted, what is left of a norm without its mean is right to a millionth of it."""
     for constant, spread in ((1.0, 0.0), (0.3, 0.0), (0.3, 1e-3)):
         gradient = constant + spread * some(shape)
-        statistics = EagerStatistics(9, moments=True)
+        statistics = EagerStatistics(9, WITH_MOMENTS)
         (row,) = rows_of(statistics, plan_of(Bare(shape)), [gradient]).values()
         rms, mean = row[Column.NORM] / math.sqrt(gradient.numel()), row[Column.SUM] / gradient.numel()
         found = rms * math.sqrt(max(0.0, 1 - (mean / rms) ** 2))
@@ -289,7 +290,7 @@ def test_infinities_of_both_signs_in_different_blocks_raise_no_warning() -> None
     """A big gradient with +Inf in one block and -Inf in another is counted, silently."""
     gradient = torch.ones(3 * BLOCK_ELEMENTS)
     gradient[5], gradient[-5] = INF, -INF
-    (row,) = rows_of(EagerStatistics(9, moments=True), plan_of(Bare(gradient.shape)), [gradient]).values()
+    (row,) = rows_of(EagerStatistics(9, WITH_MOMENTS), plan_of(Bare(gradient.shape)), [gradient]).values()
     assert (row[Column.INFS], row[Column.MIN], row[Column.MAX]) == (2, -INF, INF)
     assert math.isnan(row[Column.SUM])
 
@@ -386,12 +387,12 @@ def test_transposed_convolutions_count_output_channels() -> None:
     assert layer.bias is not None
     assert layer.bias.grad is not None
     table = plan_of(layer)
-    statistics = EagerStatistics(9, moments=True)
+    statistics = EagerStatistics(9, WITH_MOMENTS)
     (measured,) = statistics.measure(table, [(0, layer.weight.grad), (1, layer.bias.grad)], 1)
-    table = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.width), strict=True))
-    assert table[0][Column.ZERO_UNITS] == len(ignored)
+    rows = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.packing.width), strict=True))
+    assert rows[0][Column.ZERO_UNITS] == len(ignored)
     assert dict(zip(measured.positions.tolist(), measured.units.tolist(), strict=True)) == {0: 6, 1: 0}
-    assert_agrees(table[0], layer.weight.grad, table, 0)
+    assert_agrees(rows[0], layer.weight.grad, table, 0)
 
 
 def test_convolutions_count_output_channels() -> None:
@@ -420,7 +421,7 @@ def test_moments_are_summed_only_when_asked_for() -> None:
     gradient = some((6, 5))
     (row,) = rows_of(EagerStatistics(9), plan_of(Bare((6, 5))), [gradient]).values()
     assert row[Column.SUM] == 0
-    (row,) = rows_of(EagerStatistics(9, moments=True), plan_of(Bare((6, 5))), [gradient]).values()
+    (row,) = rows_of(EagerStatistics(9, WITH_MOMENTS), plan_of(Bare((6, 5))), [gradient]).values()
     assert row[Column.SUM] == pytest.approx(math.fsum(gradient.double().reshape(-1).tolist()), rel=1e-12)
 
 
@@ -434,7 +435,7 @@ def test_norms_alone_are_bit_equal_to_those_of_the_measurement() -> None:
         statistics = EagerStatistics(9)
         before = {position: row[Column.NORM] for position, row in rows_of(statistics, table, gradients).items()}
         (together,) = statistics.norms(table, list(enumerate(gradients)))
-        assert together.width == 1
+        assert together.packing.width == 1
         assert dict(zip(together.positions.tolist(), together.vector.tolist(), strict=True)) == before
         for position, gradient in enumerate(gradients):
             (alone,) = statistics.norms(table, [(position, gradient)])
@@ -454,7 +455,7 @@ def test_the_gradient_is_left_as_it_was() -> None:
     """Measuring changes no bit of a gradient, also where it measures a row again."""
     gradient = torch.cat([some((400, 300)), torch.full((3, 300), 1e-24), torch.full((2, 300), INF)])
     kept = gradient.clone()
-    rows_of(EagerStatistics(9, moments=True), plan_of(Bare(gradient.shape)), [gradient])
+    rows_of(EagerStatistics(9, WITH_MOMENTS), plan_of(Bare(gradient.shape)), [gradient])
     assert torch.equal(gradient, kept)
 
 
@@ -532,7 +533,7 @@ def test_a_parameter_that_is_missing_keeps_its_state() -> None:
 
     def dead(sample: int, *positions: int, gradient: torch.Tensor = silent) -> dict[int, int]:
         (measured,) = statistics.measure(table, [(position, gradient) for position in positions], sample)
-        rows = measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].tolist()
+        rows = measured.vector.reshape(-1, measured.packing.width)[:, Column.DEAD_UNITS].tolist()
         return dict(zip(measured.positions.tolist(), map(int, rows), strict=True))
 
     assert dead(0, 0, 1, gradient=alive) == {0: 0, 1: 0}
@@ -551,7 +552,7 @@ def test_a_replaced_capture_with_other_parameters() -> None:
     found = []
     for sample, gradients in ((1, both), (2, silent[:1]), (2, silent), (3, silent[1:]), (3, silent)):
         (measured,) = statistics.measure(table, gradients, sample)
-        found.append(int(measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].sum()))
+        found.append(int(measured.vector.reshape(-1, measured.packing.width)[:, Column.DEAD_UNITS].sum()))
     assert found == [0, 0, 0, 1, 2]
 
 
@@ -606,7 +607,7 @@ def test_what_interrupts_a_measurement_costs_nothing_but_that_one() -> None:
             if line is not None and sample in (1, 2):
                 came |= interrupted_at(line, measure)
             (measured,) = measure()
-        return measured.vector.reshape(-1, measured.width)[:, Column.DEAD_UNITS].tolist(), came
+        return measured.vector.reshape(-1, measured.packing.width)[:, Column.DEAD_UNITS].tolist(), came
 
     expected, _ = samples(None)
     assert expected == [4.0, 2.0]
@@ -639,12 +640,12 @@ def test_everything_runs_without_looking_at_the_data() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         table = plan_of(Bare(*shapes, dtype=dtype, where="meta"))
         gradients = [(i, torch.empty(shape, dtype=dtype, device="meta")) for i, shape in enumerate(shapes)]
-        statistics = EagerStatistics(100, moments=True)
+        statistics = EagerStatistics(100, WITH_MOMENTS)
         for sample, members in enumerate((gradients, gradients[1:], gradients[:3], gradients)):
             (measured,) = statistics.measure(table, members, sample)
             assert measured.vector.is_meta
             assert sorted(measured.positions) == [i for i, _ in members if i != 4]
-            assert measured.vector.shape == (len(measured.positions) * measured.width,)
+            assert measured.vector.shape == (len(measured.positions) * measured.packing.width,)
         (norms,) = statistics.norms(table, gradients)
         assert norms.vector.is_meta
         assert norms.vector.shape == (len(shapes) - 1,)
@@ -681,27 +682,28 @@ def test_the_device_path_agrees_with_the_reference(case: str) -> None:
     dtype = gradients[0].dtype if gradients[0].is_complex() else torch.float32
     table = plan_of(Bare(*shapes, dtype=dtype))
     for batch in batches(table, enumerate(gradients)):
-        columns, magnitude = device.measure(batch, moments=True)
+        measured = device.measure(batch, WITH_MOMENTS, torch.float64)
+        columns, magnitude = measured.rows, measured.magnitudes
         zero = (magnitude == 0).reshape(len(batch.positions), -1).sum(dim=1)
-        again = device.norms(batch)
+        again, _ = device.norms(batch, torch.float64)
         for row, position in enumerate(batch.positions):
             columns[row, Column.ZERO_UNITS] = zero[row] if batch.units else 0
             assert_agrees(columns[row].numpy(), gradients[position], table, position, rel=1e-6)
-            assert np.array_equal(again[row].numpy(), columns[row, Column.NORM].numpy(), equal_nan=True)
+            assert np.array_equal(again[row, 0].numpy(), columns[row, Column.NORM].numpy(), equal_nan=True)
 
 
 def test_the_device_path_agrees_on_sparse_gradients() -> None:
     """The device path counts what a sparse gradient does not store."""
     gradient = sparse(torch.tensor([[0, 0, 1]]), -torch.ones(3, 3), (5, 3))
     table = plan_of(torch.nn.Embedding(5, 3, sparse=True))
-    (batch,) = batches(table, [(0, gradient)])
-    assert_agrees(device.measure(batch, moments=True)[0][0].numpy(), gradient, table, 0)
+    measured = EagerStatistics(9, WITH_MOMENTS, on_host=frozenset()).measure(table, [(0, gradient)], 1)
+    assert_agrees(by_position(measured)[0], gradient, table, 0)
 
 
 def test_the_device_path_tells_tiny_float64_rows_from_zero_ones() -> None:
     """A float64 row of 1e-60, on any device but the CPU, is not zero."""
     gradient = torch.tensor([[1e-60, 0.0], [0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
-    parts = list(batches(plan_of(Bare((3, 2), dtype=torch.float64)), [(0, gradient)]))
-    _, zero, alive = EagerStatistics(9)._on_device(parts)
-    assert zero.tolist() == [False, True, False]
-    assert alive.tolist() == [True, False, True]
+    table = plan_of(Bare((3, 2), dtype=torch.float64))
+    (reading,) = EagerStatistics(9, on_host=frozenset()).read(table, [(0, gradient)])
+    assert reading.zero.tolist() == [False, True, False]
+    assert reading.alive.tolist() == [True, False, True]

@@ -15,9 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.statistics.test_statistics import NAN, Bare, assert_agrees, plan_of, rows_of, some, sparse
+from tests.support.statistics import WITH_MOMENTS
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import ORDINARY
 from torch_grad_exporter.statistics.units import sums, sums_on_host
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,7 +46,7 @@ def test_a_gradient_of_another_kind_than_in_the_last_sample(change: str, shape: 
     """Samples whose gradients change their type, layout or strides are each measured by what they are, and so is what follows."""
     dtype = torch.complex64 if change == "complex" else torch.float32
     module = Bare(shape, shape, shape, (5,), dtype=dtype)
-    table, statistics = plan_of(module), EagerStatistics(9, moments=True)
+    table, statistics = plan_of(module), EagerStatistics(9, WITH_MOMENTS)
     ordinary = [some(s, dtype, seed=seed) for seed, s in enumerate([shape, shape, shape, (5,)])]
     other = [ordinary[0], CHANGES[change](some(shape, seed=7)), *ordinary[2:]]
     for sample, gradients in enumerate([ordinary, ordinary, other, other, ordinary, other]):
@@ -66,7 +68,7 @@ def test_gradients_that_come_and_go() -> None:
     samples = [(table, part) for part in (gradients, gradients[:2], gradients[1:]) for table in plans] * 2
     for sample, (table, part) in enumerate(samples):
         (measured,) = statistics.measure(table, part, sample)
-        norms = measured.vector.reshape(-1, measured.width)[:, Column.NORM].tolist()
+        norms = measured.vector.reshape(-1, measured.packing.width)[:, Column.NORM].tolist()
         expected = {position: pytest.approx((position + 1) * math.sqrt(6)) for position, _ in part}
         assert dict(zip(measured.positions.tolist(), norms, strict=True)) == expected
 
@@ -124,7 +126,7 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
 def test_the_memory_needed_does_not_grow_with_the_gradient(kind: str, *, moments: bool) -> None:
     """Measuring a gradient of 4 million elements makes no tensor and no array larger than a few blocks."""
     gradient = LARGE[kind]()
-    table, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9, moments=moments)
+    table, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9, WITH_MOMENTS if moments else ORDINARY)
     tracemalloc.start()
     try:
         with LargestResult(gradient) as mode:
@@ -190,7 +192,7 @@ def test_norms_do_not_need_the_newest_numpy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(np, "vecdot", raising=False)
     for shape in ((), (7,), (4, 6), (300, 1000), (70_001,)):
         gradient, table = some(shape), plan_of(Bare(shape))
-        assert_agrees(rows_of(EagerStatistics(9, moments=True), table, [gradient])[0], gradient, table, 0)
+        assert_agrees(rows_of(EagerStatistics(9, WITH_MOMENTS), table, [gradient])[0], gradient, table, 0)
 
 
 def test_units_are_summed_on_the_host_as_on_a_device() -> None:

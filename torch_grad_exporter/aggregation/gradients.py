@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.aggregation.cursor import Cursor, Unread
+from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
 from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
@@ -36,7 +37,8 @@ class GradientSnapshot:
     `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
     `untracked`: layers without a gradient that is tracked at present, and the remainder of removed ones: of these there are
     totals only. `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if
-    they are counted.
+    they are counted. `declared`: by column of each other statistic, `statistic.column`, its values, shape (layers,); NaN where
+    there is none.
     """
 
     table: ParameterTable
@@ -51,6 +53,7 @@ class GradientSnapshot:
     untracked: UntrackedLayers = field(default_factory=UntrackedLayers)
     exponential: tuple[Counts, ...] | None = None
     exponential_totals: tuple[Counts, ...] | None = None
+    declared: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,13 +72,14 @@ class NewGradients:
 class GradientAggregation:
     """Adds up samples. `hints`: where it tells which parameters are worth probing for clipping.
 
-    `exponential`: counts the same norms by exponential bucket, too, if it is given. For one thread at a time.
+    `exponential`: counts the same norms by exponential bucket, too, if it is given. `declared`: the values of other
+    statistics. For one thread at a time.
     """
 
-    def __init__(self, hints: Hints, exponential: Exponentials | None = None) -> None:
+    def __init__(self, hints: Hints, exponential: Exponentials | None = None, declared: DeclaredValues | None = None) -> None:
         self._pending = PendingSample()
         self._settlement = Settlement()
-        self._layers = LayerTotals(None if exponential is None else exponential.layers)
+        self._layers = LayerTotals(None if exponential is None else exponential.layers, declared or DeclaredValues())
         self._observed = ObservedNorm(None if exponential is None else exponential.observed)
         self._optimizers = OptimizerTotals(self._observed, None if exponential is None else exponential.optimizers)
         self._local = LocalTotals()
@@ -168,6 +172,7 @@ class GradientAggregation:
             untracked=layers.untracked,
             exponential=layers.exponential,
             exponential_totals=over.exponential,
+            declared=layers.declared,
         )
 
     def follow(self, cursor: Cursor) -> None:

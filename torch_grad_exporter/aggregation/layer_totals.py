@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import Baselines
 from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
 from torch_grad_exporter.aggregation.layer_rows import LayerRows
 from torch_grad_exporter.aggregation.peaks import Peaks
@@ -38,7 +40,7 @@ class UntrackedLayers:
 class LayerValues:
     """A copy: a record for each layer of the table. `recent_max`: shape (layers,), NaN where there was no sample in the minute.
 
-    `untracked`: layers that are not in the table and of which only the totals are shown.
+    `untracked`: layers that are not in the table and of which only the totals are shown. `declared`: as of `GradientSnapshot`.
     """
 
     table: ParameterTable
@@ -46,13 +48,18 @@ class LayerValues:
     recent_max: FloatArray
     untracked: UntrackedLayers
     exponential: tuple[Counts, ...] | None = None
+    declared: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class LayerTotals:
-    """One row per layer, as `LayerRows` says. `exponential`: counts the norms by exponential bucket, too, if it is given."""
+    """One row per layer, as `LayerRows` says. `exponential`: counts the norms by exponential bucket, too, if it is given.
+
+    `declared`: the values of the statistics that are declared besides the package's own.
+    """
 
     exponential: ExponentialCounts | None = None
+    declared: DeclaredValues = field(default_factory=DeclaredValues)
     _table: ParameterTable | None = None
     _labels: LayerRows = field(default_factory=LayerRows)
     _rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -72,6 +79,7 @@ class LayerTotals:
         self._values = np.concatenate([self._values, new_layers(self._labels.size - len(self._values))])
         self._baseline.grow(len(self._values))
         self._peaks.grow(len(self._values))
+        self.declared.grow(len(self._values))
         summed = np.zeros(len(table.layers), dtype=np.bool_)
         summed[table.layer_of[table.counts & (table.elements > 0)]] = True
         for name, flags in (("shown", table.shown), ("sharded", table.sharded), ("summed", summed)):
@@ -86,6 +94,7 @@ class LayerTotals:
         self._values[rows] = new_layers(len(rows))
         self._baseline.forget(rows)
         self._peaks.forget(rows)
+        self.declared.forget(rows)
         if self.exponential is not None:
             self.exponential.forget(rows)
 
@@ -118,6 +127,7 @@ class LayerTotals:
         layers["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
         layers["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
         self._show_moments(groups, rows, norms, elements)
+        self.declared.enter(sample, groups, rows)
 
     def _show_moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
         layers = self._values
@@ -182,7 +192,7 @@ class LayerTotals:
         recent = np.fmax.reduce(found["recent"][:, fresh], axis=1, initial=np.nan)
         recent[np.isinf(recent)] = np.nan
         counts = None if self.exponential is None else self.exponential.snapshot(self._rows.tolist())
-        return LayerValues(self._table, found, recent, self._untracked(), counts)
+        return LayerValues(self._table, found, recent, self._untracked(), counts, self.declared.of(self._rows))
 
     def _untracked(self) -> UntrackedLayers:
         labels = self._labels.untracked

@@ -26,6 +26,7 @@ from torch_grad_exporter.aggregation.samples import Sample, values
 from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.transfer.events import Local
 
 MEMORY = 0.98
@@ -172,7 +173,5 @@ def _arrived(event: Local) -> tuple[IntArray, FloatArray]:
 
 
 def _length(parts: FloatArray) -> float:
-    """The L2 norm of a vector whose parts have these norms, without overflow."""
-    largest = float(parts.max(initial=0.0))
-    scale = largest if 0 < largest < math.inf else 1.0
-    return float(np.sqrt(np.square(parts / scale).sum()) * scale)
+    """The L2 norm of a vector whose parts have these norms."""
+    return float(root_of_squares(parts, np.zeros(len(parts), dtype=np.int64), 1)[0])

@@ -8,16 +8,19 @@ import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.combine import root_of_squares as grouped_norms
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.transfer.events import Captured, Part
 
-_PROPORTIONAL = [Column.NORM, Column.MIN, Column.MAX, Column.SUM]
+__all__ = ["Groups", "Sample", "arrived", "grouped_norms", "values"]
 
 
 @dataclass(slots=True)
 class Sample:
-    """A capture on the host; per-parameter arrays of shape (parameters,), `columns` (parameters, columns)."""
+    """A capture on the host; per-parameter arrays of shape (parameters,), `columns` (parameters, columns) as `layout` says."""
 
     captured: Captured
+    layout: Layout
     columns: FloatArray
     present: BoolArray
     elements: IntArray
@@ -32,14 +35,15 @@ class Sample:
     def of(cls, captured: Captured) -> Sample:
         """Puts the arrived parts of a capture together, in the order of the table."""
         size = len(captured.table.tracked)
-        columns, present = np.zeros((size, len(Column))), np.zeros(size, dtype=np.bool_)
+        layout = captured.parts[0].packing.layout if captured.parts else ORDINARY
+        columns, present = np.zeros((size, layout.width)), np.zeros(size, dtype=np.bool_)
         elements, units = np.zeros((2, size), dtype=np.int64)
         for part in captured.parts:
             columns[part.positions] = arrived(part)
             present[part.positions] = True
             elements[part.positions] = part.elements
             units[part.positions] = part.units
-        sample = cls(captured, columns, present, elements, units)
+        sample = cls(captured, layout, columns, present, elements, units)
         if captured.scale is not None:
             sample.unscale(float(values(captured.scale.ready())[0]))
         return sample
@@ -54,20 +58,21 @@ class Sample:
         self.unscaled = True
         self.sized = 0 < scale < np.inf
         if scale != self.scale:  # another one than it was divided by before
-            self.columns[:, _PROPORTIONAL] *= self.scale / scale if self.sized else np.nan
+            factor = self.scale / scale if self.sized else np.nan
+            for place, power in self.layout.proportional():
+                self.columns[:, place] *= factor**power
             self.scale = scale
 
     def without_sizes(self) -> Sample:
         """The same without what is proportional to the gradient, for as long as the loss scale is not known."""
         columns = self.columns.copy()
-        columns[:, _PROPORTIONAL] = np.nan
+        columns[:, [place for place, _ in self.layout.proportional()]] = np.nan
         return replace(self, columns=columns, sized=False)
 
 
 def arrived(part: Part) -> FloatArray:
-    """The values of a part whose ticket is ready, shape (positions, width)."""
-    size = len(part.positions) * part.width  # a loss scale may follow
-    return values(part.ticket.ready())[:size].reshape(-1, part.width)
+    """The rows of a part whose ticket is ready, shape (positions, columns)."""
+    return part.packing.rows(values(part.ticket.ready()), len(part.positions))  # a loss scale may follow
 
 
 def values(vector: FloatArray | None) -> FloatArray:
@@ -75,14 +80,6 @@ def values(vector: FloatArray | None) -> FloatArray:
     if vector is None:
         raise RuntimeError("an event was applied before its vector had arrived")
     return vector
-
-
-def grouped_norms(norms: FloatArray, group: IntArray, groups: int) -> FloatArray:
-    """The L2 norm of each of `groups` groups of vectors from the norms of the vectors, shape (n,), without overflow."""
-    largest = np.zeros(groups)
-    np.maximum.at(largest, group, norms)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return np.sqrt(np.bincount(group, np.square(norms / scale[group]), groups)) * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,7 @@ class Groups:
     group: IntArray
     columns: FloatArray
     counts: BoolArray
+    layout: Layout
 
     @classmethod
     def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
@@ -104,7 +102,11 @@ class Groups:
         chosen = np.flatnonzero(wanted)
         layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.table.layer_of[chosen]
         layers, group = np.unique(layer_of, return_inverse=True)
-        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.table.counts[chosen])
+        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.table.counts[chosen], sample.layout)
+
+    def combined(self, place: int) -> FloatArray:
+        """What the column at this place is in each group, by its declaration."""
+        return self.layout.columns[place].combine.groups(self.columns[:, place], self.group, len(self.layers))
 
     def sum(self, column: Column) -> FloatArray:
         """The column's sum in each group."""

@@ -167,5 +167,5 @@ class GradientReader:
             if ticket is None:
                 return (), None
             scale = Tail(ticket) if rides else scale
-            parts.append(Part(one.positions, one.elements, one.units, ticket, one.width))
+            parts.append(Part(one.positions, one.elements, one.units, ticket, one.packing))
         return tuple(parts), scale

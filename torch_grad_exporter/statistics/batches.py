@@ -23,6 +23,7 @@ _ORDINARY = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float
 class Batch:
     """Gradients of one shape, type and layout, which none of them need share in memory.
 
+    Real ones of a type that torch computes with; a large one on a device other than the CPU is still to be `resolved`.
     `layout`: how each splits into output units, if it has any. `implied_zeros`: elements of a sparse gradient that
     are not stored, and so are zero.
     """
@@ -44,14 +45,15 @@ class Batch:
 
     @property
     def elements(self) -> int:
-        """Stored elements of each gradient."""
-        return self.tensors[0].numel()
+        """Stored elements of each gradient; a complex one counts as two."""
+        first = self.tensors[0]
+        return first.numel() * (2 if first.is_complex() else 1)
 
     @property
     def values(self) -> torch.Tensor:
         """All of it as one tensor, shape (tensors, rows, columns), a row for each output unit; a copy if there are several."""
         tensors = self.in_order_of_units()
-        together = tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+        together = resolved(tensors[0]) if len(tensors) == 1 else torch.stack(tensors)
         return together.reshape(len(tensors), self.rows, -1)
 
     def in_order_of_units(self) -> tuple[torch.Tensor, ...]:
@@ -65,18 +67,26 @@ def dense_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
 
     A sparse gradient is coalesced first: entries that stand twice must be added before they are squared.
     """
+    return resolved(plain_local(gradient, keep_sparse=keep_sparse))
+
+
+def plain_local(gradient: torch.Tensor, *, keep_sparse: bool) -> torch.Tensor:
+    """The same, still to be `resolved`: it may be complex, of a type of one byte, or lazily conjugated or negated."""
     gradient = gradient.detach()
     to_local = getattr(gradient, "to_local", None)
     if to_local is not None:
         gradient = to_local()
     if gradient.is_sparse:
-        gradient = gradient.coalesce().values() if keep_sparse else gradient.to_dense()
-    elif gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
+        return gradient.coalesce().values() if keep_sparse else gradient.to_dense()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def resolved(part: torch.Tensor) -> torch.Tensor:
+    """A plain gradient, or a part of one, as a real tensor of a type that torch computes with; a view wherever it can be one."""
+    if part.is_complex():
+        part = torch.view_as_real(part.resolve_conj())
     # Of the types of one byte torch knows little more than how to convert them; float32 holds each of their values.
-    return gradient.float() if gradient.element_size() == 1 else gradient.resolve_neg()
+    return part.float() if part.element_size() == 1 else part.resolve_neg()
 
 
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
@@ -85,8 +95,10 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
     for position, gradient in gradients:
         tracked = table.tracked[position]
         layout = tracked.units
-        values = gradient if is_ordinary(gradient) else dense_local(gradient, keep_sparse=layout is None)
-        elements = values.numel()
+        values = gradient if is_ordinary(gradient) else plain_local(gradient, keep_sparse=layout is None)
+        if values is not gradient and (values.device.type == "cpu" or values.numel() <= STACKED_ELEMENTS // 2):
+            values = resolved(values)
+        elements = values.numel() * (2 if values.is_complex() else 1)
         implied = tracked.elements - elements if gradient.is_sparse else 0
         if elements == 0:
             if implied:

@@ -66,9 +66,9 @@ def blocks(batch: Batch, scratch: Scratch, *, wide: bool) -> Iterator[FloatArray
     if batch.elements <= STACKED_ELEMENTS // 2:
         yield _stacked(batch, scratch, dtype).reshape(len(batch.tensors), batch.rows, -1)
         return
-    memory = _arranged(first.detach().resolve_neg(), batch.layout)
+    memory = arranged(first.detach().resolve_neg(), batch.layout)
     width = batch.elements // batch.rows if batch.units else BLOCK_ELEMENTS
-    parts = _slices(memory.numpy()) if memory.dtype is dtype and memory.is_contiguous() else _slices(memory)
+    parts = slices(memory.numpy()) if memory.dtype is dtype and memory.is_contiguous() else slices(memory)
     for part in parts:
         block = part if isinstance(part, np.ndarray) else scratch.tensor(dtype, part.shape).copy_(part).numpy()
         yield block.reshape(1, max(1, block.size // width), -1)
@@ -84,10 +84,12 @@ def _stacked(batch: Batch, scratch: Scratch, dtype: torch.dtype) -> FloatArray:
     return (stack if stack.dtype is dtype else scratch.tensor(dtype, shape).copy_(stack)).numpy()
 
 
-def _arranged(gradient: torch.Tensor, layout: UnitLayout | None) -> torch.Tensor:
+def arranged(gradient: torch.Tensor, layout: UnitLayout | None) -> torch.Tensor:
     """A large gradient with the dimensions of its units first, and else in the order of its memory if that has no gaps."""
     if layout is not None and layout.dims != (0,):
-        return gradient.reshape(layout.shape).movedim(layout.dims, tuple(range(len(layout.dims))))
+        # Not a view of `layout.shape`: where the last dimensions are not together in memory, that would be a copy of all.
+        split = gradient.view((*layout.shape[:2], *gradient.shape[1:]))
+        return split.movedim(layout.dims, tuple(range(len(layout.dims))))
     if gradient.is_contiguous():
         return gradient.view(-1 if layout is None else (layout.count, -1))
     order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
@@ -97,13 +99,13 @@ def _arranged(gradient: torch.Tensor, layout: UnitLayout | None) -> torch.Tensor
     return in_memory.view(-1 if layout is None else (layout.count, -1))
 
 
-def _slices(array: _Array) -> Iterator[_Array]:
-    """Consecutive parts of an array, cut along its first dimensions, of about as many elements as a block has."""
+def slices(array: _Array, most: int = BLOCK_ELEMENTS) -> Iterator[_Array]:
+    """Consecutive parts of an array, cut along its first dimensions, of about so many elements, and never twice as many."""
     rows, width = array.shape[0], math.prod(array.shape[1:])
-    if width > BLOCK_ELEMENTS:
+    if width > most:
         for part in array:
-            yield from _slices(part)
+            yield from slices(part, most)
         return
-    step = math.ceil(rows / max(1, round(rows * width / BLOCK_ELEMENTS)))
+    step = math.ceil(rows / max(1, round(rows * width / most)))
     for start in range(0, rows, step):
         yield array[start : start + step]

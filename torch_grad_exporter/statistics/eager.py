@@ -11,10 +11,11 @@ import torch
 
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
-from torch_grad_exporter.statistics import COLUMNS, Column, device, host
+from torch_grad_exporter.statistics import Column, device, host
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch
-from torch_grad_exporter.statistics.grouping import Gradients, Grouping
+from torch_grad_exporter.statistics.grouping import Gradients, Group, Grouping
+from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
 from torch_grad_exporter.statistics.units import UnitState
 
 
@@ -23,15 +24,15 @@ class Measurement:
     """What was measured on one device, still on that device.
 
     `positions`, `elements`, `units`: shape (n,), known on the host: the parameters' positions in the table, and
-    how many elements and output units their (local) gradients have. `vector`: shape (n * width,), float64,
-    row by row, where `width` is the number of columns.
+    how many elements and output units their (local) gradients have. `vector`: the rows as `packing` says, in the widest type
+    of the device.
     """
 
     positions: IntArray
     elements: IntArray
     units: IntArray
     vector: torch.Tensor
-    width: int
+    packing: Packing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +40,9 @@ class Reading:
     """What was read of some gradients on one device, before the past of their units is looked at.
 
     `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
-    `elements`, `units`: as in `Measurement`. `columns`: shape (n, columns), float64. `zero`, `alive`: shape (units of all
-    members,), bool: units whose gradient is exactly zero, and those that have a nonzero element.
+    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each. `rows`: shape (all pieces, columns), with a
+    scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose gradient is
+    exactly zero, and those that have a nonzero element.
     """
 
     device: torch.device
@@ -48,7 +50,8 @@ class Reading:
     positions: IntArray
     elements: IntArray
     units: IntArray
-    columns: torch.Tensor
+    pieces: IntArray
+    rows: torch.Tensor
     zero: torch.Tensor
     alive: torch.Tensor
 
@@ -56,16 +59,26 @@ class Reading:
 class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
-    `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `moments`: whether to
-    sum the elements too, for means and standard deviations.
+    `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
+    row it stands. `on_host`: kinds of devices whose data may be looked at. `wide`: the widest type that a device computes in.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
-    gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits.
+    gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
+    no temporary is larger than `device.TEMPORARY_BYTES`, but for sparse gradients.
     """
 
-    def __init__(self, dead_window: int, *, moments: bool = False) -> None:
+    def __init__(
+        self,
+        dead_window: int,
+        layout: Layout = ORDINARY,
+        *,
+        on_host: frozenset[str] = frozenset({"cpu"}),
+        wide: device.Wide = device.wide,
+    ) -> None:
+        self.layout = layout
         self._window = dead_window
-        self._moments = moments
+        self._on_host = on_host
+        self._wide = wide
         self._units: dict[torch.device, UnitState] = {}
         self._to_read, self._to_compare = Grouping(), Grouping()
         self._scratch = Scratch()
@@ -77,11 +90,10 @@ class EagerStatistics:
     @torch.no_grad()
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
-        found = []
-        for group in self._to_read.groups(table, gradients):
-            measured = (self._on_host if group.device.type == "cpu" else self._on_device)(group.batches)
-            found.append(Reading(group.device, group.members, group.positions, group.elements, group.units, *measured))
-        return found
+        return [
+            self._read_on_host(group) if group.device.type in self._on_host else self._read_on_device(group)
+            for group in self._to_read.groups(table, gradients)
+        ]
 
     @torch.no_grad()
     def finish(self, readings: Iterable[Reading], sample: int) -> list[Measurement]:
@@ -96,11 +108,15 @@ class EagerStatistics:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
         for group in self._to_compare.groups(table, gradients):
-            if group.device.type == "cpu":
-                vector = torch.from_numpy(host.norms(group.batches, self._scratch, moments=self._moments))
+            if group.device.type in self._on_host:
+                vector = torch.from_numpy(host.norms(group.batches, self._scratch, float64=self.layout.float64))
+                packing = Packing(NORMS)
             else:
-                vector = torch.cat([device.norms(batch) for batch in group.batches]).to(device.wide(group.device))
-            found.append(Measurement(group.positions, group.elements, group.units, vector, 1))
+                measured = [device.norms(batch, self._wide(group.device)) for batch in group.batches]
+                pieces = _pieces(group.batches, [count for _, count in measured])
+                vector = torch.cat([rows for rows, _ in measured]).reshape(-1)
+                packing = self._packing(NORMS, pieces, group.device)
+            found.append(Measurement(group.positions, group.elements, group.units, vector, packing))
         return found
 
     @torch.no_grad()
@@ -111,25 +127,51 @@ class EagerStatistics:
             state.forget(foreign, sample)
 
     def _packed(self, reading: Reading, sample: int) -> Measurement:
-        columns, members = reading.columns, reading.members
+        rows, members = reading.rows, reading.members
         if members:
             state = self._units.get(reading.device)
             if state is None:
                 state = self._units[reading.device] = UnitState(self._window, reading.device)
-            counts = state.update(members, reading.zero, reading.alive, sample)
-            columns[: len(members), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.t().to(columns.dtype)
-        return Measurement(reading.positions, reading.elements, reading.units, columns.reshape(-1), COLUMNS)
+            counts = _spread(state.update(members, reading.zero, reading.alive, sample).t(), reading.pieces[: len(members)])
+            rows[: len(counts), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.to(rows.dtype)
+        packing = self._packing(self.layout, reading.pieces, reading.device)
+        return Measurement(reading.positions, reading.elements, reading.units, rows.reshape(-1), packing)
 
-    def _on_host(self, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        columns, flags = host.measure(parts, self._scratch, moments=self._moments)
-        return torch.from_numpy(columns), torch.from_numpy(flags.zero), torch.from_numpy(flags.alive)
+    def _packing(self, layout: Layout, pieces: IntArray, where: torch.device) -> Packing:
+        scaled = where.type not in self._on_host and self._wide(where) is torch.float32
+        return Packing(layout, pieces if (pieces > 1).any() else None, scaled)
 
-    def _on_device(self, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        measured = [(batch.units, *device.measure(batch, moments=self._moments)) for batch in parts]
-        columns = torch.cat([columns for _, columns, _ in measured])
-        magnitudes = [magnitude for units, _, magnitude in measured if units] or [columns.new_zeros(0)]
-        together = torch.cat(magnitudes)  # in the widest of their types, which rounds none of them to zero
-        return columns, together == 0, together > 0
+    def _read_on_host(self, group: Group) -> Reading:
+        columns, flags = host.measure(group.batches, self._scratch, self.layout)
+        rows, zero, alive = map(torch.from_numpy, (columns, flags.zero, flags.alive))
+        pieces = np.ones(len(columns), dtype=np.int64)
+        return Reading(group.device, group.members, group.positions, group.elements, group.units, pieces, rows, zero, alive)
+
+    def _read_on_device(self, group: Group) -> Reading:
+        measured = [device.measure(batch, self.layout, self._wide(group.device)) for batch in group.batches]
+        rows = torch.cat([one.rows for one in measured])
+        magnitudes = [one.magnitudes for batch, one in zip(group.batches, measured, strict=True) if batch.units]
+        together = torch.cat(magnitudes or [rows.new_zeros(0)])  # in the widest of their types, which rounds none of them to zero
+        pieces = _pieces(group.batches, [one.pieces for one in measured])
+        known = (group.device, group.members, group.positions, group.elements, group.units)
+        return Reading(*known, pieces, rows, together == 0, together > 0)
+
+
+def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray:
+    """Rows of each gradient from those of each batch."""
+    return np.repeat(np.array(pieces, dtype=np.int64), [len(batch.positions) for batch in batches])
+
+
+def _spread(counts: torch.Tensor, pieces: IntArray) -> torch.Tensor:
+    """The counts of each gradient, shape (n, 2), as those of its first piece, shape (all pieces, 2); of the other ones they are 0.
+
+    By views and one launch: an index made on the host would have to be copied to the device.
+    """
+    if (pieces == 1).all():
+        return counts
+    nothing = torch.zeros_like(counts[:1])
+    parts = ([one] + [nothing] * (count - 1) for one, count in zip(torch.split(counts, 1), pieces.tolist(), strict=True))
+    return torch.cat([part for one in parts for part in one])
 
 
 def _together(parts: list[Reading]) -> Reading:
@@ -137,12 +179,14 @@ def _together(parts: list[Reading]) -> Reading:
     if len(parts) == 1:
         return parts[0]
     ends = [len(part.members) for part in parts]
+    rows = [int(part.pieces[:end].sum()) for part, end in zip(parts, ends, strict=True)]
 
-    def reordered(arrays: list[Any]) -> list[Any]:
+    def reordered(arrays: list[Any], ends: list[int]) -> list[Any]:
         return [a[:n] for a, n in zip(arrays, ends, strict=True)] + [a[n:] for a, n in zip(arrays, ends, strict=True)]
 
-    positions, elements, units = (
-        np.concatenate(reordered([getattr(part, name) for part in parts])) for name in ("positions", "elements", "units")
+    positions, elements, units, pieces = (
+        np.concatenate(reordered([getattr(part, name) for part in parts], ends))
+        for name in ("positions", "elements", "units", "pieces")
     )
     return Reading(
         parts[0].device,
@@ -150,7 +194,8 @@ def _together(parts: list[Reading]) -> Reading:
         positions,
         elements,
         units,
-        torch.cat(reordered([part.columns for part in parts])),
+        pieces,
+        torch.cat(reordered([part.rows for part in parts], rows)),
         torch.cat([part.zero for part in parts]),
         torch.cat([part.alive for part in parts]),
     )

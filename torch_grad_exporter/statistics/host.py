@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
-from torch_grad_exporter.statistics import COLUMNS, Column, squares
+from torch_grad_exporter.statistics import Column, squares
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch, blocks
+from torch_grad_exporter.statistics.declared import ColumnSpec
+from torch_grad_exporter.statistics.layout import Layout, expected
 
 
 @dataclass(slots=True)
@@ -38,9 +40,10 @@ class _Found:
     squares: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    sums: list[float] = field(default_factory=list)
     zeros: list[int] = field(default_factory=list)
     zero_rows: list[BoolArray] = field(default_factory=list)
+    apart: list[list[FloatArray]] = field(default_factory=list)
+    """By statistic that is measured apart, what it gave for each block."""
 
     def of_tensors(self, values: Sequence[float], reduction: np.ufunc = np.add) -> FloatArray:
         """The values of each tensor's blocks reduced to one, shape (all tensors,)."""
@@ -48,55 +51,65 @@ class _Found:
         starts = itertools.accumulate(self.counts[:-1], initial=0)
         return array if len(array) == len(self.counts) else np.asarray(reduction.reduceat(array, list(starts)))
 
+    def combined(self, columns: Sequence[ColumnSpec], values: FloatArray) -> FloatArray:
+        """The values of each tensor's blocks, shape (all blocks, columns), combined to shape (all tensors, columns)."""
+        if len(values) == len(self.counts):
+            return values
+        tensor = np.repeat(np.arange(len(self.counts)), self.counts)
+        parts = [column.combine.groups(one, tensor, len(self.counts)) for column, one in zip(columns, values.T, strict=True)]
+        return np.stack(parts, axis=1)
 
-def measure(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> tuple[FloatArray, RowFlags]:
-    """Statistics of all tensors of the batches, shape (tensors, columns), and the flags of all units of those with units.
 
-    `moments`: sums up the elements too, and computes in float64: a standard deviation is what little is left when the mean
-    is taken from the norm.
-    """
+def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple[FloatArray, RowFlags]:
+    """The rows of all tensors of the batches, shape (tensors, columns), and the flags of all units of those with units."""
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are what is looked for here
-        found = _looked_at(batches, scratch, moments=moments)
-        columns = np.zeros((len(found.counts), COLUMNS))
+        found = _looked_at(batches, scratch, layout)
+        columns = np.zeros((len(found.counts), layout.width))
         columns[:, Column.ZEROS] = found.of_tensors(found.zeros)
         columns[:, Column.MIN] = found.of_tensors(found.low, np.minimum)
         columns[:, Column.MAX] = found.of_tensors(found.high, np.maximum)
-        if moments:
-            columns[:, Column.SUM] = found.of_tensors(found.sums)
+        _fill_apart(found, layout, columns)
         magnitudes = np.abs(columns[:, Column.MIN : Column.MAX + 1]).max(axis=1)
         columns[:, Column.NORM] = squares.norms(batches, scratch, found.of_tensors(found.squares), magnitudes)
         zero = np.concatenate([*found.zero_rows, np.zeros(0, dtype=np.bool_)])
         flags = RowFlags(zero, ~zero)
         if not np.isfinite(magnitudes).all():
             flags.alive &= ~_count_nonfinite(batches, scratch, columns)
-    _imply_zeros(batches, columns)
+        _imply_zeros(batches, layout, columns)
     return columns, flags
 
 
-def norms(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> FloatArray:
+def _fill_apart(found: _Found, layout: Layout, columns: FloatArray) -> None:
+    """Fills the columns of the statistics that are measured apart from what they gave for each block."""
+    for one, values in zip(layout.apart, found.apart, strict=True):
+        columns[:, layout.places(one)] = found.combined(one.columns, np.concatenate(values))
+
+
+def norms(batches: Sequence[Batch], scratch: Scratch, *, float64: bool) -> FloatArray:
     """Only the norm of each tensor, shape (tensors,), bit-equal to that of `measure` on equal gradients."""
     found = _Found()
     with np.errstate(all="ignore"):
         for batch in batches:
             count = 0
-            for block in blocks(batch, scratch, wide=moments):
+            for block in blocks(batch, scratch, wide=float64):
                 found.squares += squares.squares(block.reshape(len(block), -1)).tolist()
                 count += 1
             found.counts += [count] * len(batch.tensors)
         return squares.norms(batches, scratch, found.of_tensors(found.squares))
 
 
-def _looked_at(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> _Found:
-    found = _Found()
+def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _Found:
+    found = _Found(apart=[[] for _ in layout.apart])
+    float64 = layout.float64
     for batch in batches:
         count, zero_rows = 0, []
-        for block in blocks(batch, scratch, wide=moments):
+        for block in blocks(batch, scratch, wide=float64):
             flat = block.reshape(len(block), -1)
             found.squares += squares.squares(flat).tolist()
             found.low += np.minimum.reduce(flat, axis=1).tolist()
             found.high += np.maximum.reduce(flat, axis=1).tolist()
-            if moments:
-                found.sums += np.add.reduce(flat, axis=1).tolist()
+            if layout.apart:
+                _measure_apart(flat, layout, found)
             mask = np.equal(flat, 0, out=scratch.mask(flat.shape))
             zeros = int(np.count_nonzero(mask))
             found.zeros += _by_tensor(mask, zeros)
@@ -106,6 +119,15 @@ def _looked_at(batches: Sequence[Batch], scratch: Scratch, *, moments: bool) -> 
         found.counts += [count] * len(batch.tensors)
         found.zero_rows += _whole(batch, zero_rows, np.logical_and)
     return found
+
+
+def _measure_apart(flat: FloatArray, layout: Layout, found: _Found) -> None:
+    """Has the other statistics measure a block while it is in the cache. It may be the gradient itself: they only read it."""
+    guarded = flat.view()
+    guarded.flags.writeable = False
+    for one, values in zip(layout.apart, found.apart, strict=True):
+        if one.host is not None:
+            values.append(expected(one, one.host(guarded)))
 
 
 def _zero_rows(mask: BoolArray, width: int, zeros: int) -> BoolArray:
@@ -132,13 +154,12 @@ def _count_nonfinite(batches: Sequence[Batch], scratch: Scratch, columns: FloatA
     return np.concatenate(nan_rows)
 
 
-def _imply_zeros(batches: Sequence[Batch], columns: FloatArray) -> None:
+def _imply_zeros(batches: Sequence[Batch], layout: Layout, columns: FloatArray) -> None:
     """Adds what sparse gradients do not store."""
     for batch, here in squares.placed(batches):
         if batch.implied_zeros:
-            columns[here, Column.ZEROS] += batch.implied_zeros
-            columns[here, Column.MIN] = np.minimum(columns[here, Column.MIN], 0.0)
-            columns[here, Column.MAX] = np.maximum(columns[here, Column.MAX], 0.0)
+            both = np.concatenate((columns[here], layout.of_zeros(batch.implied_zeros)[None]))
+            columns[here] = layout.combined(both, np.zeros(2, dtype=np.int64), 1)
 
 
 def _by_tensor(mask: BoolArray, found: int) -> list[int]:

@@ -12,14 +12,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.statistics import device, host, squares
-from torch_grad_exporter.statistics.batches import Batch, dense_local, is_ordinary
-from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS, Scratch
-
-ON_DEVICE_ELEMENTS = 1 << 24
-"""Elements of a sum that is made at a time on a device other than the CPU."""
-
-_FAITHFUL = 1e-30
-"""As in `squares.py`: the mean square from which on float32 squares lose nothing to underflow."""
+from torch_grad_exporter.statistics.batches import Batch, is_ordinary, plain_local, resolved
+from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS, Scratch, slices
 
 Norm = float | torch.Tensor
 """A norm: a number if the gradient is on the CPU, else a tensor of shape (1,) on its device."""
@@ -29,33 +23,36 @@ Norm = float | torch.Tensor
 def norms(gradient: torch.Tensor, added_to: torch.Tensor | None, scratch: Scratch) -> Iterator[Norm]:
     """The norms of the parts of a gradient, or of its sum with the one that it is added to; nobody waits.
 
-    Their squares add up to the square of the whole. A large sum has many parts, all else one, and what is empty none.
+    Their squares add up to the square of the whole. A large sum has many parts, and so has a large gradient on a device other than
+    the CPU; all else has one, and what is empty none.
     """
     if added_to is None:
         yield from _norm(gradient, scratch)
         return
-    most = BLOCK_ELEMENTS if gradient.device.type == "cpu" else ON_DEVICE_ELEMENTS
+    most = BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
     dense = gradient.layout is torch.strided and added_to.layout is torch.strided
     if gradient.numel() <= most or not dense:
         yield from _norm(gradient + added_to, scratch)
         return
-    if gradient.is_contiguous() and added_to.is_contiguous():  # the first dimension may be 1
+    if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
         gradient, added_to = gradient.view(-1), added_to.view(-1)
-    rows = max(1, most * len(gradient) // gradient.numel())
-    for start in range(0, len(gradient), rows):
-        yield from _norm(gradient[start : start + rows] + added_to[start : start + rows], scratch)
+    for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True):
+        yield from _norm(part + other, scratch)
 
 
 def _norm(gradient: torch.Tensor, scratch: Scratch) -> Iterator[Norm]:
-    values = gradient.detach() if is_ordinary(gradient) else dense_local(gradient, keep_sparse=True)
+    values = gradient.detach() if is_ordinary(gradient) else plain_local(gradient, keep_sparse=True)
     if values.numel() == 0:
         return
-    batch = Batch((0,), (values,), None)
     if values.device.type != "cpu":
-        yield device.norms(batch)
+        rows, _ = device.norms(Batch((0,), (values,), None), device.wide(values.device))
+        found = rows[:, 0] if rows.shape[1] == 1 else rows.prod(dim=1)  # without float64, times the scale
+        yield from torch.split(found, 1)
         return
+    values = resolved(values)
+    batch = Batch((0,), (values,), None)
     fast = _fast(values)
-    yield float(host.norms((batch,), scratch, moments=False)[0]) if fast is None else fast
+    yield float(host.norms((batch,), scratch, float64=False)[0]) if fast is None else fast
 
 
 def _fast(values: torch.Tensor) -> float | None:
@@ -64,4 +61,4 @@ def _fast(values: torch.Tensor) -> float | None:
         return None
     with np.errstate(all="ignore"):
         total = float(squares.squares(values.resolve_neg().numpy().reshape(1, -1))[0])
-    return float(np.sqrt(total)) if values.numel() * _FAITHFUL < total < np.inf else None
+    return float(np.sqrt(total)) if values.numel() * squares.FAITHFUL < total < np.inf else None

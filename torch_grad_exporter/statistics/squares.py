@@ -14,7 +14,7 @@ from torch_grad_exporter.statistics.blocks import Scratch, blocks
 _PIECE = 1024
 """Elements that one sum of squares in the gradient's own precision runs over at most, so that no rounding piles up."""
 
-_FAITHFUL = 1e-30
+FAITHFUL = 1e-30
 """Mean square from which on it is nothing what float32 squares lose to underflow, 1.2e-38 each at most."""
 
 
@@ -43,7 +43,7 @@ def norms(batches: Sequence[Batch], scratch: Scratch, total: FloatArray, magnitu
     `magnitudes`: the largest of each tensor, where they are known; NaN if there is a NaN.
     """
     found: FloatArray = np.sqrt(total)
-    least = np.repeat([batch.elements * _FAITHFUL for batch in batches], [len(batch.tensors) for batch in batches])
+    least = np.repeat([batch.elements * FAITHFUL for batch in batches], [len(batch.tensors) for batch in batches])
     doubtful = ~((total > least) & np.isfinite(total))
     for batch, here in placed(batches) if doubtful.any() else ():
         if doubtful[here].any():

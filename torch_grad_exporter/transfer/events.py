@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.transfer.outcomes import Outcome as Outcome  # noqa: PLC0414 - exported
 from torch_grad_exporter.transfer.tracing import TraceIds
 from torch_grad_exporter.transfer.transfer import Ticket
@@ -24,7 +25,7 @@ class Part:
     elements: IntArray
     units: IntArray
     ticket: Ticket
-    width: int
+    packing: Packing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,15 +15,19 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.statistics.device import Wide, wide
+
+_Bits = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
 
 SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
-"""A quiet NaN with a payload; the hardware's own NaNs have the payload 0."""
+SENTINEL_OF_FLOAT32 = np.uint32(0x7FC7_4758)
+"""Quiet NaNs with a payload; the hardware's own NaNs have the payload 0."""
 
 RING = 8
 """Buffers per device unless said otherwise: vectors that may be under way at once."""
@@ -64,10 +68,14 @@ class Tail:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of `ticket`."""
+    """One buffer of the ring. `taken` is set by the training thread and cleared by the reader of `ticket`.
+
+    `bits`: the memory as integers, in which a value that has not arrived is the `sentinel`.
+    """
 
     memory: torch.Tensor
-    bits: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    bits: _Bits
+    sentinel: np.unsignedinteger[Any]
     taken: bool = False
     done: torch.cuda.Event | None = None
     ticket: weakref.ref[_UnderWay] | None = None
@@ -88,13 +96,13 @@ class _Buffer:
     def clear(self) -> None:
         """Makes it ready for another vector, if the one before was not read."""
         if self.taken:
-            self.bits[: self.size] = SENTINEL
+            self.bits[: self.size] = self.sentinel
             self.taken = False
 
     def _given_up(self) -> bool:
         """Whether the ticket is gone, without having been read, and the copy that it stood for has arrived."""
         gone = self.ticket is not None and self.ticket() is None
-        return gone and not (self.bits[: self.size] == SENTINEL).any()
+        return gone and not (self.bits[: self.size] == self.sentinel).any()
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -108,13 +116,14 @@ class _UnderWay:
     def ready(self) -> FloatArray | None:
         """The vector once the copy is done; the buffer is free from then on."""
         if self._values is None and self.buffer is not None:
-            bits = self.buffer.bits[: self.size]
-            if (bits == SENTINEL).any():
+            buffer = self.buffer
+            bits = buffer.bits[: self.size]
+            if (bits == buffer.sentinel).any():
                 return None
-            self._values = bits.view(np.float64).copy()
-            bits[:] = SENTINEL
+            self._values = buffer.memory[: self.size].numpy().astype(np.float64)
+            bits[:] = buffer.sentinel
             # The ring alone keeps the buffer: freeing pinned memory may be a CUDA call, and this is another thread.
-            self.buffer.taken, self.buffer = False, None
+            buffer.taken, self.buffer = False, None
         return self._values
 
 
@@ -142,9 +151,13 @@ class _Held:
 
 @dataclass(slots=True)
 class HostTransfer:
-    """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker."""
+    """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker.
+
+    `wide`: the widest type that a device has: vectors travel in it.
+    """
 
     ring: int = RING
+    wide: Wide = wide
     _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
     _held: _Held = field(default_factory=_Held)
 
@@ -164,7 +177,8 @@ class HostTransfer:
         buffer = self._free(vector.device, vector.numel())
         if buffer is None:
             return None
-        buffer.memory[: vector.numel()].copy_(vector.double(), non_blocking=True)
+        widest = vector.float() if buffer.memory.dtype is torch.float32 else vector.double()
+        buffer.memory[: vector.numel()].copy_(widest, non_blocking=True)
         if on_cuda:
             buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.done.record(torch.cuda.current_stream(vector.device))
@@ -184,16 +198,17 @@ class HostTransfer:
                 continue
             buffer.clear()
             if buffer.bits.size < size:
-                ring[position] = _allocate(device, size)
+                ring[position] = _allocate(device, size, self.wide(device))
             return ring[position]
         if len(ring) == self.ring:
             return None
-        ring.append(_allocate(device, size))
+        ring.append(_allocate(device, size, self.wide(device)))
         return ring[-1]
 
 
-def _allocate(device: torch.device, size: int) -> _Buffer:
-    memory = torch.empty(max(size, 64), dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
-    bits = memory.numpy().view(np.uint64)
-    bits[:] = SENTINEL
-    return _Buffer(memory, bits)
+def _allocate(device: torch.device, size: int, dtype: torch.dtype) -> _Buffer:
+    memory = torch.empty(max(size, 64), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    sentinel: np.unsignedinteger[Any] = SENTINEL_OF_FLOAT32 if dtype is torch.float32 else SENTINEL
+    bits: _Bits = memory.numpy().view(sentinel.dtype)
+    bits[:] = sentinel
+    return _Buffer(memory, bits, sentinel)

@@ -1,0 +1,43 @@
+"""What tests of statistics share: layouts, rows of what was measured, and a spy on the tensors that operations make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_grad_exporter.statistics import moments
+from torch_grad_exporter.statistics.eager import Measurement
+from torch_grad_exporter.statistics.layout import Layout
+
+WITH_MOMENTS = Layout.of([moments.STATISTIC])
+
+
+def by_position(measured: Iterable[Measurement]) -> dict[int, np.ndarray]:
+    """The row of each position, put together from its pieces as the host does it."""
+    return {
+        position: row
+        for one in measured
+        for position, row in zip(
+            one.positions.tolist(), one.packing.rows(one.vector.double().numpy(), len(one.positions)), strict=True
+        )
+    }
+
+
+class Made(TorchDispatchMode):
+    """Shows `look` each tensor that an operation has made with memory of its own, not one of `known` or a view."""
+
+    def __init__(self, look: Callable[[torch.Tensor], None], *known: torch.Tensor) -> None:
+        super().__init__()
+        self._look = look
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
+                self._look(one)
+        return result

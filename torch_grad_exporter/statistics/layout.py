@@ -1,0 +1,168 @@
+"""A row of a measurement: which column stands where, and how rows that were sent are read. All of it follows from declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.metrics.families import FloatArray, IntArray
+from torch_grad_exporter.statistics import moments
+from torch_grad_exporter.statistics.declared import ColumnSpec, Statistic
+from torch_grad_exporter.statistics.together import NORM, TOGETHER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The columns of a row, one row for each gradient: those of `statistics`, in this order.
+
+    `apart`: the statistics among them that are measured by their own measures, one after the other. The columns of one that is
+    in neither are 0.
+    """
+
+    statistics: tuple[Statistic, ...]
+    apart: tuple[Statistic, ...] = ()
+    columns: tuple[ColumnSpec, ...] = field(init=False)
+    keys: tuple[str, ...] = field(init=False)
+    """The name of each column, with that of its statistic before it where it is measured apart."""
+    _places: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        columns = [(one, column) for one in self.statistics for column in one.columns]
+        keys = tuple(column.name if one in TOGETHER else f"{one.name}.{column.name}" for one, column in columns)
+        object.__setattr__(self, "columns", tuple(column for _, column in columns))
+        object.__setattr__(self, "keys", keys)
+        object.__setattr__(self, "_places", {key: place for place, key in enumerate(keys)})
+
+    @classmethod
+    def of(cls, chosen: Sequence[Statistic] = ()) -> Self:
+        """What is always measured and the chosen ones. The sum of the moments has its place in any case."""
+        more = tuple(one for one in chosen if one is not moments.STATISTIC)
+        apart = (moments.STATISTIC, *more) if moments.STATISTIC in chosen else more
+        return cls((*TOGETHER, moments.STATISTIC, *more), apart)
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return len(self.columns)
+
+    @property
+    def float64(self) -> bool:
+        """Whether a statistic wants blocks on the CPU in float64."""
+        return any(one.float64 for one in self.apart)
+
+    def place(self, key: str) -> int:
+        """Where the column stands."""
+        return self._places[key]
+
+    def places(self, statistic: Statistic) -> slice:
+        """Where the columns of a statistic stand."""
+        start = self._places[f"{statistic.name}.{statistic.columns[0].name}"]
+        return slice(start, start + len(statistic.columns))
+
+    def proportional(self) -> Iterator[tuple[int, int]]:
+        """The places of what contains the loss scale, and its power in it."""
+        return ((place, column.power) for place, column in enumerate(self.columns) if column.power)
+
+    def scaled(self) -> Iterator[tuple[int, int]]:
+        """The places of what devices without float64 measure of a gradient divided by its largest magnitude, and its power."""
+        for one in self.statistics:
+            if one is NORM:
+                yield self._places["norm"], 1
+            elif one in self.apart and homogeneous(one):
+                start = self.places(one).start
+                yield from ((start + at, column.power) for at, column in enumerate(one.columns))
+
+    def of_zeros(self, count: int) -> FloatArray:
+        """The row of a gradient of so many elements that are zero, shape (width,)."""
+        row = np.zeros(self.width)
+        row[self._places["zeros"]] = count
+        for one in self.apart:
+            if one.host is not None:
+                values = one.host(np.zeros((1, 1)))[0].tolist()
+                row[self.places(one)] = [c.combine.repeated(v, count) for c, v in zip(one.columns, values, strict=True)]
+        return row
+
+    def combined(self, rows: FloatArray, group: IntArray, groups: int) -> FloatArray:
+        """The rows of each group combined to one, shape (n, width) to (groups, width). No group is empty."""
+        columns = zip(self.columns, rows.T, strict=True)
+        return np.stack([column.combine.groups(values, group, groups) for column, values in columns], axis=1)
+
+
+_Values = TypeVar("_Values", torch.Tensor, FloatArray)
+
+
+def expected(statistic: Statistic, values: _Values) -> _Values:
+    """What a statistic's own measure gave, if it has the shape that its columns tell of; raises `ValueError` otherwise."""
+    if values.ndim != 2 or values.shape[1] != len(statistic.columns):
+        wanted = f"(gradients, {len(statistic.columns)})"
+        raise ValueError(f"statistic {statistic.name!r}: expected values of shape {wanted}, got {tuple(values.shape)}")
+    return values
+
+
+def homogeneous(statistic: Statistic) -> bool:
+    """Whether all of a statistic is proportional to a power of the gradient."""
+    return all(column.power for column in statistic.columns)
+
+
+ORDINARY = Layout.of()
+"""What is always measured."""
+
+NORMS = Layout((NORM,))
+"""The norm alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """How rows are packed into one vector.
+
+    `pieces`: shape (gradients,), how many rows follow each other for each gradient, which were measured piece by piece; `None`: one
+    for each. `scaled`: each row is followed by a number by whose power what is proportional to the gradient is to be
+    multiplied: devices without float64 could not hold the products.
+    """
+
+    layout: Layout
+    pieces: IntArray | None = None
+    scaled: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row in the vector."""
+        return self.layout.width + self.scaled
+
+    def rows(self, vector: FloatArray, gradients: int) -> FloatArray:
+        """The rows of so many gradients, shape (gradients, columns), from a vector that begins with them; float64."""
+        count = gradients if self.pieces is None else int(self.pieces.sum())
+        rows = vector[: count * self.width].reshape(count, self.width)
+        if self.scaled:
+            rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
+            with np.errstate(all="ignore"):
+                for place, power in self.layout.scaled():
+                    rows[:, place] *= scale**power
+        if self.pieces is None:
+            return rows
+        return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
+
+
+def fits_float32(count: int) -> tuple[int, ...]:
+    """A count as summands that float32 holds exactly."""
+    rest = count % (1 << 24)
+    return tuple(part for part in (count - rest, rest) if part)
+
+
+def zero_rows(layout: Layout, count: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows that combine to that of so many elements of zero, shape (1 or 2, n), on the device, of the type and the width of `like`.
+
+    Filled by launches alone: nothing is copied from the host.
+    """
+    counts = fits_float32(count) if like.dtype is torch.float32 else (count,)
+    rows = like.new_zeros((len(counts), like.shape[1]))
+    rows[:, layout.width :] = 1  # the scale
+    for row, some in zip(rows, counts, strict=True):
+        for place, value in enumerate(layout.of_zeros(some).tolist()):
+            if value:
+                row[place].fill_(value)
+    return rows
