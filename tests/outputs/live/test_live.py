@@ -48,7 +48,7 @@ from torch_grad_exporter.outputs.live.recorder import Recorder
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 NOW = 1_800_000_000.0
-PAGE = REPOSITORY / "torch_grad_exporter" / "exposition" / "page"
+PAGE = REPOSITORY / "torch_grad_exporter" / "outputs" / "live" / "page"
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
     "</script><script>",
