@@ -145,8 +145,6 @@ class Exporter:
             self._errors.guard("worker", self._host.start)  # without its thread, scrapes drain the mailbox
             self._outputs = self._served(store, web_config, push)
             self._scrape.start()
-            if REGISTRY.reads_devices(settings.collectors):
-                self._errors.guard("devices", self._memory.look_at_once)  # their counters are there before the first step
             self._errors.guard("history", self._view.start)
             self._install(models)
         except BaseException:
@@ -285,6 +283,8 @@ class Exporter:
 
     def _install(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Registers the hooks; from here on the training is watched."""
+        if REGISTRY.reads_devices(self.settings.collectors):
+            self._errors.guard("devices", self._memory.look_at_once)  # their counters are there before the first step
         for number, module in enumerate(models.values()):
             self._hooks.on_module(module, self._loop.forward_began, functools.partial(self._loop.forward_ended, number))
             # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
