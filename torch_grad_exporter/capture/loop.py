@@ -98,11 +98,6 @@ class TrainingLoop:
         )
         capture.on_backward = self.count_only.settle
 
-    @property
-    def devices(self) -> frozenset[str]:
-        """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
-        return self._reader.devices
-
     # Hooks
 
     def forward_began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
