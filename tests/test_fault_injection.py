@@ -98,6 +98,11 @@ LEFT_OUT = {
 UNREACHED = {
     "resources.children.CpuSeconds.both": "children that end, tests/collectors/test_process.py",
     "collectors.process.standard_registry": "the start",
+    "collectors.train_info.device_kinds": "the start",
+    "capture.build.Capture.watch": "the start",
+    "capture.build.Capture.watch_optimizers": "the start",
+    "model.watched.WatchedModels.any_of": "the start of another exporter",
+    "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
     "capture.cost.recorded_event": "CUDA",
     **dict.fromkeys(

@@ -423,6 +423,24 @@ def test_clearings_before_the_first_step_are_held_back_twice() -> None:
         assert shown == [0, 0, 0, 3, 3]
 
 
+def test_a_step_ends_an_evaluation_also_without_a_forward_of_the_root() -> None:
+    """After an evaluation training goes on by way of submodules: the state is `training` again with the first step."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(3):
+            model.eval()
+            with torch.no_grad():
+                model(batch())
+            assert value(exporter, "torch_train_state", state="evaluating") == 1
+            model.train()
+            optimizer.zero_grad()
+            model.second(model.first(batch()).relu()).square().mean().backward()
+            optimizer.step()
+            assert value(exporter, "torch_train_state", state="training") == 1
+            assert value(exporter, "torch_train_state", state="evaluating") == 0
+
+
 # The end
 
 

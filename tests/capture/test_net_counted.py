@@ -19,6 +19,8 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.count_only import budget, counting
 
 BACKWARDS = "torch_train_backward_passes_total"
+CAPTURES = "torch_grad_exporter_captures_total"
+DURATION = "torch_train_step_duration_seconds"
 NONFINITE = "torch_grad_nonfinite_steps_total"
 OVERHEAD = "torch_grad_exporter_overhead_seconds_total"
 PHASE = "torch_train_phase_seconds_total"
@@ -163,6 +165,75 @@ def test_a_surprise_while_rounds_are_followed_makes_it_longer() -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+def test_a_skipped_step_in_a_counted_round_asks_for_one_sample() -> None:
+    """After a step that was skipped while rounds were only counted one of the next rounds is sampled, and no more of them."""
+    loop = Loop()
+    with watching(loop.model, every=4096) as exporter:
+        loop.until_counted(exporter)
+        assert value(exporter, CAPTURES) == 1
+        loop.backward()
+        for _ in range(60):
+            loop.step()
+        assert value(exporter, CAPTURES) == 2
+        assert value(exporter, SKIPPED) == 1
+
+
+def test_the_same_rounds_are_sampled_as_if_all_were_followed() -> None:
+    """Which rounds are sampled does not change with how many are only counted, also after steps that were skipped."""
+
+    def sampled(budget: float) -> list[int]:
+        loop, captures = Loop(), [1.0]
+        with watching(loop.model, every=16, overhead_budget=budget) as exporter:
+            for one in range(600):
+                if one == 300:
+                    loop.backward()
+                    loop.backward()
+                loop.step()
+                captures.append((value(exporter, CAPTURES) or 0) if one % 300 > 30 else captures[-1])
+        return [one for one in range(600) if one % 300 > 31 and captures[one + 1] > captures[one]]
+
+    followed = sampled(0.9)
+    assert len(followed) > 25
+    assert sampled(0.0001) == followed
+
+
+def test_a_round_that_is_interrupted_goes_on() -> None:
+    """With two backwards to a step, another model's optimizer steps between them while rounds are only counted: none is skipped."""
+    loop = Loop()
+    other = sgd(Perceptron())
+
+    def one(*, interrupted: bool = False) -> None:
+        loop.backward()
+        if interrupted:
+            other.step()
+        loop.add()
+        loop.optimizer.step()
+        loop.steps += 1
+
+    with watching(loop.model) as exporter:
+        for _ in range(3):
+            loop.until_counted(exporter, one)
+            one(interrupted=True)
+            one()
+            assert value(exporter, SKIPPED) == 0
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, BACKWARDS) == 2 * loop.steps
+
+
+def test_durations_add_up_to_the_time_that_there_was() -> None:
+    """Of 500 steps, most of them only counted, there are 499 durations, which together are no longer than the whole loop."""
+    loop, start = Loop(), time.perf_counter()
+    with watching(loop.model) as exporter:
+        for _ in range(500):
+            loop.step()
+        exporter.close()
+        elapsed = time.perf_counter() - start
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 2
+        assert value(exporter, f"{DURATION}_count") == 499
+        assert value(exporter, f"{DURATION}_sum") <= elapsed
+        assert value(exporter, "torch_train_slowest_step_seconds") <= elapsed / 2
+
+
 def test_where_each_round_is_interrupted_counting_is_not_tried_in_each() -> None:
     """With a call of `step` after each step no round can be only counted: the model's hooks do not come and go all the time."""
     loop = Loop()
@@ -178,11 +249,12 @@ def test_where_each_round_is_interrupted_counting_is_not_tried_in_each() -> None
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.parametrize("every", [4096, 128])
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_a_nan_norm_observed_in_each_round_is_counted_once(when: str) -> None:
+def test_a_nan_norm_observed_in_each_round_is_counted_once(when: str, every: int) -> None:
     """With NaN gradients and their norm observed in each of 1000 rounds, wherever rounds begin and end to be only counted."""
     loop = Loop()
-    with watching(loop.model, every=4096) as exporter:
+    with watching(loop.model, every=every) as exporter:
 
         def one() -> None:
             loop.backward()

@@ -280,11 +280,12 @@ class Machine(RuleBasedStateMachine):
             self.plain.tell(Outcome.STEPPED)
 
     @rule(counted=strategies.integers(1, 300), skipped=strategies.integers(0, 2))
-    @precondition(lambda self: self.plain.now.stepped)
+    @precondition(lambda self: self.plain.now.stepped and self.plain.now.state != "read")
     def rounds_that_were_counted(self, counted: int, skipped: int) -> None:
-        """Rounds that were counted elsewhere; a skipped one has the next one sampled."""
+        """Rounds that were counted elsewhere, none of them sampled; a skipped one has the next one sampled."""
         self.tell(RoundsCounted(counted, skipped))
-        self.plain.now.number += counted + skipped
+        now = self.plain.now
+        self.plain.now = Now(now.number + counted + skipped, False, now.backwards, now.models, stepped=now.stepped)
         self.plain.skipped += skipped
         self.plain.skipped_unseen |= skipped > 0
 

@@ -280,6 +280,9 @@ class RoundTracker:
         return iter(())
 
     def _rounds_counted(self, event: RoundsCounted) -> Decided:
+        last = self._round
+        if event.rounds:  # the current round is the last one that was counted: like the one that was followed, but not sampled
+            self._round = Round(last.number, False, last.backwards, last.models, stepped=last.stepped)
         self._round.number += event.rounds + event.skipped
         self._skipped_unseen |= event.skipped > 0
         if event.skipped:

@@ -246,7 +246,7 @@ class CountOnly:
     def norm_observed(self) -> None:
         """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
         counting = self._counting
-        if counting is None:
+        if counting is None or not (counting.moments or counting.backwards):
             self._rounds.handle(NormObserved())
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
