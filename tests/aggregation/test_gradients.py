@@ -16,7 +16,8 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation, Gradi
 from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights

@@ -34,7 +34,8 @@ from tests.support.record import Recorder, norm
 from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, reference
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout

@@ -24,7 +24,7 @@ from torch_grad_exporter.aggregation.probes import Probes
 from torch_grad_exporter.aggregation.settlement import Settlement
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, OutcomeResolved, Weights
 
 GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 
 MOST_UNTRACKED = 1000
 """Labels that keep a row though the table does not have them, or twice as many as the largest table had, if that is more.

@@ -19,7 +19,7 @@ from torch_grad_exporter.aggregation.samples import Groups, Sample, grouped_norm
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import DECADE_BOUNDS, RECENT_SECONDS, Records, enter_norms, new_layers
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray, IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import Weights
 

@@ -17,8 +17,8 @@ from torch_grad_exporter.capture.cost import DeviceTimer
 from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
 from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.capture.rounds import Round
-from torch_grad_exporter.model.layers import ParameterTable, parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.torch_compat import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Hints, Mailbox, Part

@@ -20,8 +20,8 @@ from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.torch_compat import on_gradient
 from torch_grad_exporter.transfer.outcomes import Mode
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics import Column, device, host
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch

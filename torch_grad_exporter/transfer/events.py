@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.transfer.outcomes import Outcome as Outcome  # noqa: PLC0414 - exported
 from torch_grad_exporter.transfer.tracing import TraceIds

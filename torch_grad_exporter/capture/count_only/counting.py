@@ -26,8 +26,8 @@ from torch_grad_exporter.capture.round_events import BackwardsCounted, NormObser
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
-from torch_grad_exporter.model.layers import TrackedParameter
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.transfer.events import Counted, Mailbox, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
