@@ -52,10 +52,10 @@ class Measured:
     magnitudes: torch.Tensor
 
 
-def measure(batch: Batch, layout: Layout, accumulate: torch.dtype) -> Measured:
-    """Statistics of each tensor, all in this type."""
+def measure(batch: Batch, layout: Layout, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> Measured:
+    """Statistics of each tensor, all in this type, from chunks of at most so many elements."""
     rows, magnitudes = [], []
-    for chunk in chunks(batch):
+    for chunk in chunks(batch, most):
         low, high = _extremes(chunk, accumulate)
         rows.append(_row(chunk, low, high, layout, accumulate))
         magnitudes.append(torch.maximum(-low, high))
@@ -67,27 +67,27 @@ def measure(batch: Batch, layout: Layout, accumulate: torch.dtype) -> Measured:
     return Measured(torch.cat(rows), len(rows), units.reshape(-1))
 
 
-def norms(batch: Batch, accumulate: torch.dtype) -> tuple[torch.Tensor, int]:
+def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> tuple[torch.Tensor, int]:
     """Only the norms, bit-equal to those of `measure` on equal gradients: rows of one column, and how many for each tensor."""
     rows = []
-    for chunk in chunks(batch):
+    for chunk in chunks(batch, most):
         flat = chunk.reshape(len(chunk), -1)
         scale = _scale(*_extremes(chunk, accumulate)) if _is_scaled(flat, accumulate) else None
         rows.append(torch.stack(_norms(flat, scale, accumulate), dim=1))
     return torch.cat(rows), len(rows)
 
 
-def chunks(batch: Batch) -> Iterator[torch.Tensor]:
+def chunks(batch: Batch, most: int) -> Iterator[torch.Tensor]:
     """The batch in parts of shape (tensors, rows, columns), a row for each output unit or part of one; only small ones are copies.
 
     If a tensor is cut, it is the only one. A unit that is larger than a chunk comes in parts, as many for each.
     """
-    if batch.elements <= CHUNK_ELEMENTS:
+    if batch.elements <= most:
         yield batch.values
         return
     width = batch.elements // batch.rows if batch.units else batch.elements
     tensor = batch.tensors[0]
-    for part in slices(arranged(tensor, batch.layout), CHUNK_ELEMENTS // (4 if tensor.is_complex() else 2)):
+    for part in slices(arranged(tensor, batch.layout), most // (4 if tensor.is_complex() else 2)):
         values = resolved(part)
         yield values.reshape(1, max(1, values.numel() // width), -1)
 
