@@ -33,12 +33,17 @@ class LayerRows:
     """By label the names of the modules that it has stood for, as far as they exist."""
     _untracked: dict[str, None] = field(default_factory=dict)
     """The labels that the table does not have, in the order in which it lost them."""
-    _most: int = MOST_UNTRACKED
+    _largest: int = 0
+    """The most layers that a table has had."""
 
     @property
     def untracked(self) -> tuple[str, ...]:
         """The labels that have a row and are not in the table."""
         return tuple(self._untracked)
+
+    def __contains__(self, label: str) -> bool:
+        """Whether a label has a row."""
+        return label in self._row_of
 
     def of(self, labels: Iterable[str]) -> IntArray:
         """The rows of labels that have one."""
@@ -46,15 +51,14 @@ class LayerRows:
 
     def give_up(self, table: ParameterTable) -> IntArray:
         """Takes their rows from the labels that do not outlive the change to `table`; returns these rows."""
-        self._most = max(self._most, 2 * len(table.layers))
+        self._largest = max(self._largest, len(table.layers))
         self._keep_modules(table)
         tracked = set(table.layers)
         left = [label for label in self._row_of if label not in tracked and label not in self._untracked]
         self._untracked = dict.fromkeys(label for label in (*self._untracked, *left) if label not in tracked)
         gone = [label for label in self._untracked if not self._modules[label]]
-        gone += [label for label in self._untracked if self._modules[label]][
-            : max(0, len(self._untracked) - len(gone) - self._most)
-        ]
+        frozen = [label for label in self._untracked if self._modules[label]]
+        gone += frozen[: max(0, len(frozen) - max(MOST_UNTRACKED, 2 * self._largest))]
         rows = self.of(gone)
         for label in gone:
             self._free.append(self._row_of.pop(label))

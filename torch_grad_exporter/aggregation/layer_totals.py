@@ -200,7 +200,7 @@ class LayerTotals:
         shown = self._values["shown"][rows]
         labels, rows = tuple(compress(labels, shown.tolist())), rows[shown]
         values, counts = self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist())
-        if not self._removed.there or REMOVED in labels:
+        if not self._removed.there or REMOVED in self._labels:  # a module may be called so: no series is there twice
             return UntrackedLayers(labels, values, counts)
         more = () if self.exponential is None else (self._removed.counts(),)
         return UntrackedLayers((*labels, REMOVED), np.concatenate([values, self._removed.record()]), counts + more)
