@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
 
 from tests.aggregation.test_ledger import PLAN, captured, closed
 from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
@@ -22,7 +23,6 @@ from tests.support.scrape import errors, value, values
 from tests.support.statistics import by_position
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation.declared import DeclaredValues
-from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
 from torch_grad_exporter.metrics.families import Family, FloatArray, Kind, LabelRows, Spec
 from torch_grad_exporter.statistics import Column, declared, moments, reference
 from torch_grad_exporter.statistics.combine import Combine
