@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.layout import ORDINARY, Packing
 from torch_grad_exporter.transfer import events, transfer
-from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Part, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Part, mailbox
 from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
 
 STEPS = "torch_train_steps_total"
@@ -224,7 +224,7 @@ def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(host, "MOST_WAITING", 100)
     post, errors = mailbox(), ErrorLog(("worker",))
     table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
-    gradients = GradientAggregation(Hints())
+    gradients = GradientAggregation(Decisions())
     gradients.use(table)
     side = HostSide(post, gradients, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
     zero = np.zeros(1, dtype=np.int64)

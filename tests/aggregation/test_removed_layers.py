@@ -20,7 +20,7 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation, Gradi
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.families import REMOVED, Family
 from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
-from torch_grad_exporter.transfer.events import Hints
+from torch_grad_exporter.transfer.events import Decisions
 
 CAPTURES = "torch_grad_captures_total"
 COUNTED = (CAPTURES, "torch_grad_norm_distribution", "torch_grad_nonfinite_elements_total", "torch_grad_norm_spikes_total")
@@ -153,7 +153,7 @@ class Scene:
     def __init__(self, *names: str, max_layers: int = 300, frozen: bool = False) -> None:
         self.model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names}).requires_grad_(not frozen)
         self.index = LayerIndex({"": self.model}, max_layers=max_layers)
-        self.gradients = GradientAggregation(Hints(), Exponentials())
+        self.gradients = GradientAggregation(Decisions(), Exponentials())
         self.gradients.use(self.index.table)
         self.number = 0
 

@@ -25,7 +25,7 @@ from torch_grad_exporter.aggregation.settlement import Settlement
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, OutcomeResolved, Weights
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Local, OutcomeResolved, Weights
 
 GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights
 
@@ -70,20 +70,20 @@ class NewGradients:
 
 
 class GradientAggregation:
-    """Adds up samples. `hints`: where it tells which parameters are worth probing for clipping.
+    """Adds up samples. `decisions`: where it tells which parameters are worth probing for clipping.
 
     `exponential`: counts the same norms by exponential bucket, too, if it is given. `declared`: the values of other
     statistics. For one thread at a time.
     """
 
-    def __init__(self, hints: Hints, exponential: Exponentials | None = None, declared: DeclaredValues | None = None) -> None:
+    def __init__(self, decisions: Decisions, exponential: Exponentials | None = None, declared: DeclaredValues | None = None) -> None:
         self._pending = PendingSample()
         self._settlement = Settlement()
         self._layers = LayerTotals(None if exponential is None else exponential.layers, declared or DeclaredValues())
         self._observed = ObservedNorm(None if exponential is None else exponential.observed)
         self._optimizers = OptimizerTotals(self._observed, None if exponential is None else exponential.optimizers)
         self._local = LocalTotals()
-        self._probes = Probes(hints)
+        self._probes = Probes(decisions)
         self._undelivered = 0
         self._unread: Unread[int] = Unread(int, int.__add__)
         self._samples_read = 0

@@ -167,7 +167,7 @@ class Observed:
 
 
 @dataclass(slots=True)
-class Hints:
+class Decisions:
     """The one thing the host side tells the training thread: what to measure again before the next step.
 
     Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
