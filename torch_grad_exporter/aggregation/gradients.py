@@ -76,7 +76,9 @@ class GradientAggregation:
     statistics. For one thread at a time.
     """
 
-    def __init__(self, decisions: Decisions, exponential: Exponentials | None = None, declared: DeclaredValues | None = None) -> None:
+    def __init__(
+        self, decisions: Decisions, exponential: Exponentials | None = None, declared: DeclaredValues | None = None
+    ) -> None:
         self._pending = PendingSample()
         self._settlement = Settlement()
         self._layers = LayerTotals(None if exponential is None else exponential.layers, declared or DeclaredValues())

@@ -103,11 +103,6 @@ class CountOnly:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not told yet."""
 
-    @property
-    def counting(self) -> bool:
-        """Whether rounds are only counted at present."""
-        return self._counting is not None
-
     def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
 
