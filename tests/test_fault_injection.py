@@ -81,6 +81,7 @@ LEFT_OUT = {
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
     "statistics.reference": "for tests and documentation, called by nobody here",
     "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
+    "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
         "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
@@ -157,6 +158,15 @@ UNREACHED = {
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
+    "statistics.layout.Layout.of": "the start",
+    **dict.fromkeys(
+        (f"statistics.layout.{name}" for name in ("Layout.scaled", "fits_float32", "zero_rows")),
+        "accelerators, tests/statistics/test_device_chunks.py",
+    ),
+    **dict.fromkeys(
+        ("statistics.layout.homogeneous", "aggregation.samples.Groups.combined"),
+        "a statistic from outside, tests/statistics/test_toy_statistic.py",
+    ),
     "transfer.transfer._Buffer.free": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",

@@ -107,13 +107,18 @@ def test_a_large_gradient_is_measured_in_chunks_as_it_is_in_one_go(kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "make"),
-    [(torch.float32, ON_DEVICE), (torch.float32, NARROW), (torch.float8_e5m2, ON_DEVICE), (torch.complex64, ON_DEVICE)],
+    ("dtype", "make", "side"),
+    [
+        (torch.float32, ON_DEVICE, 1 << 15),
+        (torch.float32, NARROW, 1 << 13),
+        (torch.float8_e5m2, ON_DEVICE, 1 << 14),
+        (torch.complex64, ON_DEVICE, 1 << 14),
+    ],
     ids=["float32", "no float64", "one byte", "complex"],
 )
-def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callable[..., EagerStatistics]) -> None:
-    """A gradient of 2**30 elements, without data, on a device: contiguous, transposed or conjugated, no tensor exceeds 64 MiB."""
-    shape = (1 << 15, 1 << 15)
+def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callable[..., EagerStatistics], side: int) -> None:
+    """For a gradient of 4 GiB, without data, and others, contiguous, transposed or conjugated, no tensor exceeds 64 MiB."""
+    shape = (side, side)
     table = plan_of(Bare(shape, dtype=dtype if dtype.is_complex else torch.float32, where="meta"))
     whole = torch.empty(shape, dtype=dtype, device="meta")
     statistics = make(9, WITH_MOMENTS)
@@ -125,6 +130,16 @@ def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callab
         assert measured.packing.pieces is not None
         assert norms.packing.pieces is not None
         assert measured.vector.shape == (measured.packing.pieces.sum() * measured.packing.width,)
+
+
+def test_temporaries_of_a_large_transposed_convolution() -> None:
+    """Its units are no dimension that comes first, and in channels_last no view has all elements of one together."""
+    layer = torch.nn.ConvTranspose2d(4096, 2048, 3, groups=2, bias=False, device="meta")
+    gradient = torch.empty_like(layer.weight).contiguous(memory_format=torch.channels_last)
+    with Largest(gradient) as spy:
+        (measured,) = ON_DEVICE(9).measure(plan_of(layer), [(0, gradient)], 1)
+    assert measured.units.tolist() == [2048]
+    assert 1 << 20 < spy.bytes <= device.TEMPORARY_BYTES
 
 
 def test_a_sum_of_gigabytes_is_made_in_chunks() -> None:

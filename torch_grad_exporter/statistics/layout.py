@@ -54,10 +54,6 @@ class Layout:
         """Whether a statistic wants blocks on the CPU in float64."""
         return any(one.float64 for one in self.apart)
 
-    def place(self, key: str) -> int:
-        """Where the column stands."""
-        return self._places[key]
-
     def places(self, statistic: Statistic) -> slice:
         """Where the columns of a statistic stand."""
         start = self._places[f"{statistic.name}.{statistic.columns[0].name}"]
