@@ -255,7 +255,7 @@ def deep(blocks: int, layers: int) -> torch.nn.Module:
 
 @pytest.mark.parametrize(("blocks", "layers", "shown"), [(299, 7, 300), (2000, 1, 201)], ids=["in blocks", "in a row"])
 def test_a_model_of_2000_layers(blocks: int, layers: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Layers beyond the cap are folded by blocks, or in ranges of them; one warning and a gauge say how many; the series stay below 10,000."""
+    """Layers beyond the cap are folded, by blocks or in ranges; a warning and a gauge say how many; series stay below 10,000."""
     loop = Loop(deep(blocks, layers))
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), watching(loop.model) as exporter:
         for _ in range(2):
