@@ -8,14 +8,14 @@ norms. Nothing that is not finite enters a histogram, a sum or a baseline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.cursor import Cursor, Unread
 from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
-from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
+from torch_grad_exporter.aggregation.layer_totals import NONE_UNTRACKED, LayerTotals, UntrackedLayers
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
 from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
@@ -50,7 +50,7 @@ class GradientSnapshot:
     undelivered: int
     norm_observed: bool
     local: Mapping[int, LocalValues]
-    untracked: UntrackedLayers = field(default_factory=UntrackedLayers)
+    untracked: UntrackedLayers = NONE_UNTRACKED
     exponential: tuple[Counts, ...] | None = None
     exponential_totals: tuple[Counts, ...] | None = None
     declared: Mapping[str, FloatArray] = field(default_factory=dict)

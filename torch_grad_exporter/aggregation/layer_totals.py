@@ -36,6 +36,9 @@ class UntrackedLayers:
     exponential: tuple[Counts, ...] = ()
 
 
+NONE_UNTRACKED = UntrackedLayers()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerValues:
     """A copy: a record for each layer of the table. `recent_max`: shape (layers,), NaN where there was no sample in the minute.
@@ -196,6 +199,8 @@ class LayerTotals:
 
     def _untracked(self) -> UntrackedLayers:
         labels = self._labels.untracked
+        if not labels and not self._removed.there:
+            return NONE_UNTRACKED
         rows = self._labels.of(labels)
         shown = self._values["shown"][rows]
         labels, rows = tuple(compress(labels, shown.tolist())), rows[shown]
