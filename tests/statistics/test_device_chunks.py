@@ -166,6 +166,18 @@ def test_units_keep_their_own_in_chunks(layer: torch.nn.Module) -> None:
         assert_true(by_position(measured)[0], truth(one, table.tracked[0].units), one.numel())
 
 
+def test_each_part_of_a_unit_counts() -> None:
+    """A unit that comes in several chunks is zero only if it is so in each of them, and one with a NaN in any is neither."""
+    gradient = torch.zeros(4, 3 * STACKED_ELEMENTS)
+    gradient[0, STACKED_ELEMENTS:] = 1.0
+    gradient[1, -1] = 1e-30
+    gradient[2, STACKED_ELEMENTS // 3] = NAN
+    statistics = ON_DEVICE(1, chunk_elements=STACKED_ELEMENTS)
+    (reading,) = statistics.read(plan_of(Bare(gradient.shape)), [(0, gradient)])
+    assert reading.pieces.tolist() == [24]
+    assert (reading.zero.tolist(), reading.alive.tolist()) == ([False, False, False, True], [True, True, False, False])
+
+
 def test_gradients_in_chunks_among_others_and_in_several_readings() -> None:
     """Large and small ones, with units and without, read in two parts: each position has its own row, and its own dead units."""
     shapes = [(400, 500), (7,), (8, 5), (300_000,), (3, 100_000), (8, 5)]
@@ -266,11 +278,14 @@ def test_zeros_that_a_sparse_gradient_does_not_store_are_counted_exactly_in_floa
     assert row_of(NARROW(1), torch.nn.Embedding(9, 2, sparse=True), positive)[Column.MIN] == 0.0
 
 
-def test_the_norm_of_a_whole_chunk_without_float64_keeps_its_bound() -> None:
-    """Sums over the most elements that are measured at once, all equal so that rounding errors add up, are right to 1e-5."""
-    gradient = torch.full((device.CHUNK_ELEMENTS,), 0.3)
+@pytest.mark.parametrize(("first", "others"), [(0.3, 0.3), (1.0, 2.3e-4)])
+def test_the_norm_of_a_whole_chunk_without_float64_keeps_its_bound(first: float, others: float) -> None:
+    """Over the most elements that are measured at once it is right to 1e-5, all equal or so small that 1 swallows their squares."""
+    gradient = torch.full((device.CHUNK_ELEMENTS,), others)
+    gradient[0] = first
     row = row_of(NARROW(1), Bare(gradient.shape), gradient)
-    assert row[Column.NORM] == pytest.approx(float(gradient[0]) * math.sqrt(len(gradient)), rel=1e-5)
+    expected = math.hypot(float(gradient[0]), float(gradient[1]) * math.sqrt(len(gradient) - 1))
+    assert row[Column.NORM] == pytest.approx(expected, rel=1e-5)
 
 
 def test_dead_units_without_float64_are_the_same() -> None:
