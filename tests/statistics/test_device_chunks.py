@@ -133,9 +133,9 @@ def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callab
 
 
 def test_temporaries_of_a_large_transposed_convolution() -> None:
-    """Its units are no dimension that comes first, and in channels_last no view has all elements of one together."""
+    """Its units are not the first dimension; the last two dimensions, transposed in memory, cannot be viewed as one."""
     layer = torch.nn.ConvTranspose2d(4096, 2048, 3, groups=2, bias=False, device="meta")
-    gradient = torch.empty_like(layer.weight).contiguous(memory_format=torch.channels_last)
+    gradient = torch.empty_like(layer.weight).transpose(2, 3)
     with Largest(gradient) as spy:
         (measured,) = ON_DEVICE(9).measure(plan_of(layer), [(0, gradient)], 1)
     assert measured.units.tolist() == [2048]
