@@ -133,9 +133,9 @@ def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callab
 
 
 def test_temporaries_of_a_large_transposed_convolution() -> None:
-    """Its units are no dimension that comes first, and in channels_last no view has all elements of one together."""
+    """Its units are not the first dimension; the last two dimensions, transposed in memory, cannot be viewed as one."""
     layer = torch.nn.ConvTranspose2d(4096, 2048, 3, groups=2, bias=False, device="meta")
-    gradient = torch.empty_like(layer.weight).contiguous(memory_format=torch.channels_last)
+    gradient = torch.empty_like(layer.weight).transpose(2, 3)
     with Largest(gradient) as spy:
         (measured,) = ON_DEVICE(9).measure(plan_of(layer), [(0, gradient)], 1)
     assert measured.units.tolist() == [2048]
@@ -164,6 +164,18 @@ def test_units_keep_their_own_in_chunks(layer: torch.nn.Module) -> None:
         measured = ON_DEVICE(1, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS).measure(table, [(0, one)], 1)
         assert measured[0].packing.pieces.tolist()[0] > 5
         assert_true(by_position(measured)[0], truth(one, table.tracked[0].units), one.numel())
+
+
+def test_each_part_of_a_unit_counts() -> None:
+    """A unit that comes in several chunks is zero only if it is so in each of them, and one with a NaN in any is neither."""
+    gradient = torch.zeros(4, 3 * STACKED_ELEMENTS)
+    gradient[0, STACKED_ELEMENTS:] = 1.0
+    gradient[1, -1] = 1e-30
+    gradient[2, STACKED_ELEMENTS // 3] = NAN
+    statistics = ON_DEVICE(1, chunk_elements=STACKED_ELEMENTS)
+    (reading,) = statistics.read(plan_of(Bare(gradient.shape)), [(0, gradient)])
+    assert reading.pieces.tolist() == [24]
+    assert (reading.zero.tolist(), reading.alive.tolist()) == ([False, False, False, True], [True, True, False, False])
 
 
 def test_gradients_in_chunks_among_others_and_in_several_readings() -> None:
@@ -266,11 +278,14 @@ def test_zeros_that_a_sparse_gradient_does_not_store_are_counted_exactly_in_floa
     assert row_of(NARROW(1), torch.nn.Embedding(9, 2, sparse=True), positive)[Column.MIN] == 0.0
 
 
-def test_the_norm_of_a_whole_chunk_without_float64_keeps_its_bound() -> None:
-    """Sums over the most elements that are measured at once, all equal so that rounding errors add up, are right to 1e-5."""
-    gradient = torch.full((device.CHUNK_ELEMENTS,), 0.3)
+@pytest.mark.parametrize(("first", "others"), [(0.3, 0.3), (1.0, 2.3e-4)])
+def test_the_norm_of_a_whole_chunk_without_float64_keeps_its_bound(first: float, others: float) -> None:
+    """Over the most elements that are measured at once it is right to 1e-5, all equal or so small that 1 swallows their squares."""
+    gradient = torch.full((device.CHUNK_ELEMENTS,), others)
+    gradient[0] = first
     row = row_of(NARROW(1), Bare(gradient.shape), gradient)
-    assert row[Column.NORM] == pytest.approx(float(gradient[0]) * math.sqrt(len(gradient)), rel=1e-5)
+    expected = math.hypot(float(gradient[0]), float(gradient[1]) * math.sqrt(len(gradient) - 1))
+    assert row[Column.NORM] == pytest.approx(expected, rel=1e-5)
 
 
 def test_dead_units_without_float64_are_the_same() -> None:
