@@ -8,7 +8,7 @@ norms. Nothing that is not finite enters a histogram, a sum or a baseline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
