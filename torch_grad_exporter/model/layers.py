@@ -60,8 +60,8 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     """The output units of a parameter: rows of a weight, output channels of a convolution.
 
     `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
-    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a part
-    that is zero says nothing of the unit.
+    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a zero
+    part does not show whether the unit is zero.
     """
     if not split_dims(parameter) <= {1 if isinstance(module, TRANSPOSED) else 0}:
         return None
@@ -81,7 +81,7 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
 class TrackedParameter:
     """One parameter that the exporter follows; the object stays the same as long as the parameter does.
 
-    Known by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
+    Identified by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
     so `model.to()` with some kinds of parameters, raises where there is one.
     """
 
@@ -143,7 +143,7 @@ class ParameterTable:
     counts: BoolArray
     """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
     shown: BoolArray
-    """Whether this rank tells of the layer: it has a part of it, or the first of the copies."""
+    """Whether this rank reports the layer: it has a part of it, or the first of the copies."""
     frozen: frozenset[str] = frozenset()
     """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
 
@@ -277,7 +277,7 @@ class LayerIndex:
         return [] if self._is_current() else [owner.parameter for owner in self._trained()]
 
     def _is_current(self) -> bool:
-        """Whether the models look as they did at the last scan."""
+        """Whether the models are unchanged since the last scan."""
         modules = [module for reference in self._scanned if (module := reference()) is not None]
         return len(modules) == len(self._scanned) and _structure(modules) == self._structure
 
@@ -294,7 +294,7 @@ class LayerIndex:
                 continue
             same = self._known.get(id(owner.parameter))
             found.append(same if same is not None and same.stands_at(owner) else _track(owner))
-        # One that is frozen now may thaw, and its units have a past.
+        # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         frozen = frozenset(layers.difference(one.layer for one in found))
         before = self._table.tracked
@@ -304,7 +304,7 @@ class LayerIndex:
         return self._table
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
-        """Looks whether a model is replicated, within a forward of its root; without one, of all that had no forward."""
+        """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
         for model, (_, reference) in enumerate(self._models):
             module = reference()
@@ -370,7 +370,7 @@ def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
-    In columns, without a Python call per module or parameter: it is looked at in each sample.
+    In columns, without a Python call per module or parameter, since each sample compares it.
     """
     children = [children_in(module) for module in modules]
     owned = [parameters_in(module) for module in modules]
