@@ -37,7 +37,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of some gradients on one device, before the past of their units is looked at.
+    """What was read of some gradients on one device, before the past of their units is considered.
 
     `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
     `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each. `rows`: shape (all pieces, columns), with a
@@ -60,7 +60,7 @@ class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
-    row it stands. `on_host`: kinds of devices whose data may be looked at. `wide`: the widest type that a device computes in.
+    row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
     gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
@@ -121,7 +121,7 @@ class EagerStatistics:
 
     @torch.no_grad()
     def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
-        """Takes back what the sample counted of the units of these parameters: it was none of theirs."""
+        """Subtracts what the sample counted of the units of these parameters: their optimizers did not step."""
         foreign = {table.tracked[position] for position in positions}
         for state in self._units.values():
             state.forget(foreign, sample)
