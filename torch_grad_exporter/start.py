@@ -1,4 +1,4 @@
-"""The user's door: `start_exporter` checks everything before anything is registered, and makes an `Exporter`."""
+"""The entry point: `start_exporter` checks everything before anything is registered, and makes an `Exporter`."""
 
 from __future__ import annotations
 
