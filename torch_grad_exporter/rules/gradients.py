@@ -115,7 +115,7 @@ def _clipped(context: RuleContext) -> bool:
 
 @rule("GradientVanishing", BUSY)
 def vanishing(context: RuleContext) -> Iterator[Finding]:
-    """The largest norm of a layer within five minutes is next to nothing beside the global one, or else the largest layer's."""
+    """The largest norm of a layer within five minutes is negligible compared with the global one, or else the largest layer's."""
     layers = either(*(context.highest(spec, MINUTES_5) for spec in (GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM)))
     whole, beside = context.values.table(GRAD_GLOBAL_NORM).largest(), "global norm"
     if whole is None:

@@ -66,7 +66,7 @@ class Values:
         return found.get(labels) if labels else next(iter(found.values()), None)
 
     def table(self, spec: Spec) -> Table:
-        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth is no growth of the training's."""
+        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
         tables = [_without_removed(Table(family.labels.rows, _numbers(family))) for family in self._by_spec.get(spec, ())]
         if len(tables) == 1:
             return tables[0]
@@ -83,7 +83,7 @@ class Values:
         return found.get(labels)
 
     def state(self) -> str | None:
-        """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
+        """The state of the run; `None` where it is not shown, since the collector `training` is off or has failed."""
         return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
 
 
