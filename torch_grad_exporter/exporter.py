@@ -104,7 +104,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     guard = errors.boundary("devices")
 
     def look_at_devices() -> None:
-        guard(memory.look)
+        guard(memory.refresh)
 
     capture = Capture(
         index=index,
@@ -137,7 +137,7 @@ def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: Er
 
     def prepare() -> None:
         snapshots.renew()
-        group.look()
+        group.check()
 
     context = _collector_context(checked, training, snapshots, errors, ending)
     collectors = REGISTRY.made(checked.settings.collectors, context)
@@ -287,7 +287,7 @@ class Exporter:
         )
         self._scrape.start()
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
-            self._errors.boundary("devices", limit=None)(self._training.memory.look_at_once)
+            self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
         self._errors.boundary("history", limit=None)(self._view.start)
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)

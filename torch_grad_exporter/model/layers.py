@@ -311,7 +311,7 @@ class LayerIndex:
             if module is not None and root is None:
                 self.replicas.search(model, module)
             elif module is root is not None:
-                self.replicas.look(model, root)
+                self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
             self._table = self._planned(self._table.tracked, self._table.frozen)
 

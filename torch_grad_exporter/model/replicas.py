@@ -37,7 +37,7 @@ class Replicas:
         self.all_shown = ranks is Ranks.ALL
         self._first = rank == 0
         self._alone = world_size == 1
-        self._told = ranks is Ranks.FIRST
+        self._by_hand = ranks is Ranks.FIRST
         self._copied: dict[int, bool] = {}
         """By model that was searched: whether all of it is a copy of another rank's."""
         self._wrapped: set[int] = set()
@@ -52,17 +52,17 @@ class Replicas:
 
     def undecided(self, models: int) -> bool:
         """Whether a search is still to be done."""
-        return not (self._alone or self._told) and len(self._wrapped) < models
+        return not (self._alone or self._by_hand) and len(self._wrapped) < models
 
     def is_copy(self, module: torch.nn.Module | None, model: int) -> bool:
         """Whether another rank reports this module's parameters, as far as they are no DTensors."""
         if self._alone:
             return False
-        if self._told:
+        if self._by_hand:
             return not self._first
         return self._copied.get(model, not self._first) or module in self._parts
 
-    def look(self, model: int, root: torch.nn.Module) -> None:
+    def search_in_forward(self, model: int, root: torch.nn.Module) -> None:
         """Searches for a wrapper of a model whose root's forward is running, on the training thread."""
         if model not in self._wrapped and not self._found(model, wrappers.around(root)):
             self._parts.update(part for module, wrapper in wrappers.within(root) if _is_later(wrapper) for part in module.modules())
