@@ -19,7 +19,7 @@ from torch_grad_exporter.model.replicas import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where nobody chose.
+    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where they were not chosen.
 
     `collectors`: those that are on. `web_config_file`, `sd_dir`, `advertise`, `textfile_dir`: empty for none.
     """
