@@ -1,8 +1,8 @@
 """The demo: a small character-level transformer learns Python from the source of the standard library.
 
-Written to be read as an example. The model knows nothing of the exporter, and the training loop differs
-from any other by one `with start_exporter(...)` and one `observe`. `Trouble` spoils the training from
-outside, so that one can see what each fault looks like in the metrics.
+Written to be read as an example. The model does not refer to the exporter, and the training loop differs
+from any other by one `with start_exporter(...)` and one `observe`. `Trouble` injects faults from
+outside, so that one can see how each fault shows in the metrics.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 class Trouble:
-    """Spoils the training as it was told to; says so when it begins."""
+    """Injects the chosen faults into the training, and prints when each begins."""
 
     def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
         middle = model.blocks[(len(model.blocks) - 1) // 2]
