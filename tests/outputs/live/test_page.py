@@ -510,7 +510,7 @@ def drawn_run() -> dict[str, Any]:
 
     history = History(moment, now=lambda: next(looks))
     for _ in range(N):
-        history.look()
+        history.record_if_due()
     found = json.loads(json.dumps(Live(Identity("drawn", 0, 1, "host", "1"), history, list, now=lambda: SECONDS[-1]).everything()))
     grid, run = found["layers"]["norm"]["whole"], found["run"]["whole"]
     assert (len(grid["times"]), len(run["times"])) == (N // 4, N // 2)
@@ -940,7 +940,7 @@ def filled() -> History:
 
     history = History(moment, now=lambda: float(next(times)))
     for _ in range(4 * WHOLE):
-        history.look()
+        history.record_if_due()
     return history
 
 
