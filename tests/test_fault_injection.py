@@ -111,7 +111,7 @@ UNREACHED = {
         )), "accelerators",
     ),
     "transfer.events.mailbox": "the start",
-    "outputs.prometheus.samples.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
+    "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",
     "capture.torch_hooks._ModuleHooks.set_on": "the start",
