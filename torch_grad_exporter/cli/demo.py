@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 HEADS = 4
 LEARNING_RATE = 1e-3
@@ -350,7 +350,7 @@ SUMMARY = (
 
 def summary(families: Iterable[Family]) -> str:
     """The last values, as a scrape would show them now; several series of a metric are added up."""
-    shown = {family.spec.name: samples.table(family) for family in families if family.series}
+    shown = {family.spec.name: series.table(family) for family in families if family.series}
     lines = [
         f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
         for title, name, form in SUMMARY

@@ -45,7 +45,7 @@ from torch_grad_exporter.collectors.training import (
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 
 SPECS = (
@@ -152,7 +152,7 @@ class Instruments:
         return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
     def _observed(self, family: Family) -> Iterable[Observation]:
-        for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
+        for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
             own = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
             yield Observation(value, {**self._labels, **own})
 
