@@ -62,7 +62,7 @@ def write(options: Options) -> tuple[str, str, str]:
     out = options.out
     return (
         f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000",
-        f"Be told:    put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
+        f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
         f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}",
     )
 

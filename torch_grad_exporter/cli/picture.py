@@ -185,7 +185,7 @@ def _heatmap(figure: Figure, axes: Axes, grid: Grid, quantity: Quantity, high: f
         _mark(figure, axes, x, grid, high)
         yield (
             "Magenta: NaN or Inf, as a whole cell, or at the lower edge of one that has finite values too; "
-            "the bars at the top and on the right are beside all columns and rows that have any"
+            "the bars at the top and on the right mark all columns and rows that have any"
         )
 
 
@@ -250,8 +250,8 @@ def _mark(figure: Figure, axes: Axes, x: FloatArray, grid: Grid, high: float) ->
     aside = axes.get_yaxis_transform() + ScaledTranslation(half, 0, scale)
     columns = _wide(x, flagged.nonzero()[1], 2 * pixel)
     _bars(axes, [((begin, 1), (end, 1)) for begin, end in columns], above, clip=False)
-    beside = _wide(rows, flagged.nonzero()[0], 2 * inch / DPI)
-    _bars(axes, [((1, begin), (1, end)) for begin, end in beside], aside, clip=False)
+    right = _wide(rows, flagged.nonzero()[0], 2 * inch / DPI)
+    _bars(axes, [((1, begin), (1, end)) for begin, end in right], aside, clip=False)
     if DPI / inch >= 4:
         thick = min(3 * MARK, 72 / inch / 3)
         places = np.argwhere(flagged & np.isfinite(grid.values))

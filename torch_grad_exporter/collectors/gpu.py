@@ -206,10 +206,10 @@ class GpuCollector:
             self._gpus[device] = gpu
         if device in self._gpus:
             gpu = self._gpus[device]
-            told = list(_values(library, gpu))
-            if not told:
+            values = list(_values(library, gpu))
+            if not values:
                 library.probe(gpu)
-            for spec, more, value in told:
+            for spec, more, value in values:
                 found[spec][device, gpu.uuid, *more] = value
 
     def _keep_rising(self, found: _Found) -> None:
@@ -259,8 +259,8 @@ def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...],
         yield GPU_MEMORY_USED, (), used
     for question in QUESTIONS:
         answers = (library.ask(function, gpu, *question.arguments) for function in question.functions)
-        if (told := next((answer for answer in answers if answer is not None), None)) is not None:
-            number = getattr(told, question.field) if question.field else told
+        if (found := next((answer for answer in answers if answer is not None), None)) is not None:
+            number = getattr(found, question.field) if question.field else found
             yield question.spec, question.label, number * question.times / question.over
 
 

@@ -70,7 +70,7 @@ class Settings:
         lambda: REGISTRY.on_by_default,
         'collectors to switch off, such as `{"host": False}`, or on',
         f"There are {', '.join(REGISTRY.names)}. "
-        '`{"whole_run": True}`, on all ranks, has rank 0 show what the samples of all ranks say together.',
+        '`{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.',
         shown="all but whole_run",
     )
     web_config_file: str = option(
@@ -94,7 +94,7 @@ class Settings:
     sd_dir: str = option(
         kinds.path("a directory that Prometheus reads with file_sd_configs"),
         "",
-        "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it lives",
+        "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs",
         shown="none",
     )
     advertise: str = option(

@@ -121,8 +121,8 @@ class Family:
             raise ValueError(
                 f"{self.spec.name}: values of shape {self.values.shape}, expected {expected}; sums with a histogram only"
             )
-        if any(beside is not None and len(beside) != rows for beside in (self.exponential, self.exemplars)):
-            raise ValueError(f"{self.spec.name}: one mapping per row is expected beside a histogram, {rows} in all")
+        if any(extra is not None and len(extra) != rows for extra in (self.exponential, self.exemplars)):
+            raise ValueError(f"{self.spec.name}: one mapping per row is expected with a histogram, {rows} in all")
         if any(array is not None and array.shape != (rows,) for array in (self.present, self.sums)):
             raise ValueError(f"{self.spec.name}: one entry per row is expected in `present` and `sums`, {rows} in all")
 

@@ -299,7 +299,7 @@ def test_a_nan_and_a_dead_layer(training: Callable[..., Run], open_page: Callabl
     assert page.locator("#tile-nonfinite").get_attribute("data-level") == "critical"
     assert number(page, "nonfinite") == 1
     assert page.get_by_test_id("nonfinite-note").inner_text() == f"{run.model.second.weight.numel()} elements"
-    assert problem.locator(".text").inner_text().endswith("that nobody skipped, since the start, in second.")
+    assert problem.locator(".text").inner_text().endswith("in 1 unskipped step, since the start, in second.")
     assert problem.get_by_role("button", name="Show layer").get_attribute("data-layer") == "second"
     soon(page, lambda: nonfinite_pixels(page) > 0)
 
