@@ -34,7 +34,7 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.capture.count_only import budget, counting
 from torch_grad_exporter.outputs.live import recorder
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 STEPS = 40
 
@@ -112,7 +112,7 @@ UNREACHED = {
         )), "accelerators",
     ),
     "transfer.events.mailbox": "the start",
-    "outputs.prometheus.samples.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
+    "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
     "capture.observations.Observations.output": "models that return a loss, tests/collectors/test_training_values.py",
@@ -780,7 +780,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
     No history is recorded: whether its thread asks in time for a snapshot is chance.
     """
     patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
-    samples.columns.cache_clear()
+    series.columns.cache_clear()
     patch.setattr(host, "IDLE_SECONDS", 0.03)
     patch.setattr(counting, "STILL_SECONDS", 3600.0)
     for module in (budget, counting):

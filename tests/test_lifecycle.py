@@ -541,9 +541,9 @@ def test_an_open_port_is_told_once(
     for _ in range(2):
         with start(Perceptron(), 0, addr=addr) as exporter:
             ports.append(exporter.port)
-    lines = [record.getMessage() for record in caplog.records if "whoever can reach" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "all who can reach" in record.getMessage()]
     assert len(lines) == expected
-    assert all(f"torch_grad_exporter: whoever can reach port {ports[0]} of this host" in line for line in lines)
+    assert all(f"torch_grad_exporter: all who can reach port {ports[0]} of this host" in line for line in lines)
 
 
 def test_scraping_while_training() -> None:

@@ -22,13 +22,13 @@ from torch_grad_exporter.errors import Guard
 
 
 class OpenExporter(Protocol):
-    """What the handlers tell of the process' end and of a fork."""
+    """What the handlers call at the process' end and after a fork."""
 
     def end(self, error: BaseException | None) -> None:
         """Gives everything back at the end of the process; never raises. `error`: what has ended it, if an exception has."""
 
     def after_fork_in_child(self) -> None:
-        """Lets go, in a forked child, of everything that is the parent's."""
+        """Releases, in a forked child, everything that belongs to the parent."""
 
 
 _open: dict[OpenExporter, None] = {}
@@ -65,7 +65,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # What the interpreter has reported last; in a notebook this may have been an earlier cell.
+    # The last exception that the interpreter has reported; in a notebook it may come from an earlier cell.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
     for exporter in open_exporters():
@@ -85,7 +85,7 @@ class Ending:
         self._several = ranks > 1
         self._end: _End | None = None
         self._closed = False
-        # Reentrant: a signal's handler may close while its own thread is at it.
+        # Reentrant: a signal's handler may close while its own thread is closing.
         self._closing = threading.RLock()
 
     @property
@@ -94,7 +94,7 @@ class Ending:
         return self._closed
 
     def close(self) -> bool:
-        """Whether whoever calls is the first, who then has to give everything back. A run that has no end yet ends well."""
+        """Whether this call is the first, whose caller then has to give everything back. A run that has no end yet ends well."""
         with self._closing:
             first = not self._closed
             self._closed = True
@@ -107,7 +107,7 @@ class Ending:
         self._closing = threading.RLock()
 
     def by(self, error: BaseException | None) -> None:
-        """The run ends, by this exception if by one. Ctrl-C is an end that was wished for, and so is `sys.exit` with success."""
+        """The run ends, by this exception if there is one. Ctrl-C is an intended end, and so is `sys.exit` with success."""
         if self._end is None:
             interrupted = isinstance(error, KeyboardInterrupt)
             success = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -131,7 +131,7 @@ class Ending:
 
     @property
     def hurried(self) -> bool:
-        """Whether somebody waits for the end: at the keyboard, or a launcher, for which ranks that fail wait together."""
+        """Whether the end must be quick: a user at the keyboard waits, or a launcher, for which ranks that fail wait together."""
         return self._end is not None and (self._end.interrupted or (self.failed and self._several))
 
 
@@ -211,7 +211,7 @@ class BackgroundLoop:
         self._wakes.put(None)
 
     def stop(self) -> None:
-        """Lets the iteration under way come to its end, and begins no other; returns at once. Idempotent."""
+        """Lets the iteration under way finish, and begins no other; returns at once. Idempotent."""
         self._stopping = True
         self.wake()
 

@@ -65,7 +65,7 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
     history = History(moment, now=lambda: 1.8e9 + at[0])
     for number in range(len(values)):
         at[0] = number
-        history.look()
+        history.record_if_due()
     families = [
         Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),))),
         Family(TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),

@@ -157,7 +157,7 @@ def rank_main(rank: int, folder: str) -> None:
             for _ in range(2):
                 whole_run.report()
                 dist.barrier()
-                whole_run.look()
+                whole_run.combine()
                 dist.barrier()
                 train(model, part, lambda: None)
             found[f"{name}, combined"] = [values(exporter)]

@@ -173,7 +173,7 @@ def test_each_change_of_a_web_configuration_that_is_refused_is_told(tmp_path: Pa
     with start_exporter(Perceptron(), 0, addr="127.0.0.1", web_config_file=file) as exporter:
         for number, text in enumerate(("basic_auth_users: [", "", users), start=1):
             file.write_text(text)
-            exporter._outputs._server._web_config._look_again_at = None  # type: ignore[union-attr]
+            exporter._outputs._server._web_config._check_again_at = None  # type: ignore[union-attr]
 
             def told(expected: int = number) -> bool:
                 with contextlib.suppress(urllib.error.HTTPError):

@@ -724,7 +724,7 @@ def test_layers_that_are_not_finite_are_named(
         watch.remember(made(GRAD_NONFINITE_ELEMENTS=before), NOW - 1000)
         told += watch.problems(made(GRAD_NONFINITE_ELEMENTS=after, **metrics), NOW)
     assert [one.text for one in told] == [
-        f"Gradients were NaN or Inf in 2 steps that nobody skipped, in the last 5 minutes{words}.",
+        f"Gradients were NaN or Inf in 2 unskipped steps, in the last 5 minutes{words}.",
         f"Gradients were NaN or Inf: 30 steps skipped and 0 taken in the last 10 minutes{words}.",
     ]
     assert {(one.layer, one.others) for one in told} == {(layer, others)}

@@ -97,7 +97,7 @@ class GradientAggregation:
 
     def apply(self, event: GradientEvent) -> None:
         """Takes one event; its vectors have arrived."""
-        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+        with np.errstate(all="ignore"):  # NaN and overflow are detected here
             self._apply(event)
 
     def _apply(self, event: GradientEvent) -> None:
@@ -156,7 +156,7 @@ class GradientAggregation:
     def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
 
-        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way.
+        `more_to_come`: events that may resolve the outcome of the pending sample are known to be under way.
         """
         if not more_to_come:
             self.expire(now)

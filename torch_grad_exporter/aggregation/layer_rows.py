@@ -1,7 +1,7 @@
-"""LayerRows: which row of the tables belongs to which layer label, and when a label gives its row up.
+"""LayerRows: which row of the tables belongs to which layer label, and when a label releases its row.
 
-A label keeps its row, and its counters, as long as one of the modules that it has stood for exists, also while none of their
-parameters is tracked, as when they are frozen. The row of a label whose modules have all been removed is given to the next new
+A label keeps its row, and its counters, as long as one of the modules that it has represented exists, also while none of their
+parameters is tracked, as when they are frozen. The row of a label whose modules have all been removed goes to the next new
 label, so that a training that adds and removes a module for each task needs no more rows than it has modules at one time.
 """
 
@@ -18,19 +18,19 @@ from torch_grad_exporter.model.parameters import ParameterTable
 MOST_UNTRACKED = 1000
 """Labels that keep a row though the table does not have them, or twice as many as the largest table had, if that is more.
 
-Beyond, the label that has been out of the table for longest gives its row up as if its modules had been removed: a model whose
+Beyond that, the label that has been out of the table for longest loses its row as if its modules had been removed: a model whose
 thousands of layers are trained a few at a time, or that is folded anew again and again, must stay bounded, too."""
 
 
 @dataclass(slots=True)
 class LayerRows:
-    """Gives rows to labels. `size`: how many rows there have ever been at one time."""
+    """Assigns rows to labels. `size`: the most rows that there have been at one time."""
 
     size: int = 0
     _row_of: dict[str, int] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
     _modules: dict[str, set[str]] = field(default_factory=dict)
-    """By label the names of the modules that it has stood for, as far as they exist."""
+    """By label the names of the modules that it has represented, as far as they exist."""
     _untracked: dict[str, None] = field(default_factory=dict)
     """The labels that the table does not have, in the order in which it lost them."""
     _largest: int = 0

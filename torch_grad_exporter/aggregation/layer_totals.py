@@ -110,7 +110,7 @@ class LayerTotals:
         self._judge(Groups.of(sample, settled.gradients(settled.unmeasured)), sample)
 
     def _show_missing(self, settled: Settled) -> None:
-        """Parameters that got no gradient, in the layers that the sample says anything of."""
+        """Parameters that got no gradient, in the layers that the sample covers."""
         table, sample = settled.sample.captured.table, settled.sample
         missing = np.zeros(len(table.tracked), dtype=np.bool_)
         missing[sample.captured.missing] = True

@@ -35,7 +35,7 @@ class Probes:
 def _largest(members: IntArray, norms: FloatArray, magnitudes: FloatArray) -> set[int]:
     best: set[int] = set()
     for column, count in ((norms, 1), (magnitudes, 1), (norms, 2)):
-        # The third look only where the first two found the same one: a single probe agrees with itself.
+        # The third choice only where the first two chose the same gradient: a single probe always agrees with itself.
         if len(best) < 2:
             usable = members[np.isfinite(column[members]) & (column[members] > 0)]
             best |= set(usable[np.argsort(column[usable])[-count:]].tolist())

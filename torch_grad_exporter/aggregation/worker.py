@@ -35,22 +35,22 @@ from torch_grad_exporter.transfer.events import (
 from torch_grad_exporter.transfer.transfer import Ticket
 
 CLOSE_SECONDS = 0.5
-"""That `close` waits for whoever is at work here."""
+"""How long `close` waits for a drain under way."""
 
 WAIT_SECONDS = 0.5
-"""That a scrape waits for a drain; then it has the values from before."""
+"""How long a scrape waits for a drain; then it has the values from before."""
 
 MOST_WAITING = 1 << 13
 """Events that wait at most; beyond, the first of them is given up."""
 
 IDLE_SECONDS = 0.2
-"""Between two looks into the mailbox when nothing is under way."""
+"""Between two checks of the mailbox when nothing is under way."""
 
 POLL_SECONDS = 0.005
-"""Between two looks at a vector that is under way."""
+"""Between two checks of a vector that is under way."""
 
 LOST_SECONDS = 60.0
-"""After which a vector that never arrived, as on a device that has failed, is given up."""
+"""After this time a vector that never arrived, as on a device that has failed, is given up."""
 
 _Ticketed = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights | Observed
 
@@ -146,7 +146,7 @@ class HostSide:
     def close(self) -> None:
         """Ends the thread after a last drain; idempotent, from any thread.
 
-        Raises `TimeoutError` if somebody has been at work here for longer than `CLOSE_SECONDS`: the end of a program must not wait.
+        Raises `TimeoutError` if another thread has been draining for longer than `CLOSE_SECONDS`: a program's end must not wait.
         """
         give_up_at = time.monotonic() + CLOSE_SECONDS
         self._thread.close(CLOSE_SECONDS)

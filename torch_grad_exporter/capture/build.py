@@ -1,4 +1,4 @@
-"""Builds the capture side, from the first stage to the last; whoever builds it owns what is returned."""
+"""Builds the capture side, from the first stage to the last; the caller owns what is returned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from torch_grad_exporter.transfer.outcomes import Mode
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What the user may ask for beside the gradients: own ones under DDP, and norms of weights and of their updates."""
+    """What the user may ask for in addition: this rank's own gradients under DDP, and norms of weights and of their updates."""
 
     local_norm: bool = False
     weights: bool = False
@@ -173,10 +173,10 @@ class Capture:
         self.release()
 
     def release(self) -> None:
-        """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+        """Releases everything that keeps a parameter alive; idempotent, from any thread."""
         self._ladder.release()
         self._reductions.disarm()
 
     def release_witness(self) -> None:
-        """Lets go of the parameter that tells of backwards in counted rounds; idempotent, from any thread."""
+        """Releases the parameter that reports backwards in counted rounds; idempotent, from any thread."""
         self._count_only.release()

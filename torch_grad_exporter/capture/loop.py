@@ -103,7 +103,7 @@ class TrainingLoop:
         return frozenset(self._rounds.tracker.stepping) if self._clock.stepping else frozenset()
 
     def _foreign_step(self, inside: frozenset[int]) -> None:
-        """An optimizer that owns nothing of the model steps: inside the step of one that does it is its tool."""
+        """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
         if inside:
             self._steps.tool_steps(inside)
         else:
@@ -143,7 +143,7 @@ class TrainingLoop:
     def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
         if not self._count_only.step_ends_it(optimizer):
-            # Nothing told that it would step, so that its step's beginning was not seen.
+            # No hook announced the step, so that its beginning was not seen.
             self.step_began(optimizer, (), {}, over=True)
             self.step_ended(optimizer, (), {})
 
@@ -154,12 +154,12 @@ class TrainingLoop:
     # The end
 
     def close(self) -> None:
-        """Ends the counting, takes back the hook of a single step, and hands over what is open; idempotent."""
+        """Ends the counting, removes the hook of a single step, and hands over what is open; idempotent."""
         self._count_only.settle()
         self.release()
 
     def release(self) -> None:
-        """Takes back the hook of a single step; idempotent."""
+        """Removes the hook of a single step; idempotent."""
         hook, self._late_hook = self._late_hook, None
         if hook is not None:
             hook.remove()

@@ -1,6 +1,6 @@
 """GradientReader: reads the gradients of a round and posts what it read to the host side.
 
-When that is done, and which gradients count, is decided in `capture.py`.
+When that is done, and which gradients count, is decided in `rounds.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GradientReader:
         self.timer = timer or DeviceTimer()
         self._places: frozenset[torch.device] = frozenset()
         self._steps_seen = False
-        """Whether a gradient scaler was looked for among the callers of a step."""
+        """Whether the callers of a step were searched for a gradient scaler."""
 
     @property
     def devices(self) -> frozenset[str]:
@@ -79,7 +79,7 @@ class GradientReader:
         return frozenset(device.type for device in self._places)
 
     def scaler_looked_for(self, scaler: Scaler | None) -> None:
-        """A scaler was looked for among the callers of a step; norms are divided by its scale from now on, if there is one."""
+        """The callers of a step were searched for a scaler; norms are divided by its scale from now on, if there is one."""
         self._steps_seen = True
         if scaler is not None:
             self._scaler = weakref.ref(scaler)
@@ -105,7 +105,7 @@ class GradientReader:
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
         self.timer.end(begun)
         if parts:
-            # A gradient that a hook of the user's took away as soon as it was there is as good as none.
+            # A gradient that a hook of the user removed at once counts as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
             owners, _ = self._optimizers.owners(table)
@@ -127,7 +127,7 @@ class GradientReader:
         return bool(parts)
 
     def forget(self, number: int, table: ParameterTable, positions: Iterable[int]) -> None:
-        """Takes back what the sample of a round counted of the units of these parameters, whose optimizers had no part in it."""
+        """Subtracts what the sample of a round counted of the units of these parameters, whose optimizers did not step in it."""
         self._statistics.forget(table, positions, number)
 
     def read_after(self, current: Round, table: ParameterTable, seen: OptimizerView, *, full: bool) -> None:

@@ -23,7 +23,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 
 
 class ReductionWatch:
-    """Is told of forwards and backwards. Belongs to the training thread and that of the backward. `local_norm`: as asked for."""
+    """Receives forwards and backwards. Belongs to the training thread and that of the backward. `local_norm`: measure it."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from torch_grad_exporter.transfer.outcomes import Mode
 
 
 class StepWatch:
-    """Is told of the steps of the model's own optimizers. Belongs to the training thread."""
+    """Receives the steps of the model's own optimizers. Belongs to the training thread."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class StepWatch:
 
     @property
     def node_hook(self) -> NodeHook:
-        """What is told of the parameters whose nodes are armed."""
+        """What receives the parameters whose armed nodes fire."""
         return self._backward.node_hook
 
     def regular_optimizer(self) -> int | None:
@@ -143,7 +143,7 @@ class StepWatch:
         tracker = self._rounds.tracker
         if tracker.behind:
             self._cost.of(self._catch_up)
-        # Where the model's gradients were copied to another optimizer's, it is not known what that one saw.
+        # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         copied = seen.optimizer in self._optimizers.copying or (tracker.current.foreign and not self._optimizers.reporting)
         if tracker.sample_is_open and seen.optimizer not in tracker.current.read and not copied:
             self._rounds.handle(ReadByOptimizer(seen.optimizer))

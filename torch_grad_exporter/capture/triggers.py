@@ -1,9 +1,9 @@
-"""The ladder of rungs: what tells that a backward began and which gradients it wrote, one `Trigger` for each rung.
+"""The ladder of rungs: ways to detect that a backward began and which gradients it wrote, one `Trigger` for each rung.
 
 - `output`: a hook on the root module's output says that a backward began; the gradients are read after it.
 - `parameter`: backwards that do not run through a root's output (submodules called directly, a compiled root)
-  are seen by hooks on the parameters' AccumulateGrad nodes, on sampled rounds only; on the others a few detector parameters
-  tell. A few sampled rounds under `output` are checked by the same nodes, and a backward that only the nodes saw demotes it.
+  are seen by hooks on the parameters' AccumulateGrad nodes, on sampled rounds only; on the others by a few detector parameters.
+  A few sampled rounds under `output` are checked by the same nodes, and a backward that only the nodes saw demotes it.
 - `optimizer`: where neither sees a backward, gradients are read when the optimizer steps, after clipping.
 
 `BackwardWatch` gives the hooks; a trigger places them and says what can be read.
@@ -34,7 +34,7 @@ MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
 
 DETECTORS = 8
-"""Parameters at most that tell of backwards on the rung `parameter` while nothing is sampled."""
+"""Parameters at most that report backwards on the rung `parameter` while nothing is sampled."""
 
 
 class Trigger(Protocol):
@@ -51,7 +51,7 @@ class Trigger(Protocol):
         """Whether nodes that are hooked stay so from one sampled round to the next."""
 
     def follow(self, table: ParameterTable, fired: set[int], hooks: Sequence[GuardedHook]) -> None:
-        """After a sample in which `fired` got gradients: chooses what is looked at until the next one. `hooks`: by model."""
+        """After a sample in which `fired` got gradients: chooses the probes until the next one. `hooks`: by model."""
 
     def release(self) -> None:
         """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
@@ -125,7 +125,7 @@ class ParameterTrigger:
         return True
 
     def follow(self, table: ParameterTable, fired: set[int], hooks: Sequence[GuardedHook]) -> None:
-        """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
+        """Lets one parameter per optimizer report backwards on the rounds that are not sampled."""
         owners, _ = self._optimizers.owners(table)
         for model, positions in _by_model(table, fired).items():
             for i, owner in zip(positions, owners[positions].tolist(), strict=True):
@@ -203,7 +203,7 @@ class Ladder:
                 self.fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
 
     def fall_to(self, mode: Mode, why: str) -> None:
-        """Takes a lower rung for good."""
+        """Takes a lower rung permanently."""
         say(logger, logging.INFO, "gradients are captured by rung %r from now on: %s", mode.value, why)
         self.current, self._misses = self._rungs[mode], 0
         self._probes.forget()

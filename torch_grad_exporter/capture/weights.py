@@ -20,7 +20,7 @@ from torch_grad_exporter.transfer.transfer import HostTransfer
 
 LAYERS = 8
 ELEMENTS = 1 << 24
-"""Layers, and elements of parameters, that a sample looks at; one layer at least."""
+"""Layers, and elements of parameters, that a sample covers at most; one layer at least."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Collector `gradients`: what the samples say per layer and over each optimizer's parameters."""
+"""Collector `gradients`: what the samples show per layer and over each optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -186,14 +186,14 @@ GRAD_LOCAL_NORM = GRADIENTS.gauge(
 )
 GRAD_NOISE_SCALE = GRADIENTS.gauge(
     "torch_grad_noise_scale",
-    "Simple gradient noise scale in samples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
+    "Simple gradient noise scale in training examples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
     "optimizer",
     opt_in="local_norm",
 )
 GRAD_SAMPLE_STEP = GRADIENTS.gauge("torch_grad_sample_step", "Optimizer step of the last sample.", "optimizer")
 
 DEAD_FROM = 20
-"""Samples before which a dead ratio says nothing, or the whole window if that is shorter."""
+"""Samples before which a dead ratio has no meaning, or the whole window if that is shorter."""
 
 
 def dead_from(dead_window: int) -> int:

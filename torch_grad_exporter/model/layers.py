@@ -72,7 +72,7 @@ class LayerIndex:
         return [] if self._is_current() else [place.parameter for place in self._trained()]
 
     def _is_current(self) -> bool:
-        """Whether the models look as they did at the last scan."""
+        """Whether the models are unchanged since the last scan."""
         modules = [module for reference in self._scanned if (module := reference()) is not None]
         return len(modules) == len(self._scanned) and _structure(modules) == self._structure
 
@@ -99,14 +99,14 @@ class LayerIndex:
         return self._table
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
-        """Looks whether a model is replicated, within a forward of its root; without one, of all that had no forward."""
+        """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
         for model, (_, reference) in enumerate(self._models):
             module = reference()
             if module is not None and root is None:
                 self.replicas.search(model, module)
             elif module is root is not None:
-                self.replicas.look(model, root)
+                self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
             self._table = self._planned(self._table.tracked, self._table.frozen)
 
@@ -157,7 +157,7 @@ def _is_trained(place: Place) -> bool:
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
-    In columns, without a Python call per module or parameter: it is looked at in each sample.
+    In columns, without a Python call per module or parameter, since each sample compares it.
     """
     children = [children_in(module) for module in modules]
     owned = [parameters_in(module) for module in modules]

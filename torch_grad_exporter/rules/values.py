@@ -83,7 +83,7 @@ class Values:
         return found.get(labels)
 
     def state(self) -> str | None:
-        """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
+        """The state of the run; `None` where it is not shown, since the collector `training` is off or has failed."""
         return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
 
 

@@ -1,4 +1,4 @@
-"""Measuring on any device but the CPU, without ever looking at the data.
+"""Measuring on any device but the CPU, without ever branching on the data.
 
 Nothing here branches on a value, copies to the host or waits; it runs on `device="meta"`, where any of those would raise.
 A gradient is measured in chunks, so that no temporary is larger than `TEMPORARY_BYTES`; each gives a row, and the host combines

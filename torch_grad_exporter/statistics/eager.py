@@ -37,7 +37,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of some gradients on one device, before the past of their units is looked at.
+    """What was read of some gradients on one device, before the past of their units is considered.
 
     `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
     `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each. `rows`: shape (all pieces, columns), with a
@@ -124,7 +124,7 @@ class EagerStatistics:
 
     @torch.no_grad()
     def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
-        """Takes back what the sample counted of the units of these parameters: it was none of theirs."""
+        """Subtracts what the sample counted of the units of these parameters: their optimizers did not step."""
         foreign = {table.tracked[position] for position in positions}
         for state in self._units.values():
             state.forget(foreign, sample)

@@ -92,7 +92,7 @@ _Values = TypeVar("_Values", torch.Tensor, FloatArray)
 
 
 def expected(statistic: Statistic, values: _Values) -> _Values:
-    """What a statistic's own measure gave, if it has the shape that its columns tell of; raises `ValueError` otherwise."""
+    """What a statistic's own measure gave, if its shape is that of its columns; raises `ValueError` otherwise."""
     if values.ndim != 2 or values.shape[1] != len(statistic.columns):
         wanted = f"(gradients, {len(statistic.columns)})"
         raise ValueError(f"statistic {statistic.name!r}: expected values of shape {wanted}, got {tuple(values.shape)}")

@@ -463,7 +463,7 @@ class StuckDisk:
         self.looks += 1
         return self.looks == 1
 
-    def look(self, _on_error: object) -> None:
+    def reload(self, _on_error: object) -> None:
         self.training.entered.set()
         assert self.training.may_go_on.wait(60)
 

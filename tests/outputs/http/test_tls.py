@@ -936,10 +936,10 @@ class SlowDisk(WebConfigFile):
     entered: threading.Event
     may_go_on: threading.Event
 
-    def look(self, on_error: Callable[[str, BaseException], None]) -> None:
+    def reload(self, on_error: Callable[[str, BaseException], None]) -> None:
         self.entered.set()
         assert self.may_go_on.wait(30)
-        super().look(on_error)
+        super().reload(on_error)
 
 
 def test_a_slow_disk_holds_up_no_other_client(training: Training, site: Site) -> None:
@@ -966,9 +966,9 @@ def test_two_threads_do_not_look_at_once(site: Site) -> None:
 
     def on_error(source: str, _error: BaseException) -> None:
         told.append(source)
-        config.look(on_error)
+        config.reload(on_error)
 
-    config.look(on_error)
+    config.reload(on_error)
     assert told == ["web_config"]
 
 

@@ -268,7 +268,7 @@ def test_a_record_a_second_however_often_it_looks() -> None:
     history = made.history()
     for _ in range(100):
         made.step(seconds=0.1)
-        history.look()
+        history.record_if_due()
     assert made.asked == len(run_records(history)) == len(layer_records(history))
     assert 10 <= made.asked <= 11
     times = history.run(whole=False).times
@@ -280,15 +280,15 @@ def test_nothing_is_recorded_without_a_new_step_or_sample() -> None:
     made = Made()
     history = made.history()
     for _ in range(3):
-        history.look()
+        history.record_if_due()
         made.now += 1
     assert (run_records(history), layer_records(history), history.layers) == ([], [], [])
     made.step()
     for _ in range(5):
-        history.look()
+        history.record_if_due()
         made.now += 1
     made.step(sampled=False)
-    history.look()
+    history.record_if_due()
     assert (run_records(history), layer_records(history)) == ([1, 2], [1])
 
 
@@ -323,11 +323,11 @@ def test_a_clock_that_is_set_back_stops_no_records() -> None:
     made = Made(now=10_000.0)
     history = made.history()
     made.step()
-    history.look()
+    history.record_if_due()
     made.now -= 3600
     for _ in range(5):
         made.step()
-        history.look()
+        history.record_if_due()
     assert run_records(history) == layer_records(history) == [1, 2, 3, 4, 5, 6]
     for whole in (True, False):
         for part in (history.run(whole=whole), history.quantity("norm", whole=whole)):
@@ -340,16 +340,16 @@ def test_who_asks_for_what_is_new_learns_that_the_clock_was_set_back() -> None:
     history = made.history()
     for _ in range(3):
         made.step()
-        history.look()
+        history.record_if_due()
     made.now -= 3600
     made.step()
-    history.look()
+    history.record_if_due()
     for whole in (True, False):
         answer = history.run(whole=whole, since=2 if whole else 3, stride=1)
         assert (answer.first, answer.times.tolist()) == (0, [made.now - age for age in (3, 2, 1, 0)])
     for _ in range(2):
         made.step()
-        history.look()
+        history.record_if_due()
     assert [history.run(whole=whole, since=4, stride=1).steps.tolist() for whole in (True, False)] == [[5, 6]] * 2
 
 
@@ -363,7 +363,7 @@ def test_a_column_of_the_layers_is_at_the_step_of_its_sample() -> None:
         for _ in range(5):
             made.step(sampled=False, seconds=0.2)
         made.samples += 1
-        history.look()
+        history.record_if_due()
     assert layer_records(history) == [1, 7, 15, 20, 25, 40]
     assert run_records(history) == [5, 10, 15, 20, 25, 30]
 
@@ -387,7 +387,7 @@ def test_a_norm_that_comes_after_its_step_is_of_the_next_record() -> None:
     def look(values: np.ndarray, *, step: bool = False, sample: bool = False, flags: np.ndarray = NONE) -> list[float | None]:
         made.steps, made.samples, made.now = made.steps + step, made.samples + sample, made.now + 1
         shown[:] = values, flags
-        history.look()
+        history.record_if_due()
         return [None if math.isnan(norm) else norm for norm in history.run(whole=False).values[:, 1].tolist()]
 
     assert look(scalars(loss=1), step=True) == [None]
@@ -412,7 +412,7 @@ def test_each_layer_and_quantity_is_in_its_place() -> None:
     history = made.history()
     for _ in range(3):
         made.step()
-        history.look()
+        history.record_if_due()
     for whole in (True, False):
         for place, quantity in enumerate(QUANTITIES):
             found = history.quantity(quantity, whole=whole).values
@@ -434,7 +434,7 @@ def test_layers_that_come_and_go() -> None:
     for names in (["a", "b"], ["new", "a"], ["b", "new"]):
         made.names = names
         made.step()
-        history.look()
+        history.record_if_due()
     assert history.layers == ["a", "b", "new"]
     expected = [[1000, 1004, NAN], [2004, NAN, 2000], [NAN, 3000, 3004]]
     for whole in (True, False):
@@ -452,7 +452,7 @@ def allocated(layers: int, records: int) -> tuple[int, History]:
     )
     for _ in range(records):
         made.step()
-        history.look()
+        history.record_if_due()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak, history
@@ -484,7 +484,7 @@ def test_layers_that_come_later_stay_within_the_memory() -> None:
     for names in (["first"], [f"layers.{number}" for number in range(20_000)]):
         made.names = names
         made.step()
-        history.look()
+        history.record_if_due()
     assert history.nbytes <= LAYER_BYTES + 200_000
     assert history.layers[:2] == ["first", "layers.0"]
     assert history.layer("first", whole=True).values[0].tolist() == [1000, 1001, 1002, 1003]
@@ -522,7 +522,7 @@ def test_who_reads_while_it_is_written_sees_whole_records() -> None:
         if made.steps % 300 == 299:
             made.names = [*made.names, f"layer.{made.steps}"]
         made.step()
-        history.look()
+        history.record_if_due()
     over.set()
     for reader in readers:
         reader.join()

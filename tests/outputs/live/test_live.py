@@ -140,7 +140,7 @@ class Made:
         for _ in range(times):
             self.steps += 1
             self.now += 1
-            self.history.look()
+            self.history.record_if_due()
         return self
 
     def ask(self, target: str, **headers: str) -> Response:

@@ -299,7 +299,7 @@ def test_a_nan_and_a_dead_layer(training: Callable[..., Run], open_page: Callabl
     assert page.locator("#tile-nonfinite").get_attribute("data-level") == "critical"
     assert number(page, "nonfinite") == 1
     assert page.get_by_test_id("nonfinite-note").inner_text() == f"{run.model.second.weight.numel()} elements"
-    assert problem.locator(".text").inner_text().endswith("that nobody skipped, since the start, in second.")
+    assert problem.locator(".text").inner_text().endswith("in 1 unskipped step, since the start, in second.")
     assert problem.get_by_role("button", name="Show layer").get_attribute("data-layer") == "second"
     soon(page, lambda: nonfinite_pixels(page) > 0)
 
@@ -510,7 +510,7 @@ def drawn_run() -> dict[str, Any]:
 
     history = History(moment, now=lambda: next(looks))
     for _ in range(N):
-        history.look()
+        history.record_if_due()
     found = json.loads(json.dumps(Live(Identity("drawn", 0, 1, "host", "1"), history, list, now=lambda: SECONDS[-1]).everything()))
     grid, run = found["layers"]["norm"]["whole"], found["run"]["whole"]
     assert (len(grid["times"]), len(run["times"])) == (N // 4, N // 2)
@@ -940,7 +940,7 @@ def filled() -> History:
 
     history = History(moment, now=lambda: float(next(times)))
     for _ in range(4 * WHOLE):
-        history.look()
+        history.record_if_due()
     return history
 
 

@@ -27,7 +27,7 @@ from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.otlp.instruments import SPECS
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 Values = dict[tuple[str, frozenset[tuple[str, object]]], float]
 
@@ -56,7 +56,7 @@ def expected(exporter: Exporter) -> Values:
     found: Values = {}
     for family in exporter.collect():
         if family.spec.name in names:
-            for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
+            for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
                 labels = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
                 found[family.spec.name, frozenset({**own, **labels}.items())] = value
     return found

@@ -21,7 +21,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere, nothing inline, and nobody who frames it."""
+"""Nothing from elsewhere, nothing inline, and no page may frame it."""
 
 HEADERS = (("Content-Security-Policy", CSP), ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Opener-Policy", "same-origin"))
 
@@ -66,7 +66,7 @@ def served(name: str) -> tuple[bytes, bytes] | None:
 
 
 def _made(name: str) -> bytes | None:
-    """The page with one script and one style, which are all of its own one after the other: a request costs more than bytes."""
+    """A file of the page with one script and one style, which join all of its own: a request costs more than bytes."""
     index = (source(INDEX) or b"").decode()
     body = index.index("<body")
     if name == INDEX:
@@ -80,7 +80,7 @@ def _made(name: str) -> bytes | None:
 
 
 def _first(pattern: re.Pattern[str], text: str, page: str) -> str:
-    """The page with `text` in the place of the first match, and without the others."""
+    """The page with `text` in place of the first match, and without the others."""
     number = itertools.count()
     return pattern.sub(lambda _: "" if next(number) else text, page)
 

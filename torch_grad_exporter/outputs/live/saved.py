@@ -1,4 +1,4 @@
-"""A run's history from a running exporter or from a file of `exporter.save`: nothing is drawn of what has not been checked."""
+"""A run's history from a running exporter or from a file of `exporter.save`: only what has been checked is drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlotError(Exception):
 
 
 def loaded(source: str, cacert: str | None = None) -> Saved:
-    """What is saved in a file, or what a running exporter says: of this shape, so that it can be drawn. Raises `PlotError`."""
+    """The content of a file, or the answer of a running exporter, of a shape that can be drawn. Raises `PlotError`."""
     content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(Path(source))
     try:
         text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
@@ -59,7 +59,7 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
 
 
 def _refused(name: str) -> Never:
-    """What Python alone takes for JSON would be none for the page."""
+    """Refuses what only Python accepts as JSON: the page could not read it."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -126,7 +126,7 @@ def _context(cacert: str | None) -> ssl.SSLContext:
     return context
 
 
-# What is in it. Its shape is in `docs/live.md`.
+# The content. Its shape is in `docs/live.md`.
 
 
 @dataclass(frozen=True, slots=True)

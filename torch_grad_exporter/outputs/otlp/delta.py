@@ -17,8 +17,8 @@ class Deltas:
 
     `kinds`: the kinds of metrics that are differences; the others pass as they are. `began`: when everything began to be counted.
     Times are in nanoseconds since 1970. A row of a counter that is older than the exporter begins with its second export: what it
-    counted before the first one is nobody's difference. Of the remainder of removed layers that part has arrived which has
-    arrived of these layers, so that all differences add up to what was counted, each thing once.
+    counted before the first one is in no difference. What has arrived of removed layers counts as arrived of their remainder, so
+    that all differences add up to what was counted, each thing once.
     """
 
     def __init__(self, kinds: Collection[Kind], *, began: int) -> None:
@@ -42,9 +42,9 @@ class Deltas:
         return self._sent[family][2]
 
     def arrived(self, family: Family, rows: slice) -> None:
-        """Says that rows of a family have arrived, by their numbers among the present ones.
+        """Notes that rows of a family have arrived, by their numbers among the present ones.
 
-        Of a family that `of` has not given last, or not as a difference, it says nothing.
+        Without effect for a family that `of` has not given last, or not as a difference.
         """
         if family in self._sent:
             table, part, _ = self._sent[family]
@@ -131,7 +131,7 @@ class _Table:
         return found
 
     def settle_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
-        """Takes what has arrived of removed layers for what has arrived of the remainder, and forgets them.
+        """Counts what has arrived of removed layers as arrived of the remainder, and forgets these layers.
 
         Removed is a layer whose row is gone, or has begun anew. `layer`: which of the labels is the layer. `now`: the numbers of
         the present rows.
