@@ -288,7 +288,7 @@ class Exporter:
         self._scrape.start()
         self._errors.boundary("history", limit=None)(self._view.start)
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
-            self._errors.boundary("devices", limit=None)(self._training.memory.look_at_once)
+            self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)
         self._training.capture.watch_optimizers()
