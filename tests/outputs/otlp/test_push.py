@@ -1,4 +1,4 @@
-"""Push from a training: what arrives, when nobody takes it, at the end, and beside forked children."""
+"""Push from a training: what arrives, what happens without a receiver, the end, and forked children."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_failures_are_counted_and_told_once(name: str, caplog: pytest.LogCapture
     assert all(record.name == "torch_grad_exporter" and record.exc_info is None for record in caplog.records)
 
 
-# Nobody takes it
+# Without a receiver
 
 LIARS: dict[str, Callable[[Liar, socket.socket], None]] = {
     "black hole": liars.black_hole,
@@ -557,7 +557,7 @@ def test_a_slow_receiver_has_its_time_for_each_request() -> None:
 def test_what_hangs_costs_what_had_arrived_before_it_nothing() -> None:
     """A second request that hangs: the first one is not sent again, and the third one by the next export alone.
 
-    That goes on with the second one, too: nobody knows that it arrives in the end.
+    That goes on with the second one, too: it is not known that it arrives in the end.
     """
     released, too_late = threading.Event(), threading.Event()
 
