@@ -182,7 +182,7 @@ class BackgroundLoop:
     """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
 
     An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
-    A function is asked for the seconds before each iteration. One iteration runs at a time: what was asked for meanwhile, however
+    A function gives the seconds before each iteration. One iteration runs at a time: what was requested meanwhile, however
     often, is one more. Each call is behind `guard`, so a failure costs that call alone.
 
     Nothing here takes a lock but `start` and waiting, so all methods may be called from any thread, also from the loop's own, and

@@ -116,7 +116,7 @@ class TrackedParameter:
 
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
-    """`parameter()` of each, in one go: a sample asks for those of the whole model several times."""
+    """`parameter()` of each, in one go: a sample needs those of the whole model several times."""
     owned = parameters_in
     return [
         p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None

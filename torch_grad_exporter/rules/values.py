@@ -1,4 +1,4 @@
-"""The families of one scrape, by metric and labels, as rules ask for them."""
+"""The families of one scrape, by metric and labels, as rules use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
 
 
 class Values:
-    """Families by metric and labels, as far as they are asked for. From any thread."""
+    """Families by metric and labels, indexed when first used. From any thread."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._by_spec = by_spec(families)

@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def float64(self) -> bool:
-        """Whether a statistic wants blocks on the CPU in float64."""
+        """Whether a statistic needs blocks on the CPU in float64."""
         return any(one.float64 for one in self.apart)
 
     def place(self, key: str) -> int:
