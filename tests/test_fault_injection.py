@@ -81,6 +81,7 @@ LEFT_OUT = {
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
     "statistics.reference": "for tests and documentation, not called here",
     "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
+    "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
         "behind the guard of a collector; which of it is called depends on the machine, and tests of its own have fakes of all",
@@ -113,6 +114,9 @@ UNREACHED = {
     "transfer.events.mailbox": "the start",
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
+    "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
+    "capture.observations.Observations.output": "models that return a loss, tests/collectors/test_training_values.py",
+    "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",
     "capture.torch_hooks._ModuleHooks.set_on": "the start",
     "capture.torch_hooks.Hooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
@@ -120,11 +124,29 @@ UNREACHED = {
     "capture.torch_hooks.Hooks.on_module": "the start",
     "capture.torch_hooks.Hooks.on_optimizers": "the start",
     "aggregation.worker.HostSide.start": "the start",
+    **dict.fromkeys(
+        (f"aggregation.{one}" for one in (
+            "cursor.Unread.follow", "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use",
+            "layer_totals.LayerTotals.follow", "observed_norm.ObservedNorm.follow", "optimizer_totals.OptimizerTotals.follow",
+            "peaks.Peaks.follow", "totals.TrainingTotals.follow", "worker.HostSide.cursor",
+        )), "the start",
+    ),
+    **dict.fromkeys(
+        (f"aggregation.{one}" for one in (
+            "cursor.Unread.take", "gradients.GradientAggregation.read", "layer_totals.LayerTotals.take_peaks",
+            "observed_norm.ObservedNorm.take_peak", "optimizer_totals.OptimizerTotals.take_peaks", "peaks.Peaks.take",
+            "totals.TrainingTotals.take_losses", "worker.HostSide.read",
+        )), "the thread of the history, tests/aggregation/test_cursor.py",
+    ),
+    "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
+    **dict.fromkeys(
+        ("aggregation.observed_norm.ObservedNorm.counts", "aggregation.removed.RemovedLayers.counts"),
+        "as `aggregation.exponential`",
+    ),
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
     "model.layers.LayerIndex.all_layers": "the start",
     "model.layers.LayerIndex.find_replicas": "several ranks, tests/distributed/test_ranks.py",
     "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
-    "aggregation.peaks.Peaks.forget": "the thread of the history, tests/aggregation/test_moments.py",
     "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
     "outputs.announcement.Announcement.start": "the start",
     "outputs.announcement.Announcement.body": "what asks for the ranks, tests/outputs/test_outputs.py",
@@ -136,6 +158,15 @@ UNREACHED = {
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
+    "statistics.layout.Layout.of": "the start",
+    **dict.fromkeys(
+        (f"statistics.layout.{name}" for name in ("Layout.scaled", "fits_float32", "zero_rows")),
+        "accelerators, tests/statistics/test_device_chunks.py",
+    ),
+    **dict.fromkeys(
+        ("statistics.layout.homogeneous", "aggregation.samples.Groups.combined"),
+        "a statistic from outside, tests/statistics/test_toy_statistic.py",
+    ),
     "transfer.transfer._Buffer.free": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",
@@ -416,6 +447,37 @@ def adapting(watch: Watch) -> torch.nn.Module:
     return model
 
 
+class Renewed(torch.nn.Module):
+    """A layer, and one behind it that gives way to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(6, 4)
+        self.heads = torch.nn.ModuleDict({"0": torch.nn.Linear(4, 3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for head in self.heads.values():
+            x = head(self.base(x).relu())
+        return x
+
+
+def renewed(watch: Watch) -> torch.nn.Module:
+    """A loop that replaces a layer by one of another name in every fifth step."""
+    model = seeded(Renewed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model)
+    for step, x in enumerate(batches(), 1):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if step % 5 == 0:
+            model.heads.clear()
+            model.heads[str(step)] = torch.nn.Linear(4, 3)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            watch.scrape()
+    return model
+
+
 def by_parts(watch: Watch) -> torch.nn.Module:
     """A loop that calls the model's parts, so that the parameters' own nodes tell of backwards."""
     model = seeded()
@@ -680,8 +742,8 @@ def served(watch: Watch) -> torch.nn.Module:
 SCENES: dict[str, Callable[[Watch], torch.nn.Module]] = {
     scene.__name__: scene
     for scene in (
-        plain, observed, counted, adapting, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen, sharp,
-        adversarial, nested, on_meta, replicated, served,
+        plain, observed, counted, adapting, renewed, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen,
+        sharp, adversarial, nested, on_meta, replicated, served,
     )
 }  # fmt: skip
 

@@ -94,7 +94,6 @@ class ErrorLog:
     def __init__(self, sources: tuple[str, ...], log: logging.Logger = logger) -> None:
         self._log = log
         self._counts = dict.fromkeys(sources, 0)
-        self._shared: dict[str, Guard] = {}
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
 
@@ -142,11 +141,6 @@ class ErrorLog:
         """Failures by source since the start; every known source is there, with 0 if it never failed."""
         with self._lock:
             return dict(self._counts)
-
-    def guard(self, source: str, action: Callable[[], None]) -> None:
-        """Runs `action` behind a guard that all callers with this source share; `boundary` gives each its own."""
-        guard = self._shared.get(source) or self._shared.setdefault(source, self.boundary(source))
-        guard(action)
 
 
 def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:

@@ -48,7 +48,7 @@ from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Hints, Mailbox, mailbox
+from torch_grad_exporter.transfer.events import Decisions, Mailbox, mailbox
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -70,13 +70,13 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSide:
-    """What belongs to the training thread. `hints`: the one way back, from the host's side.
+    """What belongs to the training thread. `decisions`: the one way back, from the host's side.
 
     `layout`: what is measured of a gradient.
     """
 
     mailbox: Mailbox
-    hints: Hints
+    decisions: Decisions
     hooks: Hooks
     clock: StepClock
     schedule: SamplingSchedule
@@ -88,7 +88,7 @@ class TrainingSide:
 
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
-    post, hints = mailbox(), Hints()
+    post, decisions = mailbox(), Decisions()
     layout = Layout.of(chosen({"moments": settings.moments}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
@@ -97,7 +97,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
         optimizers=optimizers,
         statistics=EagerStatistics(settings.dead_window, layout),
         mailbox=post,
-        hints=hints,
+        decisions=decisions,
         scaler=checked.grad_scaler,
     )
     memory = DeviceMemory(used=lambda: reader.devices)
@@ -120,14 +120,14 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
         periodic=look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
     )
     return TrainingSide(
-        mailbox=post, hints=hints, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
+        mailbox=post, decisions=decisions, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
         capture=capture, layout=layout,
     )  # fmt: skip
 
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
     exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
-    gradients = GradientAggregation(training.hints, exponentials, DeclaredValues(training.layout))
+    gradients = GradientAggregation(training.decisions, exponentials, DeclaredValues(training.layout))
     gradients.use(checked.index.table)
     return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
 
@@ -286,9 +286,9 @@ class Exporter:
             page=self._view.page,
         )
         self._scrape.start()
+        self._errors.boundary("history", limit=None)(self._view.start)
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
             self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
-        self._errors.boundary("history", limit=None)(self._view.start)
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)
         self._training.capture.watch_optimizers()

@@ -147,9 +147,9 @@ class _End:
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
-    It may hang: waiting for it has a time limit and then leaves it behind, and the end of the program does not wait. In a
-    forked child, which has none of the parent's threads, every method returns at once. `body` has a guard of its own: what it
-    raises ends the thread.
+    It may hang: whoever waits does so for a given time and then leaves it behind, and the end of the program does not wait. In a
+    forked child it does not run, nothing starts it, and every method returns at once. `body` has a guard of its own: what it raises
+    ends the thread.
     """
 
     def __init__(self, role: str, body: Callable[[], object]) -> None:
@@ -158,18 +158,13 @@ class BackgroundThread:
 
     def start(self) -> None:
         """Starts it, once. Raises `RuntimeError` where there are no more threads to be had."""
-        if self.in_its_process:
+        if os.getpid() == self._process:
             self._thread.start()
 
     @property
-    def in_its_process(self) -> bool:
-        """Whether this is the process that made it, and no forked child."""
-        return os.getpid() == self._process
-
-    @property
     def running(self) -> bool:
-        """Whether it has started and not ended."""
-        return self.in_its_process and self._thread.is_alive()
+        """Whether it has started and not ended. In a forked child Python knows that it has not come along."""
+        return self._thread.is_alive()
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until it has ended, for so long at most; whether it has. Called by the thread itself it returns at once."""
@@ -202,7 +197,8 @@ class BackgroundLoop:
         self._pause = pause
         self._last = last
         self._stopping = False
-        # The only primitive of `threading` and `queue` that a signal handler may set while it interrupts a thread that sets it.
+        # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it, and in a
+        # forked child whatever the parent's threads were at.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = BackgroundThread(role, self._run)
 
@@ -211,9 +207,8 @@ class BackgroundLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
-        if self._thread.in_its_process:
-            self._wakes.put(None)
+        """Has an iteration begin at once, or after the one under way; before `start`, the first one."""
+        self._wakes.put(None)
 
     def stop(self) -> None:
         """Lets the iteration under way finish, and begins no other; returns at once. Idempotent."""

@@ -70,7 +70,8 @@ def start_exporter(
     - `overhead_budget` (0.01): share of training time that sampling may take.
     - `include` (all layers): regular expressions, searched in layer names; only layers in which one is found are watched.
     - `exclude` (none): regular expressions, searched in layer names; layers in which one is found are left out.
-    - `max_layers` (300): layers that are shown; what is beyond that number is folded by module depth.
+    - `max_layers` (300): layers that are shown; what is beyond that number is folded by module depth, or in ranges such as
+      `blocks.0-9`.
     - `dead_window` (100): samples of exactly zero gradient after which an output unit counts as dead.
     - `moments` (off): metrics of mean, deviation and extremes of gradients.
     - `weights` (off): metrics of the norms of weights and of their updates.

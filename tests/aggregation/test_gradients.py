@@ -16,10 +16,11 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation, Gradi
 from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Outcome, Part, Weights
 from torch_grad_exporter.transfer.transfer import Arrived
 
 NOW = 1_800_000_000.0
@@ -114,9 +115,9 @@ def after(
     return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
 
 
-def aggregation(table: ParameterTable = PLAN, hints: Hints | None = None) -> GradientAggregation:
+def aggregation(table: ParameterTable = PLAN, decisions: Decisions | None = None) -> GradientAggregation:
     """An empty aggregation that shows the layers of the table."""
-    new = GradientAggregation(hints or Hints())
+    new = GradientAggregation(decisions or Decisions())
     new.use(table)
     return new
 
@@ -253,7 +254,7 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_there_is_no_snapshot_without_a_plan() -> None:
     """An aggregation that was never told what to show says so."""
     with pytest.raises(RuntimeError, match="table"):
-        GradientAggregation(Hints()).snapshot(NOW)
+        GradientAggregation(Decisions()).snapshot(NOW)
 
 
 # Owners
@@ -747,14 +748,14 @@ def test_without_a_second_measurement_clipping_is_unknown() -> None:
 
 def test_probes_that_disagree_ask_for_everything() -> None:
     """After probes of unequal ratios there is no coefficient, and the next round is to be measured in full."""
-    hints = Hints()
-    it = aggregation(hints=hints)
+    decisions = Decisions()
+    it = aggregation(decisions=decisions)
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(1, {0: 3.0, 2: 0.8}))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
     assert (one(snapshot, "clip_known"), one(snapshot, "clipped")) == (0, 1)
-    assert hints.full
+    assert decisions.full
     it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
     it.apply(closed(2))
@@ -789,15 +790,15 @@ def test_clipping_an_infinite_norm_raises_no_warning() -> None:
 
 def test_the_probes_are_the_largest_of_each_group() -> None:
     """Per parameter group the largest norm and the largest magnitude are worth a second look, never a NaN."""
-    hints = Hints()
-    it = aggregation(hints=hints)
+    decisions = Decisions()
+    it = aggregation(decisions=decisions)
     it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
     it.apply(closed(1, groups=(0, 0, 1)))
-    assert (hints.table, hints.probes) == (PLAN, {0, 1, 2})
+    assert (decisions.table, decisions.probes) == (PLAN, {0, 1, 2})
     it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
     it.apply(closed(2, groups=(0, 0, 0)))
-    assert 1 not in hints.probes
-    assert 0 in hints.probes
+    assert 1 not in decisions.probes
+    assert 0 in decisions.probes
 
 
 def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False) -> Clipping:

@@ -24,7 +24,7 @@ from torch_grad_exporter.transfer.events import (
     AfterClip,
     Captured,
     Closed,
-    Hints,
+    Decisions,
     Mailbox,
     Observed,
     Outcome,
@@ -80,7 +80,7 @@ class Scene:
         log.addHandler(self.records)
         self.errors = ErrorLog(("worker",), log)
         self.time = NOW
-        gradients = GradientAggregation(Hints())
+        gradients = GradientAggregation(Decisions())
         gradients.use(PLAN)
         self.host = HostSide(self.post, gradients, TrainingTotals(), self.errors, now=lambda: self.time)
 

@@ -77,7 +77,7 @@ class Loop:
 
 def resting(exporter: Exporter) -> bool:
     """Whether rounds are only counted now."""
-    return exporter._training.capture._count_only.counting
+    return exporter._training.capture._count_only._counting is not None
 
 
 def test_steps_backwards_durations_and_samples_are_exact() -> None:

@@ -36,9 +36,9 @@ def test_the_signature_is_what_is_declared() -> None:
 
 def test_every_annotation_is_a_type() -> None:
     """The annotations name types that exist, and leave room for an argument that is not given."""
-    hints = typing.get_type_hints(start_exporter, vars(start))
+    decisions = typing.get_type_hints(start_exporter, vars(start))
     for one in OPTIONS:
-        assert (Unset if one.read else type(None)) in typing.get_args(hints[one.name])
+        assert (Unset if one.read else type(None)) in typing.get_args(decisions[one.name])
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/options.md", "torch_grad_exporter/start.py"])

@@ -76,7 +76,7 @@ def unfrozen_one_by_one(run: Run) -> None:
 
 @regime(stale=[True, False])
 def frozen_in_the_run(run: Run, stale: bool) -> None:
-    """A layer that is frozen in the run leaves the scrape, also with an old `.grad` that still moves it."""
+    """A layer that is frozen in the run keeps its totals and shows nothing else, also with an old `.grad` that still moves it."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):

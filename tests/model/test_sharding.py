@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, unit_layout
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.replicas import Ranks, Replicas
 from torch_grad_exporter.model.sharding import is_behind, is_copy, is_partial, is_sharded, split_dims
+from torch_grad_exporter.model.units import unit_layout
 
 WORLD = 8
 

@@ -897,3 +897,13 @@ def test_histograms_of_all_layers_are_found_in_one_walk(count: int) -> None:
     assert rows.visits <= count
     assert found[0] is None
     assert [one.tolist() for one in found[1:] if one is not None] == counts[1:].tolist()
+
+
+def test_the_remainder_of_removed_layers_is_no_rows_of_a_rule() -> None:
+    """What removed layers had counted moves to the remainder in one go: rules see the layers that are there, sums see all."""
+    rows = LabelRows((("a", "nan"), ("(removed)", "nan"), ("a", "inf"), ("(removed)", "inf")))
+    values = Values([Family(c.GRAD_NONFINITE_ELEMENTS, np.array([1.0, 500.0, 0.0, 20.0]), rows)])
+    assert dict(values.table(c.GRAD_NONFINITE_ELEMENTS).items()) == {("a", "nan"): 1.0, ("a", "inf"): 0.0}
+    assert sum(value for _, value in values.rows(c.GRAD_NONFINITE_ELEMENTS)) == 521.0
+    only = Values([Family(c.GRAD_CAPTURES, np.array([7.0]), LabelRows((("(removed)",),)))])
+    assert only.table(c.GRAD_CAPTURES).rows == ()

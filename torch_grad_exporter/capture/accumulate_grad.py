@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 
 NodeHook = Callable[..., None]
 """Is called with the `TrackedParameter` whose node fired first."""

@@ -27,7 +27,8 @@ from torch_grad_exporter.capture.sampler import Sampler, capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import LayerIndex, TrackedParameter
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat import after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.transfer.outcomes import Mode
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.torch_compat import local, version_of
 
 PROBES = 4

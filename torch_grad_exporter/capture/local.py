@@ -21,7 +21,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Reading
 
 

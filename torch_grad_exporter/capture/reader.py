@@ -17,11 +17,11 @@ from torch_grad_exporter.capture.cost import DeviceTimer
 from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
 from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.capture.rounds import Round
-from torch_grad_exporter.model.layers import ParameterTable, parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.torch_compat import scale_of
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Hints, Mailbox, Part
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Decisions, Mailbox, Part
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
 
 
@@ -56,7 +56,7 @@ class GradientReader:
         optimizers: Optimizers,
         statistics: EagerStatistics,
         mailbox: Mailbox,
-        hints: Hints,
+        decisions: Decisions,
         transfer: HostTransfer | None = None,
         scaler: Scaler | None = None,
         timer: DeviceTimer | None = None,
@@ -64,7 +64,7 @@ class GradientReader:
         self._optimizers = optimizers
         self._statistics = statistics
         self._mailbox = mailbox
-        self._hints = hints
+        self._decisions = decisions
         self._transfer = transfer or HostTransfer()
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.within = StepsWithinBackward(statistics)
@@ -136,8 +136,8 @@ class GradientReader:
         owners, _ = self._optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in self._hints.probes] if self._hints.table is table else []
-        full |= self._hints.full or not probes
+        probes = [i for i in mine if i in self._decisions.probes] if self._decisions.table is table else []
+        full |= self._decisions.full or not probes
         chosen = mine if full else probes
         parameters = parameters_of(table.tracked[i] for i in chosen)
         if any(p is None for p in parameters):

@@ -16,7 +16,8 @@ from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.transfer.events import Mailbox
 

@@ -17,8 +17,9 @@ from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
 from torch_grad_exporter.capture.round_events import CloseSample
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.transfer.events import Closed, Mailbox
 
 FULL_EVERY = 8

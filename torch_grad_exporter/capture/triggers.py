@@ -20,8 +20,8 @@ from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.torch_compat import on_gradient
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -38,14 +38,11 @@ DETECTORS = 8
 
 
 class Trigger(Protocol):
-    """One rung. `sees_backwards`: it reports when one begins. `announces`: it does so before the parameters' nodes."""
+    """One rung. `sees_backwards`: it tells when one begins. `announces`: it does so by the outputs, before any node fires."""
 
     mode: Mode
     sees_backwards: bool
     announces: bool
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """A root's forward has given this output: lets `hook` be called when a backward reaches it."""
 
     def wants_nodes(self, samples: int) -> bool:
         """Whether the nodes are to be hooked for the next sampled round, after so many samples."""
@@ -58,6 +55,12 @@ class Trigger(Protocol):
 
     def release(self) -> None:
         """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+
+
+def hook_output(output: object, hook: GuardedHook) -> None:
+    """Lets `hook` be called when a backward reaches what a root's forward has given; the hooks go with the graph."""
+    for tensor in differentiable(output):
+        on_gradient(tensor, hook)
 
 
 def _by_model(table: ParameterTable, fired: set[int]) -> dict[int, list[int]]:
@@ -83,11 +86,6 @@ class OutputTrigger:
     def __init__(self, probes: GradientProbes) -> None:
         self._probes = probes
         self._followed: tuple[ParameterTable, set[int]] | None = None
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Hooks the tensors in the output that a backward can start from; the hooks go with the graph."""
-        for tensor in differentiable(output):
-            on_gradient(tensor, hook)
 
     def wants_nodes(self, samples: int) -> bool:
         """For a check."""
@@ -117,9 +115,6 @@ class ParameterTrigger:
         self._probes = probes
         self._optimizers = optimizers
         self._detectors: dict[int, Handle] = {}
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Outputs tell nothing here."""
 
     def wants_nodes(self, samples: int) -> bool:  # noqa: ARG002 - as `Trigger`
         """On each sampled round."""
@@ -157,9 +152,6 @@ class OptimizerTrigger:
 
     def __init__(self, probes: GradientProbes) -> None:
         self._probes = probes
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Outputs tell nothing here."""
 
     def wants_nodes(self, samples: int) -> bool:  # noqa: ARG002 - as `Trigger`
         """Nodes tell nothing here."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.batches import dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.transfer.events import Mailbox, Weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -221,13 +221,12 @@ _WEIGHTS = {WEIGHT_NORM: "weight_norm", WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Counted:
-    """What only grows, by layer. `whole`: those of which this rank has all. `kinds`: the rows by layer and kind."""
+    """What only grows, by layer. `whole`: those of which this rank has all."""
 
     layers: LabelRows
-    kinds: LabelRows
     values: Records
     whole: BoolArray
-    exponential: tuple[Counts, ...] | None
+    exponential: tuple[Counts, ...] | None = None
 
 
 class GradientCollector:
@@ -275,7 +274,7 @@ class GradientCollector:
         yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
-        counted = self._counted_layers(snapshot, names)
+        counted = self._counted_layers(snapshot, _Counted(layers, layer_values, whole))
         for spec, column in _TOTALS.items():
             yield Family(spec, counted.values[column], counted.layers)
         yield Family(
@@ -287,7 +286,8 @@ class GradientCollector:
         dead = layer_values["dead_ratio"]
         yield Family(GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
         nonfinite = np.concatenate([counted.values["nans"], counted.values["infs"]])
-        yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, counted.kinds)
+        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for (layer,) in counted.layers.rows))
+        yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
@@ -295,18 +295,16 @@ class GradientCollector:
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
 
-    def _counted_layers(self, snapshot: GradientSnapshot, names: list[str]) -> _Counted:
-        """Of the layers of these names, of those that are not tracked at present, and of all removed ones together."""
-        shown, untracked = snapshot.table.shown, snapshot.untracked
-        names = [*names, *untracked.labels]
-        counts = None if snapshot.exponential is None else (*compress(snapshot.exponential, shown.tolist()), *untracked.exponential)
-        return _Counted(
-            self._counted.get(tuple((layer,) for layer in names)),
-            self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names)),
-            np.concatenate([snapshot.layer_values[shown], untracked.values]),
-            ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]]),
-            counts,
-        )
+    def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
+        """The shown layers of the table, those that are not tracked at present, and all removed ones together."""
+        more, counts = snapshot.untracked, None
+        if snapshot.exponential is not None:
+            counts = (*compress(snapshot.exponential, snapshot.table.shown.tolist()), *more.exponential)
+        if not more.labels:
+            return replace(shown, exponential=counts)
+        layers = self._counted.get((*shown.layers.rows, *((layer,) for layer in more.labels)))
+        values = np.concatenate([shown.values, more.values])
+        return _Counted(layers, values, np.concatenate([shown.whole, ~more.values["sharded"]]), counts)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)

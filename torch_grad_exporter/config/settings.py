@@ -55,7 +55,9 @@ class Settings:
         shown="none",
     )
     max_layers: int = option(
-        kinds.whole(1, 100_000), 300, "layers that are shown; what is beyond that number is folded by module depth"
+        kinds.whole(1, 100_000),
+        300,
+        "layers that are shown; what is beyond that number is folded by module depth, or in ranges such as `blocks.0-9`",
     )
     dead_window: int = option(
         kinds.whole(1, 1_000_000, "samples"),

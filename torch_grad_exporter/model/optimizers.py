@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, parameters_of
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable, UnitLayout
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.units import UnitLayout
 
 STACKED_ELEMENTS = 1 << 17
 """Elements of a batch of several gradients at most: 512 KiB of float32 stay in a core's cache between the passes."""

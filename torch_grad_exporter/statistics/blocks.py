@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
-from torch_grad_exporter.model.layers import UnitLayout
+from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 
 BLOCK_ELEMENTS = 1 << 18

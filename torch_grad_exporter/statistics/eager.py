@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics import Column, device, host
-from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.grouping import Gradients, Group, Grouping
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
@@ -60,7 +60,8 @@ class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
-    row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
+    row it stands. `on_host`: kinds of devices whose data may be looked at. `wide`: the widest type that a device computes in.
+    `chunk_elements`: elements that are measured at once on other devices.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
     gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
@@ -74,11 +75,13 @@ class EagerStatistics:
         *,
         on_host: frozenset[str] = frozenset({"cpu"}),
         wide: device.Wide = device.wide,
+        chunk_elements: int = device.CHUNK_ELEMENTS,
     ) -> None:
         self.layout = layout
         self._window = dead_window
         self._on_host = on_host
         self._wide = wide
+        self._most = max(chunk_elements, STACKED_ELEMENTS // 2)  # gradients that were put together are not cut
         self._units: dict[torch.device, UnitState] = {}
         self._to_read, self._to_compare = Grouping(), Grouping()
         self._scratch = Scratch()
@@ -112,7 +115,7 @@ class EagerStatistics:
                 vector = torch.from_numpy(host.norms(group.batches, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)
             else:
-                measured = [device.norms(batch, self._wide(group.device)) for batch in group.batches]
+                measured = [device.norms(batch, self._wide(group.device), self._most) for batch in group.batches]
                 pieces = _pieces(group.batches, [count for _, count in measured])
                 vector = torch.cat([rows for rows, _ in measured]).reshape(-1)
                 packing = self._packing(NORMS, pieces, group.device)
@@ -148,7 +151,7 @@ class EagerStatistics:
         return Reading(group.device, group.members, group.positions, group.elements, group.units, pieces, rows, zero, alive)
 
     def _read_on_device(self, group: Group) -> Reading:
-        measured = [device.measure(batch, self.layout, self._wide(group.device)) for batch in group.batches]
+        measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in group.batches]
         rows = torch.cat([one.rows for one in measured])
         magnitudes = [one.magnitudes for batch, one in zip(group.batches, measured, strict=True) if batch.units]
         together = torch.cat(magnitudes or [rows.new_zeros(0)])  # in the widest of their types, which rounds none of them to zero

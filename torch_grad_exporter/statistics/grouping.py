@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.statistics.batches import Batch, batches, is_ordinary
 

@@ -54,10 +54,6 @@ class Layout:
         """Whether a statistic needs blocks on the CPU in float64."""
         return any(one.float64 for one in self.apart)
 
-    def place(self, key: str) -> int:
-        """Where the column stands."""
-        return self._places[key]
-
     def places(self, statistic: Statistic) -> slice:
         """Where the columns of a statistic stand."""
         start = self._places[f"{statistic.name}.{statistic.columns[0].name}"]
@@ -137,14 +133,14 @@ class Packing:
         """The rows of so many gradients, shape (gradients, columns), from a vector that begins with them; float64."""
         count = gradients if self.pieces is None else int(self.pieces.sum())
         rows = vector[: count * self.width].reshape(count, self.width)
-        if self.scaled:
-            rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+            if self.scaled:
+                rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
                 for place, power in self.layout.scaled():
                     rows[:, place] *= scale**power
-        if self.pieces is None:
-            return rows
-        return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
+            if self.pieces is None:
+                return rows
+            return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
 
 
 def fits_float32(count: int) -> tuple[int, ...]:

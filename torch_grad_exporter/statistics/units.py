@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from torch_grad_exporter.model.layers import TrackedParameter
+from torch_grad_exporter.model.parameters import TrackedParameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.transfer.outcomes import Outcome as Outcome  # noqa: PLC0414 - exported
 from torch_grad_exporter.transfer.tracing import TraceIds
@@ -167,8 +167,8 @@ class Observed:
 
 
 @dataclass(slots=True)
-class Hints:
-    """The only data that go from the host side to the training thread: what to measure again before the next step.
+class Decisions:
+    """The one thing the host side tells the training thread: what to measure again before the next step.
 
     Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
     `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.support.properties  # noqa: F401 - the profile
+from torch_grad_exporter.outputs.live import history as history_module
 from torch_grad_exporter.outputs.live.history import (
     LAYER_BYTES,
     LEAST,
@@ -289,6 +290,32 @@ def test_nothing_is_recorded_without_a_new_step_or_sample() -> None:
     made.step(sampled=False)
     history.record_if_due()
     assert (run_records(history), layer_records(history)) == ([1, 2], [1])
+
+
+def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that come one after another a bounded number stays, each with its own values; who followed gets all anew."""
+    monkeypatch.setattr(history_module, "MOST_GONE", 10)
+    made = Made()
+    history = made.history()
+    seen = 0
+    for number in range(40):
+        made.names = ["base", f"task_{number}"]
+        made.step()
+        history.look()
+        names, part = history.grid("norm", whole=False)
+        assert len(names) <= 12
+        assert names[0] == "base"
+        assert names[-1] == f"task_{number}"
+        first = int(names[1].removeprefix("task_"))
+        assert names[1:] == [f"task_{one}" for one in range(first, number + 1)]
+        steps = np.arange(1, number + 2)
+        own = np.where(steps[:, None] == np.arange(first, number + 1) + 1, 1000.0 * steps[:, None] + len(QUANTITIES), np.nan)
+        assert np.array_equal(part.values, np.column_stack([1000.0 * steps, own]), equal_nan=True)
+        assert np.array_equal(history.quantity("norm", whole=True).values, part.values, equal_nan=True)
+        forgotten = number > 0 and first > seen
+        assert history.quantity("norm", whole=False, since=number).first == (0 if forgotten and number else number)
+        seen = first
+    assert seen > 25
 
 
 def test_a_clock_that_is_set_back_stops_no_records() -> None:

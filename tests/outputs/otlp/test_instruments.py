@@ -23,6 +23,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.view import View
 
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.otlp.instruments import SPECS
@@ -188,7 +189,7 @@ def test_a_start_that_fails_leaves_no_values(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: object) -> None:
         raise RuntimeError("hooks")
 
-    monkeypatch.setattr(Exporter, "_install", fails)
+    monkeypatch.setattr(Capture, "watch_optimizers", fails)
     with pytest.raises(RuntimeError, match="hooks"):
         trained(provider)
     assert collected(reader) == {}

@@ -26,8 +26,8 @@ from torch_grad_exporter.capture.round_events import BackwardsCounted, NormObser
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
-from torch_grad_exporter.model.layers import TrackedParameter
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.transfer.events import Counted, Mailbox, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
@@ -102,11 +102,6 @@ class CountOnly:
         self._not_before = 0
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
-
-    @property
-    def counting(self) -> bool:
-        """Whether rounds are only counted at present."""
-        return self._counting is not None
 
     def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.

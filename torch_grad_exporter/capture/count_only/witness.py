@@ -11,7 +11,7 @@ import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersion
 from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.layers import TrackedParameter
+from torch_grad_exporter.model.parameters import TrackedParameter
 
 
 @dataclass(slots=True)

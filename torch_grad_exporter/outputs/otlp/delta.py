@@ -53,7 +53,7 @@ class Deltas:
     def _difference(self, family: Family, at: int) -> Family:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
         places, now = table.places(family.labels, self._at), _numbers(family)
-        if any(REMOVED in row for row in family.labels.rows):
+        if "layer" in family.spec.labels:
             table.settle_removed(family.labels, family.spec.labels.index("layer"), places, now)
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
@@ -136,6 +136,8 @@ class _Table:
         Removed is a layer whose row is gone, or has begun anew. `layer`: which of the labels is the layer. `now`: the numbers of
         the present rows.
         """
+        if all(row[layer] != REMOVED for row in labels.rows):
+            return
         here = dict(zip(labels.rows, range(len(labels)), strict=True))
         anew = self.known[places] & (self.numbers[places, :-1] > now[:, :-1]).any(axis=1)
         removed = [row for row in self._rows if row not in here] + [labels.rows[row] for row in np.flatnonzero(anew).tolist()]
