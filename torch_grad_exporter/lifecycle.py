@@ -147,7 +147,7 @@ class _End:
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
-    It may hang: whoever waits does so for a given time and then leaves it behind, and the end of the program does not wait. In a
+    It may hang: waiting for it has a time limit and then leaves it behind, and the end of the program does not wait. In a
     forked child it does not run, nothing starts it, and every method returns at once. `body` has a guard of its own: what it raises
     ends the thread.
     """
@@ -207,7 +207,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Has an iteration begin at once, or after the one under way; before `start`, the first one."""
+        """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
         self._wakes.put(None)
 
     def stop(self) -> None:

@@ -66,7 +66,7 @@ class Values:
         return found.get(labels) if labels else next(iter(found.values()), None)
 
     def table(self, spec: Spec) -> Table:
-        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth is no growth of the training's."""
+        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
         tables = [_without_removed(family) for family in self._by_spec.get(spec, ())]
         if len(tables) == 1:
             return tables[0]
