@@ -48,7 +48,7 @@ LEFT_OUT = {
     "distributed.identity": "read at the start only",
     "metrics.catalogue": "declared at import",
     "collectors.registry": "read at the start only",
-    "errors": "the guard itself: nobody guards it",
+    "errors": "the guard itself, which has no guard",
     "exporter": "the user's door, which the scenes go through",
     "start": "as `exporter`",
     "lifecycle": "as `exporter`",
@@ -79,7 +79,7 @@ LEFT_OUT = {
     ),
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
-    "statistics.reference": "for tests and documentation, called by nobody here",
+    "statistics.reference": "for tests and documentation, not called here",
     "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
@@ -295,7 +295,7 @@ class Watch:
         """Says that a step is done."""
 
     def scrape(self) -> None:
-        """Somebody looks."""
+        """A viewer of the page."""
 
     def worker(self) -> None:
         """The worker has its turn, and finds that no step has come for long."""
@@ -413,10 +413,10 @@ def observed(watch: Watch) -> torch.nn.Module:
 
 
 def counted(watch: Watch) -> torch.nn.Module:
-    """A loop of short steps, which are only counted, with all that ends a stretch."""
+    """A loop of short steps, which are only counted, with all that ends the counting."""
     model = seeded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     watch.start(model, every=128, overhead_budget=0.0001)
     for number, x in enumerate(batches(3 * STEPS)):
         optimizer.zero_grad()
@@ -427,7 +427,7 @@ def counted(watch: Watch) -> torch.nn.Module:
             continue
         optimizer.step()
         if number % 30 == 29:
-            stranger.step()
+            foreign.step()
         if number % 8 == 5:
             watch.worker()
         if number % 40 == 39:
@@ -582,7 +582,7 @@ def scaled(watch: Watch) -> torch.nn.Module:
         optimizer.zero_grad()
         scaler.scale(model(x).square().mean() * (1e38 if number in (0, 7) else 1.0)).backward()
         if number == 0:
-            continue  # of the first backward nobody knows yet whether it was scaled
+            continue  # it is not known yet whether the first backward was scaled
         scaler.step(optimizer)
         scaler.update()
     return model
@@ -775,7 +775,7 @@ def expected(scene: str) -> list[torch.Tensor]:
 
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
-    """Has the worker look often, and no stretch end with time, however busy the machine; has nothing remembered of other tests.
+    """Makes the worker check often, and no counting end with time, however busy the machine; has nothing remembered of other tests.
 
     No history is recorded: whether its thread asks in time for a snapshot is chance.
     """
@@ -909,4 +909,4 @@ def test_a_failure_at_the_start(seam: Seam) -> None:
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == hooks
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    gc.collect()  # a socket that nobody closed would warn now
+    gc.collect()  # a socket that was not closed would warn now

@@ -1,4 +1,4 @@
-"""Stages that are full, or behind which nobody works: what does not fit is skipped and counted, and the training never waits."""
+"""Stages that are full, or behind which no thread works: what does not fit is skipped and counted, and the training never waits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def without_worker(exporter: Exporter) -> Exporter:
 # The mailbox
 
 
-def test_samples_are_skipped_where_nobody_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_skipped_where_they_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the mailbox half full, samples are skipped and counted; a scrape empties it, and samples go on; steps are exact."""
     monkeypatch.setattr(sampler, "CROWDED", 60)
     loop = Loop()
@@ -111,7 +111,7 @@ def test_a_full_mailbox_leaves_out_and_counts(monkeypatch: pytest.MonkeyPatch, c
     assert len([record for record in caplog.records if "did not fit" in record.getMessage()]) == 1
 
 
-def test_vectors_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_that_are_not_taken_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no worker at all the vectors that wait hold no more memory than they may; samples beyond are skipped and counted."""
     monkeypatch.setattr(transfer, "HELD_BYTES", 4096)
     loop = Loop()
@@ -143,7 +143,7 @@ def test_one_vector_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loop_goes_on_while_the_host_side_is_held() -> None:
-    """Somebody who holds the host side's lock for long costs the training nothing: it ends while the lock is held."""
+    """A thread that holds the host side's lock for long costs the training nothing: it ends while the lock is held."""
     loop = Loop()
     with watching(loop.model) as exporter:
         with exporter._host._lock:

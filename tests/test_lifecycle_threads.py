@@ -43,7 +43,7 @@ class Work:
 
 @dataclass
 class Gate:
-    """Holds up whoever comes in until it is opened."""
+    """Blocks each thread that comes in until it is opened."""
 
     inside: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -263,7 +263,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 
 
 def test_closing_from_a_signals_handler(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
-    """Handlers that wake and close at any moment, also amid the same call and amid a wait for the end, block nobody."""
+    """Handlers that wake and close at any moment, also amid the same call and amid a wait for the end, block no thread."""
     closed = list[bool]()
 
     def handler(*_: object) -> None:

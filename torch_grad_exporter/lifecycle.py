@@ -147,7 +147,7 @@ class _End:
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
-    It may hang: whoever waits does so for a given time and then leaves it behind, and the end of the program does not wait. In a
+    It may hang: waiting for it has a time limit and then leaves it behind, and the end of the program does not wait. In a
     forked child it does not run, nothing starts it, and every method returns at once. `body` has a guard of its own: what it raises
     ends the thread.
     """
@@ -177,7 +177,7 @@ class BackgroundLoop:
     """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
 
     An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
-    A function is asked for the seconds before each iteration. One iteration runs at a time: what was asked for meanwhile, however
+    A function gives the seconds before each iteration. One iteration runs at a time: what was requested meanwhile, however
     often, is one more. Each call is behind `guard`, so a failure costs that call alone.
 
     Nothing here takes a lock but `start` and waiting, so all methods may be called from any thread, also from the loop's own, and
@@ -207,7 +207,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Has an iteration begin at once, or after the one under way; before `start`, the first one."""
+        """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
         self._wakes.put(None)
 
     def stop(self) -> None:

@@ -136,7 +136,7 @@ version_of: Callable[[torch.Tensor], int] = (lambda _tensor: 0) if _version is N
 """How often a tensor was written to."""
 
 after_backward: Callable[[Callable[[], None]], None] = _queue
-"""Calls the callback when the running backward is done, though perhaps before others who asked for the same."""
+"""Calls the callback when the running backward is done, though perhaps before other callbacks of this kind."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -284,7 +284,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
-    """The mesh from which this one was sliced; `None` where it cannot be asked. The name has moved once."""
+    """The mesh from which this one was sliced; `None` where that is not available. The name has moved once."""
     ask = getattr(mesh, "_get_root_mesh", None)
     if ask is not None:
         return ask()

@@ -289,7 +289,7 @@ def test_a_layer_of_two_optimizers() -> None:
     assert (shown(snapshot, "a", "norm"), one(snapshot, "norm", 1)) == (4, pytest.approx(math.sqrt(20)))
 
 
-def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
+def test_a_parameter_without_an_optimizer_is_in_no_optimizers_totals() -> None:
     """What no optimizer owns is not published with the step of one."""
     it = aggregation()
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, UNOWNED)))
@@ -635,7 +635,7 @@ def test_untouched_gradients_have_no_scale_by_hand() -> None:
 
 
 def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
-    """Overflows before anybody could know of the scaler are counted, and what the scale would be in is absent."""
+    """Overflows before the scaler can be known are counted, and what the scale would be in is absent."""
     it = aggregation()
     rows = {0: row(INF, infs=2, max=INF), 2: row(1459.0, zeros=4)}
     it.apply(captured(1, rows, scale_known=False))
@@ -653,7 +653,7 @@ def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
 
 
 def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
-    """A scaler skips no step whose gradients are finite: a loop that nobody sees step has its sizes."""
+    """A scaler skips no step whose gradients are finite: a loop whose steps are not seen has its sizes."""
     it = aggregation()
     it.apply(captured(1, {0: row(3.0)}, scale_known=False))
     it.apply(closed(1, Outcome.SKIPPED))
@@ -866,7 +866,7 @@ def test_a_full_pass_compares_the_whole_norms() -> None:
 
 @pytest.mark.parametrize(("factor", "scale"), [(2.0**-16, 2.0**16), (1.0, 1.0), (0.3 * 2.0**-16, None), (0.5, None)])
 def test_only_a_power_of_two_reveals_a_scale(factor: float, scale: float | None) -> None:
-    """A pure power of two is a scale, untouched norms have none, and of anything else nobody knows; probes must agree."""
+    """A pure power of two is a scale, untouched norms have none, and anything else is unknown; probes must agree."""
     before, every = np.array([3.0, 4.0, 0.0]), np.ones(3, dtype=np.bool_)
     assert revealed_scale(before, factor * before, every) == scale
     assert revealed_scale(before, np.array([3.0, 1.0, 0.0]), every) is None
@@ -912,7 +912,7 @@ def test_an_observed_norm_before_any_sample() -> None:
     assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "bucket_sum")) == ((0,), 2, 2)
 
 
-def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
+def test_an_observed_norm_among_two_optimizers_is_of_neither() -> None:
     """With two optimizers it is not known whose norm it is, and the captured ones stay."""
     it = aggregation()
     it.apply(captured(1, {0: row(1.0), 2: row(2.0)}, owners=(0, 0, 1)))
@@ -921,7 +921,7 @@ def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
     assert [one(it.snapshot(NOW), "norm", o) for o in (0, 1)] == [1, 2]
 
 
-def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_either() -> None:
+def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_of_neither() -> None:
     """As soon as a second optimizer is there the captured norms are shown, all of them, from the first on."""
     it = aggregation()
     owners = (0, 0, 1)

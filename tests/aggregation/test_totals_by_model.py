@@ -131,7 +131,7 @@ class Model:
             enter(layer, combined(norms[p] for p in unmeasured))
 
     def known_scale(self, event: Captured, outcome: Outcome, *, over: bool) -> float | None:
-        """The loss scale, `None` if it is no number to divide by or if there may be one that nobody has told of."""
+        """The loss scale, `None` if it is no number to divide by or if there may be one that is not known."""
         if self.scale is not None:
             return self.scale if 0 < self.scale < INF else None
         finite = not any(map(nonfinite, self.rows.values()))

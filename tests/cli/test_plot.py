@@ -231,7 +231,7 @@ def test_another_server_is_no_exporter() -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_nobody_else_is_told_the_password(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_password_goes_to_no_other_server(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server that points to another one is asked, by its user and password, and the other one is not asked at all."""
     first, other = list[str | None](), list[str | None]()
     content = json.dumps(saved(made(2))).encode()

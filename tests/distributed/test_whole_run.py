@@ -131,7 +131,7 @@ def test_slow_steps() -> None:
     combination = Combination(1, FRESH)
     for number in (1, 2):
         combination.hear({0: report(number, {"a": (4.0, 1.0, 0, 0, 0, NAN)})})
-        assert unknown(rms(combination)[1])  # nobody knows what was before the first report
+        assert unknown(rms(combination)[1])  # what was before the first report is not known
     for number, squares, captures in ((3, 13.0, 2.0), (4, 13.0, 2.0), (5, 13.0, 2.0)):
         combination.hear({0: report(number, {"a": (squares, captures, 0, 0, 0, NAN)})})
         assert rms(combination) == ([3.0], 3.0)

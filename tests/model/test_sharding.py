@@ -71,7 +71,7 @@ def test_of_all_copies_one_counts(names: tuple[str, ...], chosen: tuple[str, ...
             for placements in itertools.product((Replicate(), Shard(0)), repeat=dimensions):
                 part = tuple(c for c, p in zip(coordinates, placements, strict=True) if p.is_shard())
                 if names[0] in ("pp", "stages") and names[0] in chosen and placements[0].is_replicate():
-                    continue  # over stages nobody copies
+                    continue  # nothing is copied over stages
                 seen = counted.setdefault(placements, Counter())
                 key = (part, stage) if names[0] not in chosen else part
                 seen[key] += not is_copy(tensor(mesh, placements))

@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass
 class FakeCuda:
-    """`torch.cuda` with these devices; whoever asks it too early fails the test."""
+    """`torch.cuda` with these devices; a call that comes too early fails the test."""
 
     devices: list[Mapping[str, Any]] = field(default_factory=lambda: [FILLED])
     initialised: bool = True
@@ -119,7 +119,7 @@ def test_every_number() -> None:
 
 
 def test_the_families() -> None:
-    """The collector shows each number under its name, a 0 as well, and what nobody counts not at all."""
+    """The collector shows each number under its name, a 0 as well, and what is not counted not at all."""
     statistics = [
         DeviceStatistics("cuda:0", 1, 2, 3, 0, 5, 6, 7, 8, 0, 10, UUID),
         DeviceStatistics("cuda:3", 11, 12, None, None, None, 16, 17, None, None, None, None),

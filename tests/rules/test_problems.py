@@ -669,7 +669,7 @@ def test_nothing_known_is_nothing_wrong() -> None:
         assert watch.rates(values, NOW + 60) == {}
 
 
-def test_a_state_that_nobody_tells_is_no_state() -> None:
+def test_a_state_that_is_not_shown_is_no_state() -> None:
     """Without the collector `training` the state is none of the five; what is wrong is told, but for what is about a state."""
     unknown = made(
         None, GRAD_NONFINITE_STEPS={("a", "stepped"): 1.0}, TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW, **layer(GRAD_DEAD_RATIO=1.0)
@@ -887,7 +887,7 @@ class Visited(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 - it has one more a
 
 @pytest.mark.parametrize("count", [2000, 4000])
 def test_histograms_of_all_layers_are_found_in_one_walk(count: int) -> None:
-    """Whoever asks for each of so many rows has each looked at once; a row that is not present has none."""
+    """Asking for each of so many rows visits each once; a row that is not present has none."""
     rows = Visited((f"layer{place}",) for place in range(count))
     width = len(c.GRAD_NORM_DISTRIBUTION.buckets) + 1
     counts = np.arange(count, dtype=np.float64)[:, None].repeat(width, axis=1)

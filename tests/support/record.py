@@ -428,7 +428,7 @@ class Recorder:
         return wrong + ([f"errors: {failures}"] if failures else [])
 
     def _unknown(self, one: Key) -> bool:
-        """Whether nobody recorded what this series should say."""
+        """Whether there is no record of what this series should say."""
         slow = one[0] == "torch_grad_norm_recent_max" and time.monotonic() - self._started >= 50
         return slow or (one[0] in MOMENTS and not self._moments)
 

@@ -1,4 +1,4 @@
-"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in `tables`."""
+"""Distributions of norms by exponential buckets, for outputs that use them; the classic buckets are in `tables`."""
 
 from __future__ import annotations
 

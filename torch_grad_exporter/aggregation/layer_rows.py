@@ -50,7 +50,7 @@ class LayerRows:
         return np.array([self._row_of[label] for label in labels], dtype=np.int64)
 
     def give_up(self, table: ParameterTable) -> IntArray:
-        """Takes their rows from the labels that do not outlive the change to `table`; returns these rows."""
+        """Frees the rows of the labels that end with the change to `table`; returns these rows."""
         self._largest = max(self._largest, len(table.layers))
         self._keep_modules(table)
         tracked = set(table.layers)

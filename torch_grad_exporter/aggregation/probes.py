@@ -1,4 +1,4 @@
-"""Probes: which gradients are measured again before the next step, told through `Decisions`."""
+"""Probes: which gradients are measured again before the next step, passed on through `Decisions`."""
 
 from __future__ import annotations
 

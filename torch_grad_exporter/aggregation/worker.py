@@ -97,7 +97,7 @@ class HostSide:
         self._left_out = 0
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
-        # Reentrant, so that a signal's handler that asks in the midst of a drain is refused instead of waiting for itself.
+        # Reentrant, so that a signal handler that interrupts a drain and begins another is refused instead of waiting for itself.
         self._lock = threading.RLock()
         self._draining = False
         work = (self.drain,) if periodic is None else (self.drain, periodic)
@@ -154,15 +154,15 @@ class HostSide:
             self._drain()
 
     def after_fork_in_child(self) -> None:
-        """The child has no worker thread and its lock may be held for ever: start afresh, empty."""
+        """The child has no worker thread and its lock may be held permanently: start afresh, empty."""
         self._lock, self._draining = threading.RLock(), False
         self._thread.stop()
 
     @contextlib.contextmanager
     def _held(self, seconds: float = -1) -> Iterator[None]:
-        """Keeps others out. Raises `TimeoutError` where one is in for longer, or where a signal's handler asks amid a drain."""
+        """Keeps others out. Raises `TimeoutError` where one is in for longer, or where a signal handler has interrupted it."""
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"a drain has not come to its end in {seconds:g} s")
+            raise TimeoutError(f"another drain did not finish within {seconds:g} s")
         try:
             if self._draining:
                 raise TimeoutError("a signal's handler has interrupted a drain, which cannot end before it")

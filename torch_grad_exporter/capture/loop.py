@@ -149,7 +149,7 @@ class TrainingLoop:
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done, of this number."""
-        self._step_end.told(self._optimizers, number, self._over_hook)
+        self._step_end.reported(self._optimizers, number, self._over_hook)
 
     # The end
 

@@ -44,5 +44,5 @@ def differentiable(output: object) -> Iterator[torch.Tensor]:
 
 
 def _in_a_graph(tensor: torch.Tensor) -> bool:
-    """Whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook for ever."""
+    """Whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook permanently."""
     return tensor.requires_grad and tensor.grad_fn is not None

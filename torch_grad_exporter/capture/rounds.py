@@ -110,7 +110,7 @@ class RoundTracker:
         """What is to be done after this event, in this order."""
         return list(self._handlers[type(event)](event))
 
-    # What may be asked
+    # Questions about the state
 
     @property
     def current(self) -> Round:

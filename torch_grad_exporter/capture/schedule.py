@@ -132,7 +132,7 @@ class SamplingSchedule:
 
     @property
     def capped(self) -> bool:
-        """Whether the budget would ask for a longer interval than there is."""
+        """Whether the budget would require a longer interval than there is."""
         return self.every is None and self.interval == LONGEST and self._share(LONGEST) > self.budget
 
     def stepped(self, seconds: float, floor: float | None = None) -> None:
@@ -183,7 +183,7 @@ class SamplingSchedule:
     def _share(self, interval: int) -> float:
         """The share of training time that samples take at an interval; 0 while no step time is known.
 
-        The step's median, since one that compiles or writes a checkpoint says nothing about the others. The cost's
+        The step's median, since a step that compiles or writes a checkpoint is not typical. The cost's
         mean, since some samples measure more and cost more; without the most expensive one, which allocated.
         """
         if not self._costs or not self._steps:

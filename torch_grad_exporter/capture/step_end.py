@@ -1,4 +1,4 @@
-"""StepEnd: what is done when an optimizer's step is over, whichever way that was told, and the steps that the user tells of."""
+"""StepEnd: what is done when an optimizer's step is over, however it became known, and the steps that the user reports."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class StepEnd:
         self._weights = weights
         self._periodic = periodic
         self._hooked = False
-        """Whether an optimizer's hook has told of a step since the user last did."""
+        """Whether an optimizer's hook has reported a step since the user last did."""
 
     def of(self, number: int, over: GuardedHook) -> None:
-        """A hook tells that the optimizer of this number has stepped. `over`: as of `CountOnly.round_over`."""
+        """A hook reports that the optimizer of this number has stepped. `over`: as of `CountOnly.round_over`."""
         self._hooked = True
         self._ended(number, over)
 
-    def told(self, optimizers: Optimizers, number: int | None, over: GuardedHook) -> None:
+    def reported(self, optimizers: Optimizers, number: int | None, over: GuardedHook) -> None:
         """The user says that a step is done; counts it unless an optimizer's hook has said so already. `number`: of the step."""
         self._count_only.settle()
         if not (self._hooked and self._rounds.tracker.current.stepped):

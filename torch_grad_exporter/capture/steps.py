@@ -127,7 +127,7 @@ class StepWatch:
     def regular_optimizer(self) -> int | None:
         """The only optimizer that ever steps, if all rounds lately were alike and the next ones may be taken for the same.
 
-        To be asked right after a step.
+        Call it right after a step.
         """
         settled = self._ladder.mode is Mode.OUTPUT and not (self._nodes.armed or self._backward.running)
         if not settled or self._index.fully_sharded or self._index.models != 1 or self._rounds.answers_may_come:

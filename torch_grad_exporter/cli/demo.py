@@ -284,7 +284,7 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
 
         exporter.observe(loss=loss, tokens=inputs.numel(), grad_norm=norm)
 
-        # A step with a NaN in it would spoil the weights for good.
+        # A step with a NaN in it would destroy the weights.
         if norm.isfinite():
             optimizer.step()
             schedule.step()

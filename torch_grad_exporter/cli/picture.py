@@ -124,7 +124,7 @@ def draw(found: Saved, quantity: str, view: str, out: Path) -> None:
 
 
 def _within(grid: Grid, lines: Lines, view: str) -> tuple[Grid, Lines, Bounds]:
-    """What lies within the steps that are shown: of the recent ones those that both know of, unless that were few."""
+    """The columns within the steps that are shown: of the recent ones those that both have, unless these are few."""
     ends = [(steps[0], steps[-1]) for steps in (edges(grid.steps), lines.steps) if len(steps)]
     if not ends:
         return grid, lines, (0.0, 1.0)

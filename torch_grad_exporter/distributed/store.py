@@ -77,7 +77,7 @@ class JobStore:
     def __init__(self, connect: Callable[[], Connection] | None = None) -> None:
         self._connect = connect or functools.partial(connected, os.environ)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # Reentrant: a signal's handler may close while its own thread asks.
+        # Reentrant: a signal handler may close while its own thread is in a request.
         self._lock = threading.RLock()
         self._thread: BackgroundThread | None = None
         self._connection: Connection | None = None
@@ -85,7 +85,7 @@ class JobStore:
         self._over = ""
 
     def agree(self, key: str, value: str, *, seconds: float = SECONDS) -> str:
-        """The value that the first rank to ask proposed, the same for all ranks."""
+        """The value that the first rank proposed, the same for all ranks."""
         return self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds).decode()
 
     def publish(self, key: str, value: bytes, *, seconds: float = SECONDS) -> None:

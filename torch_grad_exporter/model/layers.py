@@ -89,7 +89,7 @@ class LayerIndex:
                 continue
             same = self._known.get(id(place.parameter))
             found.append(same if same is not None and same.stands_at(place) else TrackedParameter.at(place))
-        # One that is frozen now may thaw, and its units have a past.
+        # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         frozen = frozenset(layers.difference(one.layer for one in found))
         before = self._table.tracked

@@ -61,7 +61,7 @@ class Optimizers:
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has a number, or owns a parameter that is trained, or copies of all of them.
 
-        Changes nothing but its own memory of answers, in single operations on a dictionary; may be asked from any thread.
+        Changes only its cache of answers, in single operations on a dictionary; from any thread.
         """
         last = self._last
         if (last is not None and last[0]() is optimizer) or optimizer in self._numbers:
@@ -72,7 +72,7 @@ class Optimizers:
             return known.concerned
         try:
             concerned = _owns_of(table, optimizer) or _owns(optimizer, self._index.changed())
-        except RuntimeError:  # another thread has just changed a model: to be asked again
+        except RuntimeError:  # another thread has just changed a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
         return concerned

@@ -32,7 +32,7 @@ class Place:
 class TrackedParameter:
     """One parameter that the exporter follows; the object stays the same as long as the parameter does.
 
-    Known by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
+    Identified by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
     so `model.to()` with some kinds of parameters, raises where there is one.
     """
 
@@ -85,7 +85,7 @@ class TrackedParameter:
 
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
-    """`parameter()` of each, in one go: a sample asks for those of the whole model several times."""
+    """`parameter()` of each, in one go: a sample needs those of the whole model several times."""
     owned = parameters_in
     return [
         p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None
@@ -112,7 +112,7 @@ class ParameterTable:
     counts: BoolArray
     """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
     shown: BoolArray
-    """Whether this rank tells of the layer: it has a part of it, or the first of the copies."""
+    """Whether this rank reports the layer: it has a part of it, or the first of the copies."""
     frozen: frozenset[str] = frozenset()
     """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
 

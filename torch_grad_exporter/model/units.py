@@ -41,8 +41,8 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
     """The output units of a parameter: rows of a weight, output channels of a convolution.
 
     `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
-    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a part
-    that is zero says nothing of the unit.
+    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a zero
+    part does not show whether the unit is zero.
     """
     if not split_dims(parameter) <= {1 if isinstance(module, TRANSPOSED) else 0}:
         return None

@@ -19,16 +19,16 @@ _NOT_HERE = ("LibraryNotFound", "DriverNotLoaded", "NoPermission", "FunctionNotF
 """At the start: there is no GPU of NVIDIA's, or none for this process."""
 
 _CLOSED = ("Uninitialized", "LibraryNotFound", "DriverNotLoaded")
-"""From any call: there is no use in another one before NVML has been opened anew."""
+"""From any call: further calls are useless before NVML has been opened anew."""
 
 _LOST = ("GpuIsLost",)
-"""When a device is asked: there is no use in another question."""
+"""From a call on a device: further calls on it are useless."""
 
 _STALE = ("InvalidArgument",)
 """MIG devices answer so to questions that only whole GPUs understand; and so does whatever has gone to any question."""
 
 _REFUSED = ("NotSupported", "NoPermission", "FunctionNotFound", "ArgumentVersionMismatch", "Deprecated")
-"""When a device is asked: it, its driver or the user's rights do not go that far."""
+"""From a call on a device: the device, its driver or the user's rights do not support it."""
 
 _NO_SUCH = ("NotFound", "InvalidArgument", "NotSupported", "NoPermission")
 """When a device is looked up by its UUID."""
@@ -101,7 +101,7 @@ class Library:
         return None if memory is None else float(memory.used)
 
     def probe(self, gpu: Gpu) -> None:
-        """Raises if the device does not answer at all: every kind of device can be asked for its memory."""
+        """Raises if the device does not answer at all: every kind of device reports its memory."""
         self._answer("nvmlDeviceGetMemoryInfo", gpu)
 
     def device(self, uuid: str) -> Gpu | None:
@@ -145,14 +145,14 @@ class Library:
             return None
 
     def _understood(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but whatever is no refusal, and does not say that the question makes no sense, raises."""
+        """As `ask`, but raises for all errors other than a refusal or a function that does not apply."""
         try:
             return self._answer(function, gpu, *constants)
         except self._stale:
             return None
 
     def _answer(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but whatever is no refusal raises."""
+        """As `ask`, but raises for all errors other than a refusal."""
         call = getattr(self._module, function, None)
         arguments = [getattr(self._module, name, None) for name in constants]
         if call is None or None in arguments:

@@ -42,7 +42,7 @@ class Rising(Generic[_Key]):
     less than it had: then it is another one. That holds for the `KEPT` that went last; older ones are new ones.
 
     Threads that read for themselves hand over in the order in which they read: an older reading after a newer one
-    would have what lies between counted twice.
+    would count the difference twice.
     """
 
     def __init__(self) -> None:

@@ -150,7 +150,7 @@ class RuleContext:
 class Rule:
     """Judges by the expression of an alert, in the states of the run that it is for.
 
-    `remembers`: metrics that it asks for the past of, and how many seconds back, in addition to those that are always remembered.
+    `remembers`: metrics whose past it needs, and how many seconds back, in addition to those that are always remembered.
     """
 
     alert: str

@@ -1,4 +1,4 @@
-"""The families of one scrape, by metric and labels, as rules ask for them."""
+"""The families of one scrape, by metric and labels, as rules use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
 
 
 class Values:
-    """Families by metric and labels, as far as they are asked for. From any thread."""
+    """Families by metric and labels, indexed when first used. From any thread."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._by_spec = by_spec(families)
@@ -66,7 +66,7 @@ class Values:
         return found.get(labels) if labels else next(iter(found.values()), None)
 
     def table(self, spec: Spec) -> Table:
-        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth is no growth of the training's."""
+        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
         tables = [_without_removed(family) for family in self._by_spec.get(spec, ())]
         if len(tables) == 1:
             return tables[0]

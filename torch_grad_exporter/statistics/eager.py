@@ -60,7 +60,7 @@ class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
-    row it stands. `on_host`: kinds of devices whose data may be looked at. `wide`: the widest type that a device computes in.
+    row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
     `chunk_elements`: elements that are measured at once on other devices.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the

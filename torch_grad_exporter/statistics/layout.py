@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def float64(self) -> bool:
-        """Whether a statistic wants blocks on the CPU in float64."""
+        """Whether a statistic needs blocks on the CPU in float64."""
         return any(one.float64 for one in self.apart)
 
     def places(self, statistic: Statistic) -> slice:
@@ -133,7 +133,7 @@ class Packing:
         """The rows of so many gradients, shape (gradients, columns), from a vector that begins with them; float64."""
         count = gradients if self.pieces is None else int(self.pieces.sum())
         rows = vector[: count * self.width].reshape(count, self.width)
-        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+        with np.errstate(all="ignore"):  # NaN and overflow are detected here
             if self.scaled:
                 rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
                 for place, power in self.layout.scaled():

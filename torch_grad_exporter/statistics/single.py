@@ -23,7 +23,7 @@ Norm = float | torch.Tensor
 def norms(
     gradient: torch.Tensor, added_to: torch.Tensor | None, scratch: Scratch, wide: device.Wide = device.wide
 ) -> Iterator[Norm]:
-    """The norms of the parts of a gradient, or of its sum with the one that it is added to; nobody waits.
+    """The norms of the parts of a gradient, or of its sum with the one that it is added to; without synchronising.
 
     Their squares add up to the square of the whole. A large sum has many parts, and so has a large gradient on a device other than
     the CPU; all else has one, and what is empty none.

@@ -168,7 +168,7 @@ class Observed:
 
 @dataclass(slots=True)
 class Decisions:
-    """The one thing the host side tells the training thread: what to measure again before the next step.
+    """The only data that go from the host side to the training thread: what to measure again before the next step.
 
     Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
     `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale

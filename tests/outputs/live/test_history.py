@@ -153,7 +153,7 @@ class Client:
 def test_answers_one_after_the_other_make_the_whole(
     records: list[Row], pauses: list[int], together: Together, recent: int, whole: int
 ) -> None:
-    """Whoever asks again and again for what is new ends up with what one who asks once at the end gets."""
+    """Reading again and again what is new gives the same as one reading at the end."""
     track = Track(len(records[0]) if records else 1, together, recent=recent, whole=whole)
     client, asks = Client(), set(np.cumsum(pauses).tolist())
     for number, record in enumerate(records):

@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Visit]]:
-    """Opens windows. At the end none of them may have complained, broken its policy or asked anybody but where it came from."""
+    """Opens windows. At the end none of them may have complained, broken its policy or sent a request to another server."""
     opened: list[tuple[Visit, str, bool]] = []
     with contextlib.ExitStack() as stack:
 
@@ -452,7 +452,7 @@ def test_quantities(training: Callable[..., Run], open_page: Callable[..., Visit
 
 
 def last_cell(page: Page) -> str:
-    """What is said of the first layer's last cell, to whoever goes there with the keys."""
+    """The description of the first layer's last cell, reached by the keys."""
     page.get_by_test_id("heatmap-overlay").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowUp")
@@ -888,14 +888,14 @@ def test_tls_and_password(training: Callable[..., Run], open_page: Callable[...,
     for shown in (in_address, page):
         expect(shown.get_by_test_id("connection")).to_have_text("Live")
         assert number(shown, "step") == 3
-    stranger = page.context.browser.new_context(ignore_https_errors=True)
-    statuses = [stranger.request.get(run.page + path).status for path in ("", "static/page.js", "api/v1/status", "api/v1/layers")]
+    other = page.context.browser.new_context(ignore_https_errors=True)
+    statuses = [other.request.get(run.page + path).status for path in ("", "static/page.js", "api/v1/status", "api/v1/layers")]
     assert statuses == [401] * 4
-    stranger.close()
+    other.close()
 
 
 def test_saved(training: Callable[..., Run], open_page: Callable[..., Visit], tmp_path: Path) -> None:
-    """One HTML file, opened from disk, shows what the page showed, and asks nobody for anything."""
+    """One HTML file, opened from disk, shows what the page showed, and sends no request."""
     run = training(Perceptron())
     run.train(30)
     assert eventually(lambda: recorded(run) > 0 and run.total("torch_grad_captures_total") == 60)
@@ -947,7 +947,7 @@ def filled() -> History:
 def test_weight_and_speed(training: Callable[..., Run], browser: Browser, record_property: Callable[[str, object], None]) -> None:
     """The first load is at most 150 kB, and 300 layers of a run of 100,000 steps are drawn, once, within a second of it.
 
-    The best of twelve loads counts, as somebody else may have the processors.
+    The best of twelve loads counts, as other processes may have the processors.
     """
     run = training(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(LAYERS))))
     run.train(3)

@@ -243,7 +243,7 @@ def test_exporters_that_follow_one_another_share_the_instruments(caplog: pytest.
 
 
 def test_the_global_provider_stays_as_it_was_and_ours_is_not_kept() -> None:
-    """Nobody's provider but the given one has instruments, and a provider that is dropped is gone."""
+    """No provider but the given one has instruments, and a provider that is dropped is gone."""
     before = metrics.get_meter_provider()
     provider = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
     trained(provider).close()

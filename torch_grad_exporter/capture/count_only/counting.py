@@ -64,7 +64,7 @@ class _ExamplesPerBackward:
         return backwards
 
     def forget(self) -> None:
-        """What came up to now says nothing."""
+        """Starts anew: what came up to now is not comparable."""
         self._seen = self._clock.examples, self._clock.backward_passes
 
 

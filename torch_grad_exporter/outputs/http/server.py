@@ -107,7 +107,7 @@ class MetricsServer:
     def after_fork_in_child(self) -> None:
         """Closes the sockets that a forked child inherits, else the port stays taken when the parent is gone.
 
-        Touches no lock and no thread: the child has none of the threads, and a lock may be held for ever.
+        Touches no lock and no thread: the child has none of the threads, and a lock may be held permanently.
         """
         self._closed = True
         self._loop.abandon()

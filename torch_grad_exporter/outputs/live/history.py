@@ -410,7 +410,7 @@ class History:
         return self.grid(name, whole=whole, since=since, stride=stride)[1]
 
     def grid(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> tuple[list[str], Part]:
-        """The layers, and the same. Another record may forget layers: names and values that were asked for apart may not fit."""
+        """The layers, and the same. Another record may forget layers: names and values that are read separately may not match."""
         place = QUANTITIES.index(name)
         with self._lock:
             names = list(self._column)

@@ -102,7 +102,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is asked for: the whole run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
+    """What a request selects: the run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
 
     whole: bool
     since: int = 0

@@ -47,7 +47,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 
 @cache
 def names() -> frozenset[str]:
-    """All that can be asked for."""
+    """The names of all files that are served."""
     here = files(__package__).joinpath(FOLDER)
     return frozenset(one.name for one in here.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
 
@@ -156,7 +156,7 @@ def _window(query: Mapping[str, str]) -> Window:
 
 
 def _file(request: Request, name: str) -> Response:
-    found = served(name) if name in names() else None  # which keeps what it is asked for
+    found = served(name) if name in names() else None  # which caches each name that it is called with
     if found is None:
         return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
     kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")

@@ -191,7 +191,7 @@ def lines(saved: Saved, view: str) -> Lines:
         nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(found)
         places = np.array(_list(flagged.get(name, []), "nonfinite"), dtype=np.float64)
         if not np.isin(places, np.arange(len(steps))).all():
-            raise ValueError(f"there is no such place in {name}")
+            raise ValueError(f"nonfinite has a place beyond the end of {name}")
         nonfinite[name][places.astype(int)] = True
         values[name] = np.where(np.isfinite(found), found, np.nan)
     return Lines(steps, values, nonfinite)
@@ -206,7 +206,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     low, high = _finite([answer["low"], answer["high"]], "low and high")
     log = {"log": True, "linear": False}[answer["scale"]]
     if log and not -400 < low <= high < 300:
-        raise ValueError("its scale has no such norms")
+        raise ValueError("low and high are beyond the range of a logarithmic scale")
     values = low + (codes.astype(np.float64) - 1) / (NONFINITE - 2) * (high - low)
     values = np.where((codes == 0) | (codes == NONFINITE), np.nan, 10**values if log else values)
     if log:
@@ -230,7 +230,7 @@ def _check(saved: Saved) -> None:
         lines(saved, view)
         for quantity in QUANTITIES:
             if not known.issuperset(grid(saved, quantity, view).layers):
-                raise ValueError("it has layers of which it tells nothing")
+                raise ValueError("a layer of the heatmaps has no entry of its own")
 
 
 def _flags(text: str, shape: tuple[int, int]) -> BoolArray:

@@ -37,7 +37,7 @@ _COMPRESSED = {"gzip": lambda body: gzip.compress(body, 1, mtime=0), "deflate": 
 
 
 class DeliveryError(Exception):
-    """A request has not arrived, as far as is known. `permanent`: the receiver refuses this one for good, not any request now."""
+    """A request has not arrived, as far as is known. `permanent`: the receiver refuses it permanently; else a retry may work."""
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class _Official:
             why = self._body.failure or " / ".join(said[-1:]) or "no reason was given"
             raise DeliveryError(_shown(why), permanent=self._body.permanent)
         if not self._body.taken:
-            raise DeliveryError(f"{type(self._exporter).__module__} has not asked for what to send: this version is not known")
+            raise DeliveryError(f"{type(self._exporter).__module__} did not send the request: this version is not supported")
         if self._body.rejected:
             raise RejectedError(self._body.rejected)
 
@@ -96,7 +96,7 @@ class _Official:
 class _Body:
     """What is to be sent, and what became of it. `failure`, `rejected`: texts for the user, empty for none.
 
-    `permanent`: whether the receiver has refused it for good.
+    `permanent`: whether the receiver has refused it permanently.
     """
 
     def __init__(self) -> None:

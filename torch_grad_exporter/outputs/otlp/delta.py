@@ -1,4 +1,4 @@
-"""Families as what was added since the last export that arrived, for receivers that want differences."""
+"""Families as what was added since the last export that arrived, for receivers that take differences."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ GRACE = 0.25
 """For an export that is under way when the run ends: differences that it carries are not to be sent twice."""
 
 LEFT_BEHIND = 3
-"""Exports that hang, at most; where there are so many, there is no further one until one of them has come to its end."""
+"""Exports that hang, at most; where there are so many, no further one begins until one of them has finished."""
 
 _inherited: list[object] = []
 """In a forked child: connections of the parent, which gRPC must not end here."""
@@ -146,7 +146,7 @@ class Push:
             if not self._over():  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
-                transfer.failed(TimeoutError(f"a request has not come to its end within {limit:g} s"))
+                transfer.failed(TimeoutError(f"a request did not finish within {limit:g} s"))
         self._judge(transfer)
 
     def _export_last(self) -> None:
@@ -198,7 +198,7 @@ class Push:
 class _Transfer:
     """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: whether the run is.
 
-    `settled`: those that are not to be sent again, as they have arrived or are refused for good; `failure`: the first one;
+    `settled`: those that are not to be sent again, as they have arrived or are refused permanently; `failure`: the first one;
     `began_at`: since when the one that is on its way is, in monotonic time.
     """
 
