@@ -40,9 +40,9 @@ class Reading:
     """What was read of some gradients on one device, before the past of their units is considered.
 
     `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
-    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each. `rows`: shape (all pieces, columns), with a
-    scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose gradient is
-    exactly zero, and those that have a nonzero element.
+    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each, `None`: one. `rows`: shape (all pieces, columns),
+    with a scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose
+    gradient is exactly zero, and those that have a nonzero element.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class Reading:
     positions: IntArray
     elements: IntArray
     units: IntArray
-    pieces: IntArray
+    pieces: IntArray | None
     rows: torch.Tensor
     zero: torch.Tensor
     alive: torch.Tensor
@@ -135,20 +135,20 @@ class EagerStatistics:
             state = self._units.get(reading.device)
             if state is None:
                 state = self._units[reading.device] = UnitState(self._window, reading.device)
-            counts = _spread(state.update(members, reading.zero, reading.alive, sample).t(), reading.pieces[: len(members)])
+            counts = state.update(members, reading.zero, reading.alive, sample).t()
+            if reading.pieces is not None:
+                counts = _spread(counts, reading.pieces[: len(members)])
             rows[: len(counts), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.to(rows.dtype)
         packing = self._packing(self.layout, reading.pieces, reading.device)
         return Measurement(reading.positions, reading.elements, reading.units, rows.reshape(-1), packing)
 
-    def _packing(self, layout: Layout, pieces: IntArray, where: torch.device) -> Packing:
-        scaled = where.type not in self._on_host and self._wide(where) is torch.float32
-        return Packing(layout, pieces if (pieces > 1).any() else None, scaled)
+    def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device) -> Packing:
+        return Packing(layout, pieces, scaled=where.type not in self._on_host and self._wide(where) is torch.float32)
 
     def _read_on_host(self, group: Group) -> Reading:
         columns, flags = host.measure(group.batches, self._scratch, self.layout)
         rows, zero, alive = map(torch.from_numpy, (columns, flags.zero, flags.alive))
-        pieces = np.ones(len(columns), dtype=np.int64)
-        return Reading(group.device, group.members, group.positions, group.elements, group.units, pieces, rows, zero, alive)
+        return Reading(group.device, group.members, group.positions, group.elements, group.units, None, rows, zero, alive)
 
     def _read_on_device(self, group: Group) -> Reading:
         measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in group.batches]
@@ -160,8 +160,10 @@ class EagerStatistics:
         return Reading(*known, pieces, rows, together == 0, together > 0)
 
 
-def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray:
-    """Rows of each gradient from those of each batch."""
+def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
+    """Rows of each gradient from those of each batch; `None`: one."""
+    if max(pieces) == 1:
+        return None
     return np.repeat(np.array(pieces, dtype=np.int64), [len(batch.positions) for batch in batches])
 
 
@@ -170,8 +172,6 @@ def _spread(counts: torch.Tensor, pieces: IntArray) -> torch.Tensor:
 
     By views and one launch: an index made on the host would have to be copied to the device.
     """
-    if (pieces == 1).all():
-        return counts
     nothing = torch.zeros_like(counts[:1])
     parts = ([one] + [nothing] * (count - 1) for one, count in zip(torch.split(counts, 1), pieces.tolist(), strict=True))
     return torch.cat([part for one in parts for part in one])
@@ -182,22 +182,23 @@ def _together(parts: list[Reading]) -> Reading:
     if len(parts) == 1:
         return parts[0]
     ends = [len(part.members) for part in parts]
-    rows = [int(part.pieces[:end].sum()) for part, end in zip(parts, ends, strict=True)]
+    pieces = [np.ones(len(part.positions), dtype=np.int64) if part.pieces is None else part.pieces for part in parts]
+    rows = [int(one[:end].sum()) for one, end in zip(pieces, ends, strict=True)]
 
     def reordered(arrays: list[Any], ends: list[int]) -> list[Any]:
         return [a[:n] for a, n in zip(arrays, ends, strict=True)] + [a[n:] for a, n in zip(arrays, ends, strict=True)]
 
-    positions, elements, units, pieces = (
-        np.concatenate(reordered([getattr(part, name) for part in parts], ends))
-        for name in ("positions", "elements", "units", "pieces")
+    positions, elements, units = (
+        np.concatenate(reordered([getattr(part, name) for part in parts], ends)) for name in ("positions", "elements", "units")
     )
+    in_one_piece = all(part.pieces is None for part in parts)
     return Reading(
         parts[0].device,
         tuple(member for part in parts for member in part.members),
         positions,
         elements,
         units,
-        pieces,
+        None if in_one_piece else np.concatenate(reordered(pieces, ends)),
         torch.cat(reordered([part.rows for part in parts], rows)),
         torch.cat([part.zero for part in parts]),
         torch.cat([part.alive for part in parts]),
