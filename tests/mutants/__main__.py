@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.mutants.faults import FAR, FAULTS, Fault
@@ -27,27 +27,19 @@ README = Path(__file__).with_name("README.md")
 SECONDS = 900
 """For one run of tests; one that takes longer hangs, and has found the fault."""
 
-FLAKY = 3
-"""Tests that fail without the fault as well, after which a set of tests is given up."""
+ROUNDS = 3
+"""Looks at the tests that found something without any fault; what fails then as well has found nothing, and is left out."""
 
 HEAD = """# Planted faults
 
-Written by `make mutants`, which plants each of these {count} faults alone and runs the tests. A fault is found by a test that fails with
-it and passes without it. What is planted where stands in [faults.py](faults.py).
+Written by `make mutants`, which plants each of these {count} faults alone and runs the tests. A fault is found by a test that
+fails with it and passes without it. What is planted where stands in [faults.py](faults.py).
 
 {found} of {count} found.
 
 | fault | file | found by |
 |---|---|---|
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a run of tests. `test`: the first one that failed, by its node; `None` if none did."""
-
-    test: str | None
-    hung: bool = False
 
 
 class Copy:
@@ -79,38 +71,55 @@ class Copy:
             raise ValueError(f"{fault.name}: its text stands {content.count(fault.text)} times in {fault.file}, expected once")
         (self.place / "torch_grad_exporter" / fault.file).write_text(content.replace(fault.text, instead), "utf-8")
 
-    def run(self, tests: list[str], without: list[str]) -> Outcome:
-        """Runs tests up to the first that fails."""
+    def failing(self, tests: Sequence[str], without: Iterable[str] = (), *, all_of_them: bool = False) -> list[str]:
+        """The first of these tests that fails, or all that do. One that hangs has failed, and is not known by its name."""
         environment = {**os.environ, "PYTHONPATH": str(self.place), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *(f"--deselect={one}" for one in without)]
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+        options = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *(f"--deselect={one}" for one in without)]
+        command = [sys.executable, "-m", "pytest", *options, *([] if all_of_them else ["-x"]), *tests]
         try:
             done = subprocess.run(
                 command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
-            return Outcome(tests[0], hung=True)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?|\S+)(?: - .*)?$", done.stdout, re.MULTILINE)
-        if done.returncode not in (0, 1, 5) or (done.returncode == 1 and failed is None):
+            return [tests[0]]
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?|\S+)(?: - .*)?$", done.stdout, re.MULTILINE)
+        if done.returncode not in (0, 1, 5) or bool(failed) != (done.returncode == 1):
             raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return Outcome(failed[1] if failed is not None and done.returncode == 1 else None)
+        return failed
 
 
-def finder(copy: Copy, fault: Fault) -> str | None:
+def finder(copy: Copy, fault: Fault, without: Iterable[str]) -> str | None:
     """The test that finds a fault, `None` if there is none."""
-    for tests in (fault.nearest, fault.wider, FAR):
-        paths = [f"tests/{path}" for path in tests]
-        without: list[str] = []
-        while paths and len(without) < FLAKY:
-            copy.plant(fault)
-            outcome = copy.run(paths, without)
-            copy.mend(fault)
-            if outcome.test is None:
-                break
-            if outcome.hung or copy.run([outcome.test], []).test is None:
-                return outcome.test
-            without.append(outcome.test)
+    copy.plant(fault)
+    try:
+        for tests in (fault.nearest, fault.wider, FAR):
+            failed = copy.failing([f"tests/{path}" for path in tests], without) if tests else []
+            if failed:
+                return failed[0]
+    finally:
+        copy.mend(fault)
     return None
+
+
+def finders(copy: Copy, faults: Sequence[Fault]) -> dict[str, str | None]:
+    """By the name of the fault the test that finds it, `None` if there is none. Tests that fail without any fault find nothing."""
+    found: dict[str, str | None] = {}
+    without: set[str] = set()
+    waiting = list(faults)
+    for _ in range(ROUNDS):
+        for fault in waiting:
+            began = time.monotonic()
+            test = found[fault.name] = finder(copy, fault, without)
+            verdict = "survived" if test is None else f"found by {test}"
+            print(f"{fault.name} ({fault.file}): {verdict} ({time.monotonic() - began:.0f} s)", flush=True)  # noqa: T201
+        suspects = sorted({test for fault in waiting if (test := found[fault.name]) is not None})
+        fail_anyway = set(copy.failing(suspects, all_of_them=True)) if suspects else set()
+        without |= fail_anyway
+        waiting = [fault for fault in faults if found[fault.name] in fail_anyway]
+        if not waiting:
+            break
+        print(f"these fail without a fault, too: {', '.join(sorted(fail_anyway))}", flush=True)  # noqa: T201
+    return found
 
 
 def told(content: str) -> dict[str, str]:
@@ -131,14 +140,9 @@ def main(names: list[str]) -> int:
     chosen = [fault for fault in FAULTS if not names or fault.name.startswith(tuple(names))]
     found = told(README.read_text("utf-8")) if names and README.exists() else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder))
-        for fault in chosen:
-            began = time.monotonic()
-            test = finder(copy, fault)
-            found[fault.name] = "survived" if test is None else f"`{test}`"
-            verdict = "survived" if test is None else f"found by {test}"
-            print(f"{fault.name} ({fault.file}): {verdict} ({time.monotonic() - began:.0f} s)", flush=True)  # noqa: T201
-            README.write_text(written(found), "utf-8")
+        for name, test in finders(Copy(Path(folder)), chosen).items():
+            found[name] = "survived" if test is None else f"`{test}`"
+    README.write_text(written(found), "utf-8")
     survived = sum(found[fault.name] == "survived" for fault in chosen)
     print(f"{len(chosen) - survived} of {len(chosen)} found")  # noqa: T201
     return int(survived > 0)
