@@ -58,7 +58,7 @@ CAPTURE = (
         "capture/triggers.py",
         "self.current, self._misses = self._rungs[mode], 0",
         "self.current = self._rungs[mode]",
-        ("capture/test_capture.py", "capture/test_net_capture.py"),
+        ("capture/test_ladder.py", "capture/test_capture.py", "capture/test_net_capture.py"),
         ("capture/test_ordinary_model.py", "capture/test_compile.py"),
     ),
     Fault(
@@ -149,7 +149,7 @@ AGGREGATION = (
         "        self._hand_on(latest)\n        self._by_cursor[cursor] = self._empty()\n",
         "        self._by_cursor[cursor] = self._empty()\n",
         ("aggregation/test_gradients.py", "aggregation/test_worker.py"),
-        ("aggregation/test_net_host.py", "outputs/live/test_history.py"),
+        ("aggregation/test_moments.py", "aggregation/test_net_host.py", "outputs/live/test_history.py"),
     ),
     Fault(
         "a new layer is judged by the past of a removed one",
@@ -157,7 +157,7 @@ AGGREGATION = (
         "        self._baseline.forget(rows)\n",
         "",
         ("aggregation/test_gradients.py",),
-        ("aggregation/test_totals_by_model.py", "aggregation/test_baseline.py"),
+        ("aggregation/test_removed_layers.py", "aggregation/test_totals_by_model.py"),
     ),
 )
 
@@ -198,7 +198,7 @@ OUTPUTS = (
         "(counts != before) & (counts > 0)",
         "(counts > before) & (counts > 0)",
         ("outputs/live/test_history.py",),
-        ("outputs/live/test_live.py",),
+        ("aggregation/test_removed_layers.py", "outputs/live/test_live.py"),
     ),
     Fault(
         "a new row subtracts the distribution of a removed one",
@@ -296,7 +296,7 @@ STATISTICS = (
         "statistics/grouping.py",
         "if known is not None and known[0] is table and known[1] == kinds:",
         "if known is not None and known[1] == kinds:",
-        ("statistics/test_statistics_reuse.py", "statistics/test_statistics.py"),
+        ("statistics/test_statistics_reuse.py",),
         ("capture/test_capture.py",),
     ),
     Fault(
@@ -349,7 +349,7 @@ MODEL = (
         "            self._silent.pop(found, None)\n",
         "",
         ("model/test_optimizers.py", "capture/test_net_rounds.py"),
-        ("capture/test_ordinary_model.py", "capture/test_rounds.py", "test_traps.py"),
+        ("capture/test_ordinary_model.py", "capture/test_rounds.py"),
     ),
     Fault(
         "a wrapper that was found may be lost again",
@@ -488,7 +488,7 @@ METRICS = (
         "return rows * (len(self.spec.buckets) + 3 if self.spec.kind is Kind.HISTOGRAM else 1)",
         "return rows * (len(self.spec.buckets) + 2 if self.spec.kind is Kind.HISTOGRAM else 1)",
         ("metrics/test_catalogue.py", "outputs/prometheus/test_text.py"),
-        ("metrics/test_golden.py", "collectors/test_scrape.py"),
+        ("metrics/test_golden.py", "test_full_stages.py"),
     ),
     Fault(
         "facts are labels that nobody else may have",
@@ -533,7 +533,7 @@ ROOT = (
         "        yield self._scrape.close\n",
         "",
         ("test_lifecycle.py",),
-        ("collectors/test_scrape.py", "distributed/test_whole_run.py", "test_net_end.py", "distributed/test_job.py"),
+        ("test_extensions.py", "collectors/test_scrape.py", "distributed/test_whole_run.py", "distributed/test_job.py"),
     ),
     Fault(
         "what PyTorch lacks is told with each start",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.properties import no_timeout_in_a_soak
-from torch_grad_exporter.metrics.families import Exemplar, Family, Kind, LabelRows, Spec
+from torch_grad_exporter.metrics.families import REMOVED, Exemplar, Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 
 pytestmark = no_timeout_in_a_soak
@@ -246,6 +246,22 @@ def test_equal_rows_of_two_metrics_are_two() -> None:
     deltas.of([counter(STEPS, {"a": 5.0}), counter(other, {"a": 50.0})])
     deltas.arrived()
     assert [shown(one) for one in deltas.of([counter(STEPS, {"a": 6.0}), counter(other, {"a": 52.0})])] == [{"a": 1.0}, {"a": 2.0}]
+
+
+def test_what_a_removed_layer_had_sent_is_taken_off_once() -> None:
+    """A layer in the place of a removed one is removed before anything of it has arrived: all of it comes with the remainder."""
+    deltas = Exports(BOTH)
+    deltas.of([histogram({"a": ([5, 0, 0], 5.0, {0: 5})})])
+    deltas.arrived()
+    (found,) = deltas.of([histogram({"b": ([2, 0, 0], 2.0, {0: 2}), REMOVED: ([5, 0, 0], 5.0, {0: 5})})])
+    assert found.exponential == ({0: 2}, {})
+    deltas.arrived()
+    lost = {"b": ([2, 0, 0], 2.0, {0: 2}), "c": ([3, 0, 0], 3.0, {0: 3}), REMOVED: ([5, 0, 0], 5.0, {0: 5})}
+    assert deltas.of([histogram(lost)])[0].exponential == ({}, {0: 3}, {})
+    (found,) = deltas.of([histogram({"b": ([2, 0, 0], 2.0, {0: 2}), REMOVED: ([8, 0, 0], 8.0, {0: 8})})])
+    assert found.sums is not None
+    assert (found.values.tolist(), found.sums.tolist()) == ([[0.0, 0.0, 0.0], [3.0, 0.0, 0.0]], [0.0, 3.0])
+    assert found.exponential == ({}, {0: 3})
 
 
 NAMES = ("a", "b", "c", "d")
