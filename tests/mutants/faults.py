@@ -255,7 +255,7 @@ COLLECTORS = (
         'yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)',
         'yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, ~whole)',
         ("collectors/test_first_values.py", "model/test_sharding.py"),
-        ("distributed/test_ranks.py", "matrix/test_distributed.py"),
+        ("collectors/test_shards.py", "distributed/test_ranks.py", "matrix/test_distributed.py"),
     ),
     Fault(
         "examples are shown where inputs disagree",

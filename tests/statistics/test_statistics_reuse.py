@@ -74,7 +74,7 @@ def test_gradients_that_come_and_go() -> None:
 
 
 def test_units_of_another_model_have_a_past_of_their_own() -> None:
-    """Two models whose gradients are of the same kinds: that units of the one were alive is nothing to the silent ones of the other."""
+    """Two models with gradients of the same kinds: that units of the one were alive is nothing to silent ones of the other."""
     statistics = EagerStatistics(5)
     first, second = (plan_of(Bare((3, 2))) for _ in range(2))
     alive, silent = torch.ones(3, 2), torch.zeros(3, 2)
