@@ -182,7 +182,7 @@ OUTPUTS = (
         "        self._families = list(self._scrape())\n"
         "        self._made(form, compressed=False)\n",
         ("outputs/http/test_server.py",),
-        ("outputs/http/test_abuse.py",),
+        ("outputs/http/test_shared.py", "outputs/http/test_abuse.py"),
     ),
     Fault(
         "times that were moved are not new",
