@@ -386,7 +386,7 @@ def test_two_clearings_in_a_round_may_be_passes_of_one_step_the_third_is_none() 
 
 
 def test_passes_of_several_backwards_are_no_skipped_steps() -> None:
-    """Two passes of two backwards to each step, cleared in between: that nothing is cleared within the second one changes nothing."""
+    """Two passes of two backwards to each step, cleared in between; that nothing is cleared within the second changes nothing."""
     tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
     decided: list[object] = []
     for _ in range(6):
