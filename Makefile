@@ -40,7 +40,7 @@ demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inje
 test: venv tools ## run the tests (ARGS='-k demo')
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
-mutants: venv tools ## plant 60 faults and see which the tests find (60 min; ARGS="'rank 0'" plants some)
+mutants: venv tools ## plant 60 faults and see which the tests find (40 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: venv tools ## abuse the server, train 1,000,000 steps, look for leaks and false alarms, into docs/benchmarks.md (55 min)
