@@ -18,6 +18,9 @@ Every series also carries `run` and `rank`, and the labels that the user added. 
 sample: no made-up zero stands for "unknown". Counters that can count are there from the start. What is *sampled* is
 about the steps that the exporter read the gradients of; `torch_grad_captures_total` says how many those were, per layer.
 
+Counters and histograms of a layer stay while its module exists. Those of removed modules are added up in one remainder,
+`layer="(removed)"`, which rates leave out; see [numbers.md](numbers.md).
+
 Metrics of the gradients that have no `layer` carry `optimizer` where several optimizers own different parameters, and
 no such label where there is one.
 

@@ -86,14 +86,18 @@ def test_without_a_limit(errors: ErrorLog) -> None:
     assert errors.counts() == {"capture": 10 * LIMIT}
 
 
-def test_a_failure_and_a_success_that_were_seen_elsewhere(errors: ErrorLog) -> None:
-    """What was not raised in a call counts in the row as well, and a success that is told switches it on again."""
-    guard = errors.boundary("capture")
-    for _ in range(LIMIT):
+def test_a_failure_and_a_success_that_were_seen_elsewhere() -> None:
+    """What was not raised in a call counts in the row as well; it gives up once in a row, and a success switches it on again."""
+    failures, given_up = list[Exception](), list[int]()
+    guard = Guard(failures.append, limit=LIMIT, gave_up=lambda: given_up.append(len(failures)))
+    for _ in range(2 * LIMIT):
         guard.failed(TimeoutError("late"))
-    assert guard.off
+    assert (guard.off, given_up) == (True, [LIMIT])
     guard.succeeded()
     assert guard(list)
+    for _ in range(LIMIT):
+        guard(fail)
+    assert (guard.off, given_up) == (True, [LIMIT, 3 * LIMIT])
 
 
 def test_what_is_logged(errors: ErrorLog, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Stages that are full, or behind which nobody works: what does not fit is skipped and counted, and the training never waits."""
+"""Stages that are full, or behind which no thread works: what does not fit is skipped and counted, and the training never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.layout import ORDINARY, Packing
 from torch_grad_exporter.transfer import events, transfer
-from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Part, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Part, mailbox
 from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
 
 STEPS = "torch_train_steps_total"
@@ -70,7 +70,7 @@ def without_worker(exporter: Exporter) -> Exporter:
 # The mailbox
 
 
-def test_samples_are_skipped_where_nobody_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_skipped_where_they_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the mailbox half full, samples are skipped and counted; a scrape empties it, and samples go on; steps are exact."""
     monkeypatch.setattr(sampler, "CROWDED", 60)
     loop = Loop()
@@ -111,7 +111,7 @@ def test_a_full_mailbox_leaves_out_and_counts(monkeypatch: pytest.MonkeyPatch, c
     assert len([record for record in caplog.records if "did not fit" in record.getMessage()]) == 1
 
 
-def test_vectors_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_that_are_not_taken_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no worker at all the vectors that wait hold no more memory than they may; samples beyond are skipped and counted."""
     monkeypatch.setattr(transfer, "HELD_BYTES", 4096)
     loop = Loop()
@@ -143,7 +143,7 @@ def test_one_vector_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loop_goes_on_while_the_host_side_is_held() -> None:
-    """Somebody who holds the host side's lock for long costs the training nothing: it ends while the lock is held."""
+    """A thread that holds the host side's lock for long costs the training nothing: it ends while the lock is held."""
     loop = Loop()
     with watching(loop.model) as exporter:
         with exporter._host._lock:
@@ -224,7 +224,7 @@ def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(host, "MOST_WAITING", 100)
     post, errors = mailbox(), ErrorLog(("worker",))
     table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
-    gradients = GradientAggregation(Hints())
+    gradients = GradientAggregation(Decisions())
     gradients.use(table)
     side = HostSide(post, gradients, TrainingTotals(), errors, now=lambda: 1_800_000_000.0)
     zero = np.zeros(1, dtype=np.int64)
@@ -253,9 +253,9 @@ def deep(blocks: int, layers: int) -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers))) for _ in range(blocks)))
 
 
-@pytest.mark.parametrize(("blocks", "layers", "shown"), [(299, 7, 300), (2000, 1, 1)], ids=["in blocks", "in a row"])
+@pytest.mark.parametrize(("blocks", "layers", "shown"), [(299, 7, 300), (2000, 1, 201)], ids=["in blocks", "in a row"])
 def test_a_model_of_2000_layers(blocks: int, layers: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Layers beyond the cap are folded by blocks; one warning and a gauge say how many; the series stay below 10,000."""
+    """Layers beyond the cap are folded, by blocks or in ranges; a warning and a gauge say how many; series stay below 10,000."""
     loop = Loop(deep(blocks, layers))
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), watching(loop.model) as exporter:
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -42,7 +43,7 @@ class Work:
 
 @dataclass
 class Gate:
-    """Holds up whoever comes in until it is opened."""
+    """Blocks each thread that comes in until it is opened."""
 
     inside: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -262,7 +263,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 
 
 def test_closing_from_a_signals_handler(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
-    """Handlers that wake and close at any moment, also amid the same call and amid a wait for the end, block nobody."""
+    """Handlers that wake and close at any moment, also amid the same call and amid a wait for the end, block no thread."""
     closed = list[bool]()
 
     def handler(*_: object) -> None:
@@ -291,7 +292,8 @@ def test_closing_from_a_signals_handler(loop: Callable[..., BackgroundLoop], gat
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
     """A child neither starts, wakes, stops nor waits for the parent's threads; in the parent they go on."""
-    work, unstarted = Work(gate), BackgroundThread("child", list)
+    work = Work(gate)
+    unstarted = BackgroundThread("child", functools.partial(os._exit, 1))
     one = loop(work, pause=0.0)
     one.start()
     assert gate.inside.wait(PATIENCE)
@@ -301,7 +303,7 @@ def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> N
         one.wake()
         unstarted.start()
         right = not one.running and one.close(LONG) and one.join() and not unstarted.running and unstarted.join()
-        os._exit(0 if right and threading.active_count() == 1 else 1)
+        os._exit(0 if right and threading.active_count() == 1 else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.opened.set()
     work.wait(3)

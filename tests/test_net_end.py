@@ -91,7 +91,7 @@ class Client:
 
 
 def refuses(port: int) -> bool:
-    """Whether nobody listens on the port any more."""
+    """Whether the port is closed."""
     with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         return False
@@ -271,7 +271,7 @@ def test_a_run_that_has_failed_has_not_finished_later(tmp_path: Path) -> None:
 
 
 def test_nothing_holds_an_exporter_that_was_closed() -> None:
-    """With its model alive, which has been trained, an exporter is gone as soon as it is closed and nobody keeps it."""
+    """With its model alive, which has been trained, an exporter is gone as soon as it is closed and not referenced."""
     model = Perceptron()
     exporter = started(model)
     train(model, 3)

@@ -13,7 +13,7 @@ STEPS = {"auto": 2000, 1: 1600}
 """The longest of the exporter's windows is over the last 1,000 steps; it is full when the last quarter of the steps begins."""
 
 OBJECTS = 300
-"""By which objects behind the exporter may differ: hooks of an armed round, moments of a stretch. A leak of one a step is more."""
+"""Objects by which two moments may differ: hooks of an armed round, times of counted rounds. A leak of one a step is more."""
 
 RESIDENT = 16 * 2**20
 """Generous: memory that the allocator has not given back belongs to all tests before this one as well."""

@@ -958,7 +958,7 @@ def test_removed_post_accumulate_hook_leaves_a_wrapper() -> None:
 
 
 class Treacherous(torch.nn.Parameter):
-    """A parameter whose `.grad` raises whoever looks at it, while `armed`."""
+    """A parameter whose `.grad` raises at each read, while `armed`."""
 
     armed = False
 
@@ -1112,7 +1112,7 @@ def forked() -> Iterator[None]:
 
 
 def can_bind(port: int) -> bool:
-    """Whether somebody may listen on the port now."""
+    """Whether the port is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):

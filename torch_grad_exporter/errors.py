@@ -1,12 +1,12 @@
 """The guard at every boundary: a failure of ours is logged once, counted, and never reaches the user.
 
-A boundary is a place where somebody else's code calls ours: a hook, an iteration of a background thread, a collector, a request.
+A boundary is a place where foreign code calls ours: a hook, an iteration of a background thread, a collector, a request.
 Each has a `Guard` of its own, which counts what it catches under the boundary's source; a boundary that fails `LIMIT` times in a
 row is switched off, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an exit) always passes, and
-so does what a signal's handler of the user's raises while the main thread is in code of ours: it is meant for the training.
+so does what a signal handler of the user raises while the main thread is in code of ours: it is meant for the training.
 
-Logging is somebody else's code, too. A handler that raises costs its line; one that blocks, blocks: it is the user's, and a
-line is logged once per source.
+Logging runs foreign code, too. A handler that raises loses its line. A handler that blocks is the user's own, and blocks the
+thread that logs; a line is logged once per source.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class ErrorLog:
     def __init__(self, sources: tuple[str, ...], log: logging.Logger = logger) -> None:
         self._log = log
         self._counts = dict.fromkeys(sources, 0)
-        self._shared: dict[str, Guard] = {}
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
         self._lock = threading.RLock()
 
@@ -143,14 +142,9 @@ class ErrorLog:
         with self._lock:
             return dict(self._counts)
 
-    def guard(self, source: str, action: Callable[[], None]) -> None:
-        """Runs `action` behind a guard that all callers with this source share; `boundary` gives each its own."""
-        guard = self._shared.get(source) or self._shared.setdefault(source, self.boundary(source))
-        guard(action)
-
 
 def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> Exception | None:
-    """Runs `action`; what it has raised, `None` if nothing. For a failure that somebody else is to judge, as in another thread."""
+    """Runs `action`; what it has raised, `None` if nothing. For a failure that other code judges, such as another thread."""
     failures: list[Exception] = []
     Guard(failures.append)(action, *arguments)
     return failures[0] if failures else None
@@ -159,11 +153,11 @@ def caught(action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> 
 def say(log: logging.Logger, level: int, message: str, *arguments: object, error: BaseException | None = None) -> None:
     """Logs a line, with the traceback of `error`. A handler that raises, as on a full disk, costs the line and nothing else.
 
-    Few programs set up logging, and without that a line does not show whose it is: it says so itself.
+    Few programs set up logging, and without that a line does not show where it comes from: each line names the package.
     """
     try:
         log.log(level, PREFIX + message, *arguments, exc_info=error, stacklevel=2)  # noqa: G003 - still one template to each message
-    except Exception as failure:  # the boundary: handlers are anybody's code
+    except Exception as failure:  # the boundary: handlers are foreign code
         if raised_by_handler(failure):
             raise
 

@@ -48,7 +48,7 @@ from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Hints, Mailbox, mailbox
+from torch_grad_exporter.transfer.events import Decisions, Mailbox, mailbox
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -60,7 +60,7 @@ SOURCES = (
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
 STORE_SECONDS = 0.4
-"""That the end waits for the job's store, at most."""
+"""How long the end waits for the job's store, at most."""
 
 _Batch = TypeVar("_Batch")
 
@@ -70,13 +70,13 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSide:
-    """What belongs to the training thread. `hints`: the one way back, from the host's side.
+    """What belongs to the training thread. `decisions`: the one way back, from the host's side.
 
     `layout`: what is measured of a gradient.
     """
 
     mailbox: Mailbox
-    hints: Hints
+    decisions: Decisions
     hooks: Hooks
     clock: StepClock
     schedule: SamplingSchedule
@@ -88,7 +88,7 @@ class TrainingSide:
 
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
-    post, hints = mailbox(), Hints()
+    post, decisions = mailbox(), Decisions()
     layout = Layout.of(chosen({"moments": settings.moments}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
@@ -97,14 +97,14 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
         optimizers=optimizers,
         statistics=EagerStatistics(settings.dead_window, layout),
         mailbox=post,
-        hints=hints,
+        decisions=decisions,
         scaler=checked.grad_scaler,
     )
     memory = DeviceMemory(used=lambda: reader.devices)
     guard = errors.boundary("devices")
 
     def look_at_devices() -> None:
-        guard(memory.look)
+        guard(memory.refresh)
 
     capture = Capture(
         index=index,
@@ -120,14 +120,14 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
         periodic=look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
     )
     return TrainingSide(
-        mailbox=post, hints=hints, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
+        mailbox=post, decisions=decisions, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
         capture=capture, layout=layout,
     )  # fmt: skip
 
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
     exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
-    gradients = GradientAggregation(training.hints, exponentials, DeclaredValues(training.layout))
+    gradients = GradientAggregation(training.decisions, exponentials, DeclaredValues(training.layout))
     gradients.use(checked.index.table)
     return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
 
@@ -137,7 +137,7 @@ def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: Er
 
     def prepare() -> None:
         snapshots.renew()
-        group.look()
+        group.check()
 
     context = _collector_context(checked, training, snapshots, errors, ending)
     collectors = REGISTRY.made(checked.settings.collectors, context)
@@ -210,12 +210,12 @@ def _health(run: str, rank: int, training: TrainingSide, errors: ErrorLog) -> di
     }
 
 
-# The user's door
+# The user's interface
 
 
 @dataclass(frozen=True, slots=True)
 class _Guards:
-    """Of the calls that come through the exporter itself. What may be right the next time is never switched off."""
+    """Of the calls that come through the exporter itself. A call that may succeed the next time is never switched off."""
 
     observe: Guard
     step: Guard
@@ -257,7 +257,7 @@ class Exporter:
         run = _run(checked, announcement)
         self._view = _view(run, self._training, self._host, self._scrape, self._errors, dead_window=checked.settings.dead_window)
         self._outputs: Outputs | None = None
-        # An armed round holds parameters; a model that is dropped meanwhile must be free to go.
+        # An armed round references parameters; a model that is dropped meanwhile must be freed.
         self._models = WatchedModels(checked.models.values(), gone=self._release)
         try:
             self._start(checked, announcement)
@@ -286,9 +286,9 @@ class Exporter:
             page=self._view.page,
         )
         self._scrape.start()
-        if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
-            self._errors.boundary("devices", limit=None)(self._training.memory.look_at_once)
         self._errors.boundary("history", limit=None)(self._view.start)
+        if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
+            self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
         for number, module in enumerate(checked.models.values()):
             self._training.capture.watch(number, module)
         self._training.capture.watch_optimizers()
@@ -329,7 +329,7 @@ class Exporter:
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
 
-        To be called after the step and before the gradients are cleared. `number` numbers the step, so that ranks
+        Call it after the step and before the gradients are cleared. `number` numbers the step, so that ranks
         or restarted runs count alike.
         """
         if not self._ending.closed:
@@ -370,7 +370,7 @@ class Exporter:
         lifecycle.unregister(self)
 
     def _closers(self) -> Iterator[Callable[[], object]]:
-        """What gives back what each part holds, in the order of the data."""
+        """The functions that release what each part holds, in the order of the data."""
         training = self._training
         yield training.hooks.close
         yield training.capture.settle
@@ -387,7 +387,7 @@ class Exporter:
         yield self._models.close
 
     def end(self, error: BaseException | None) -> None:
-        """Closes at the end of a `with` or of the process; `error`: what has ended it. The first end is the one that counts."""
+        """Closes at the end of a `with` or of the process; `error`: what has ended it. Only the first end counts."""
         self._ending.by(error)
         self.close()
 
@@ -402,7 +402,7 @@ class Exporter:
         return f"<Exporter run={self.run!r} rank={self.rank} {where}>"
 
     def _release(self) -> None:
-        """Lets go of everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
+        """Releases everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
         capture = self._training.capture
         for action in (capture.release, capture.release_witness):
             self._guards.close(action)

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 MODE = 0o644
-"""Prometheus and node_exporter run as users of their own."""
+"""Readable by all: Prometheus and node_exporter run as users of their own."""
 
 STALE_SECONDS = 3600.0
-"""After which a file that is still being written is one of a process that was killed while it did."""
+"""After this time a file that is still being written belongs to a process that was killed."""
 
 NEW = f".new-{os.getuid()}" if hasattr(os, "getuid") else ".new"
-"""The directory, beside the files, in which new ones are written: each user has one, since others may not write in it."""
+"""The directory, next to the files, in which new ones are written: each user has one, since others may not write in it."""
 
 
 def file_name(run: str, rank: int, suffix: str) -> str:

@@ -22,13 +22,13 @@ from torch_grad_exporter.errors import Guard
 
 
 class OpenExporter(Protocol):
-    """What the handlers tell of the process' end and of a fork."""
+    """What the handlers call at the process' end and after a fork."""
 
     def end(self, error: BaseException | None) -> None:
         """Gives everything back at the end of the process; never raises. `error`: what has ended it, if an exception has."""
 
     def after_fork_in_child(self) -> None:
-        """Lets go, in a forked child, of everything that is the parent's."""
+        """Releases, in a forked child, everything that belongs to the parent."""
 
 
 _open: dict[OpenExporter, None] = {}
@@ -65,7 +65,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # What the interpreter has reported last; in a notebook this may have been an earlier cell.
+    # The last exception that the interpreter has reported; in a notebook it may come from an earlier cell.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
     for exporter in open_exporters():
@@ -85,7 +85,7 @@ class Ending:
         self._several = ranks > 1
         self._end: _End | None = None
         self._closed = False
-        # Reentrant: a signal's handler may close while its own thread is at it.
+        # Reentrant: a signal's handler may close while its own thread is closing.
         self._closing = threading.RLock()
 
     @property
@@ -94,7 +94,7 @@ class Ending:
         return self._closed
 
     def close(self) -> bool:
-        """Whether whoever calls is the first, who then has to give everything back. A run that has no end yet ends well."""
+        """Whether this call is the first, whose caller then has to give everything back. A run that has no end yet ends well."""
         with self._closing:
             first = not self._closed
             self._closed = True
@@ -107,7 +107,7 @@ class Ending:
         self._closing = threading.RLock()
 
     def by(self, error: BaseException | None) -> None:
-        """The run ends, by this exception if by one. Ctrl-C is an end that was wished for, and so is `sys.exit` with success."""
+        """The run ends, by this exception if there is one. Ctrl-C is an intended end, and so is `sys.exit` with success."""
         if self._end is None:
             interrupted = isinstance(error, KeyboardInterrupt)
             success = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -131,7 +131,7 @@ class Ending:
 
     @property
     def hurried(self) -> bool:
-        """Whether somebody waits for the end: at the keyboard, or a launcher, for which ranks that fail wait together."""
+        """Whether the end must be quick: a user at the keyboard waits, or a launcher, for which ranks that fail wait together."""
         return self._end is not None and (self._end.interrupted or (self.failed and self._several))
 
 
@@ -147,9 +147,9 @@ class _End:
 class BackgroundThread:
     """Runs `body` once, in a daemon thread named `torch-grad-exporter-<role>`.
 
-    It may hang: whoever waits does so for a given time and then leaves it behind, and the end of the program does not wait. In a
-    forked child, which has none of the parent's threads, every method returns at once. `body` has a guard of its own: what it
-    raises ends the thread.
+    It may hang: waiting for it has a time limit and then leaves it behind, and the end of the program does not wait. In a
+    forked child it does not run, nothing starts it, and every method returns at once. `body` has a guard of its own: what it raises
+    ends the thread.
     """
 
     def __init__(self, role: str, body: Callable[[], object]) -> None:
@@ -158,18 +158,13 @@ class BackgroundThread:
 
     def start(self) -> None:
         """Starts it, once. Raises `RuntimeError` where there are no more threads to be had."""
-        if self.in_its_process:
+        if os.getpid() == self._process:
             self._thread.start()
 
     @property
-    def in_its_process(self) -> bool:
-        """Whether this is the process that made it, and no forked child."""
-        return os.getpid() == self._process
-
-    @property
     def running(self) -> bool:
-        """Whether it has started and not ended."""
-        return self.in_its_process and self._thread.is_alive()
+        """Whether it has started and not ended. In a forked child Python knows that it has not come along."""
+        return self._thread.is_alive()
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until it has ended, for so long at most; whether it has. Called by the thread itself it returns at once."""
@@ -182,7 +177,7 @@ class BackgroundLoop:
     """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
 
     An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
-    A function is asked for the seconds before each iteration. One iteration runs at a time: what was asked for meanwhile, however
+    A function gives the seconds before each iteration. One iteration runs at a time: what was requested meanwhile, however
     often, is one more. Each call is behind `guard`, so a failure costs that call alone.
 
     Nothing here takes a lock but `start` and waiting, so all methods may be called from any thread, also from the loop's own, and
@@ -202,7 +197,8 @@ class BackgroundLoop:
         self._pause = pause
         self._last = last
         self._stopping = False
-        # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it.
+        # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it, and in a
+        # forked child whatever the parent's threads were at.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = BackgroundThread(role, self._run)
 
@@ -211,12 +207,11 @@ class BackgroundLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Has an iteration begin at once, or after the one under way; before `start`, the first one."""
-        if self._thread.in_its_process:
-            self._wakes.put(None)
+        """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
+        self._wakes.put(None)
 
     def stop(self) -> None:
-        """Lets the iteration under way come to its end, and begins no other; returns at once. Idempotent."""
+        """Lets the iteration under way finish, and begins no other; returns at once. Idempotent."""
         self._stopping = True
         self.wake()
 

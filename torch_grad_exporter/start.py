@@ -1,4 +1,4 @@
-"""The user's door: `start_exporter` checks everything before anything is registered, and makes an `Exporter`."""
+"""The entry point: `start_exporter` checks everything before anything is registered, and makes an `Exporter`."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def start_exporter(
     - `overhead_budget` (0.01): share of training time that sampling may take.
     - `include` (all layers): regular expressions, searched in layer names; only layers in which one is found are watched.
     - `exclude` (none): regular expressions, searched in layer names; layers in which one is found are left out.
-    - `max_layers` (300): layers that are shown; what is beyond that number is folded by module depth.
+    - `max_layers` (300): layers that are shown; what is beyond that number is folded by module depth, or in ranges such as
+      `blocks.0-9`.
     - `dead_window` (100): samples of exactly zero gradient after which an output unit counts as dead.
     - `moments` (off): metrics of mean, deviation and extremes of gradients.
     - `weights` (off): metrics of the norms of weights and of their updates.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, has rank 0
-      show what the samples of all ranks say together.
+      training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, makes rank
+      0 show the samples of all ranks together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.
     - `rank` (from the launcher, or 0): rank in the job, on every series.
@@ -85,7 +86,7 @@ def start_exporter(
       gradients `DistributedDataParallel` makes equal, and all others; "all"; "first": rank 0, where they are made equal by
       hand. What is sharded is shown by every rank that has a part of it.
     - `labels` (none): more labels for every series.
-    - `sd_dir` (none): directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it lives.
+    - `sd_dir` (none): directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs.
     - `advertise` (found): host name or address under which Prometheus reaches this host, where it is not the one that the
       exporter finds.
     - `linger` (0): seconds that the end waits, at most, for one more scrape.

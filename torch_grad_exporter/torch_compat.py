@@ -1,11 +1,11 @@
 """All that the package uses of PyTorch's private names, and what takes the place of one that a version does not have.
 
 The rest of the package relies on the public interface of torch 2.4 and newer. Names of modules are looked up once, when this
-module is imported, so that a hook pays nothing for it; names of objects are asked for where they are used. One that is gone never
+module is imported, so that it costs a hook nothing; attributes of objects are looked up where they are used. A missing one never
 raises: `LOST` says what the exporter then does without, and `tell` logs that once. A name that is not in `LOST` has a public
 substitute, which is slower and loses nothing.
 
-It lies in the root of the package because rooms above and below `capture` need it.
+It lies in the root of the package because folders above and below `capture` need it.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ LOST: Mapping[str, str] = {
 """What the exporter does without where a private name is gone."""
 
 missing: dict[str, bool] = {}
-"""The names of `LOST` that were found to be gone, with whether the user was told."""
+"""The names of `LOST` that were found to be missing, with whether that was logged."""
 
 
 def tell() -> None:
     """Logs for each name that is gone, once per process, what the exporter does without."""
-    for name, told in missing.items():
-        if not told:
+    for name, logged in missing.items():
+        if not logged:
             missing[name] = True
             message = "this version of PyTorch (%s) has no %s: %s"
             say(logger, logging.WARNING, message, torch.__version__, name, LOST[name])
 
 
 def _find(path: str) -> Any:  # noqa: ANN401 - whatever PyTorch keeps there
-    """What stands at a path that begins with `torch`, `None` if it is gone."""
+    """What is found at a path that begins with `torch`, `None` if it is missing."""
     found: Any = torch
     name, *parts = path.split(".")
     for part in parts:
@@ -74,7 +74,7 @@ def _find(path: str) -> Any:  # noqa: ANN401 - whatever PyTorch keeps there
 
 
 def _gone(path: str) -> None:
-    """Remembers, and tells at once, that a name is gone that is asked for while the training runs."""
+    """Remembers, and logs at once, that a name is missing that is looked up while the training runs."""
     if path not in missing:
         missing[path] = False
         tell()
@@ -136,7 +136,7 @@ version_of: Callable[[torch.Tensor], int] = (lambda _tensor: 0) if _version is N
 """How often a tensor was written to."""
 
 after_backward: Callable[[Callable[[], None]], None] = _queue
-"""Calls the callback when the running backward is done, though perhaps before others who asked for the same."""
+"""Calls the callback when the running backward is done, though perhaps before other callbacks of this kind."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ _keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph")
 
 
 def within_transform() -> bool:
-    """Whether `torch.func` transforms the running function: its gradients go to nobody's `.grad`."""
+    """Whether `torch.func` transforms the running function: its gradients go into no `.grad`."""
     return _level is not None and _level() is not None
 
 
@@ -166,7 +166,7 @@ def graph_is_kept() -> bool:
 def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
     """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
 
-    That makes a handle which nobody needs here: the hook goes with the graph.
+    That makes a handle which is not needed here: the hook goes with the graph.
     """
     attach = getattr(tensor.grad_fn, "_register_hook_dict", None)
     if attach is None or getattr(tensor, "_backward_hooks", tensor) is not None or type(tensor) is not torch.Tensor:
@@ -212,7 +212,7 @@ def _is_step(frame: types.FrameType) -> bool:
     return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
-def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - what looks like a gradient scaler
+def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object that may be a gradient scaler
     """The loss scale now, `None` before the scaler's first use, and of one that is disabled."""
     if hasattr(scaler, "_scale"):
         scale: torch.Tensor | None = scaler._scale
@@ -224,7 +224,7 @@ def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - what looks l
 
 
 def has_scale(scaler: object) -> bool:
-    """Whether it is a gradient scaler, or looks like one."""
+    """Whether it is a gradient scaler, or has the interface of one."""
     # A disabled one has no scale.
     return hasattr(scaler, "_scale") or isinstance(scaler, torch.amp.GradScaler)
 
@@ -284,7 +284,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
-    """The mesh from which this one was sliced; `None` where it cannot be asked. The name has moved once."""
+    """The mesh from which this one was sliced; `None` where that is not available. The name has moved once."""
     ask = getattr(mesh, "_get_root_mesh", None)
     if ask is not None:
         return ask()

@@ -64,7 +64,7 @@ def _fill(exporter: Exporter) -> None:
         scalars = random.random(len(SCALARS)).astype(np.float32)
         moment = Moment(number + 10**6, 20 * number, names, values, scalars)
         history._moment, before = (lambda moment=moment: moment), history._moment
-        history.look()
+        history.record_if_due()
         history._moment = before
     history._now, history._next = own, 0.0
 
@@ -87,7 +87,7 @@ def _actions(exporter: Exporter) -> dict[str, Callable[[], object]]:
 
     def look() -> None:
         history._next, history._seen = 0.0, (0, 0)
-        history.look()
+        history.record_if_due()
 
     return {
         "a record": look,

@@ -20,7 +20,8 @@ from benchmarks.costs import profiled
 from benchmarks.interleave import compare, interleave, interval
 from benchmarks.workloads import WORKLOADS, Training
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import moments as sums
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout

@@ -92,7 +92,7 @@ WIDE = (1e-8, 1e4)
 """Bounds far from every norm here, and in both kinds of classic buckets."""
 
 
-def test_nothing_is_counted_where_nobody_asks() -> None:
+def test_nothing_is_counted_where_it_is_off() -> None:
     """Without the variable the families have classic buckets alone."""
     model = torch.nn.Linear(3, 2)
     with start_exporter(model, port=None, every=1) as exporter:

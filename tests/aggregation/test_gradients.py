@@ -16,10 +16,11 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation, Gradi
 from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Outcome, Part, Weights
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Outcome, Part, Weights
 from torch_grad_exporter.transfer.transfer import Arrived
 
 NOW = 1_800_000_000.0
@@ -114,9 +115,9 @@ def after(
     return AfterClip(number, optimizer, parts(PLAN, rows), full, loss_scale=ticket(loss_scale), own_scale=ticket(own_scale))
 
 
-def aggregation(table: ParameterTable = PLAN, hints: Hints | None = None) -> GradientAggregation:
+def aggregation(table: ParameterTable = PLAN, decisions: Decisions | None = None) -> GradientAggregation:
     """An empty aggregation that shows the layers of the table."""
-    new = GradientAggregation(hints or Hints())
+    new = GradientAggregation(decisions or Decisions())
     new.use(table)
     return new
 
@@ -253,7 +254,7 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_there_is_no_snapshot_without_a_plan() -> None:
     """An aggregation that was never told what to show says so."""
     with pytest.raises(RuntimeError, match="table"):
-        GradientAggregation(Hints()).snapshot(NOW)
+        GradientAggregation(Decisions()).snapshot(NOW)
 
 
 # Owners
@@ -288,7 +289,7 @@ def test_a_layer_of_two_optimizers() -> None:
     assert (shown(snapshot, "a", "norm"), one(snapshot, "norm", 1)) == (4, pytest.approx(math.sqrt(20)))
 
 
-def test_a_parameter_that_nobody_owns_is_nobodys() -> None:
+def test_a_parameter_without_an_optimizer_is_in_no_optimizers_totals() -> None:
     """What no optimizer owns is not published with the step of one."""
     it = aggregation()
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}, owners=(0, 0, UNOWNED)))
@@ -634,7 +635,7 @@ def test_untouched_gradients_have_no_scale_by_hand() -> None:
 
 
 def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
-    """Overflows before anybody could know of the scaler are counted, and what the scale would be in is absent."""
+    """Overflows before the scaler can be known are counted, and what the scale would be in is absent."""
     it = aggregation()
     rows = {0: row(INF, infs=2, max=INF), 2: row(1459.0, zeros=4)}
     it.apply(captured(1, rows, scale_known=False))
@@ -652,7 +653,7 @@ def test_before_the_first_step_a_skipped_sample_has_no_sizes() -> None:
 
 
 def test_gradients_that_are_finite_and_thrown_away_have_no_scaler() -> None:
-    """A scaler skips no step whose gradients are finite: a loop that nobody sees step has its sizes."""
+    """A scaler skips no step whose gradients are finite: a loop whose steps are not seen has its sizes."""
     it = aggregation()
     it.apply(captured(1, {0: row(3.0)}, scale_known=False))
     it.apply(closed(1, Outcome.SKIPPED))
@@ -747,14 +748,14 @@ def test_without_a_second_measurement_clipping_is_unknown() -> None:
 
 def test_probes_that_disagree_ask_for_everything() -> None:
     """After probes of unequal ratios there is no coefficient, and the next round is to be measured in full."""
-    hints = Hints()
-    it = aggregation(hints=hints)
+    decisions = Decisions()
+    it = aggregation(decisions=decisions)
     it.apply(captured(1, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(1, {0: 3.0, 2: 0.8}))
     it.apply(closed(1))
     snapshot = it.snapshot(NOW)
     assert (one(snapshot, "clip_known"), one(snapshot, "clipped")) == (0, 1)
-    assert hints.full
+    assert decisions.full
     it.apply(captured(2, {0: row(3.0), 2: row(4.0)}))
     it.apply(after(2, {0: 3.0, 2: 0.8}, full=True))
     it.apply(closed(2))
@@ -789,15 +790,15 @@ def test_clipping_an_infinite_norm_raises_no_warning() -> None:
 
 def test_the_probes_are_the_largest_of_each_group() -> None:
     """Per parameter group the largest norm and the largest magnitude are worth a second look, never a NaN."""
-    hints = Hints()
-    it = aggregation(hints=hints)
+    decisions = Decisions()
+    it = aggregation(decisions=decisions)
     it.apply(captured(1, {0: row(3.0, min=-9), 1: row(4.0, max=1), 2: row(0.1)}))
     it.apply(closed(1, groups=(0, 0, 1)))
-    assert (hints.table, hints.probes) == (PLAN, {0, 1, 2})
+    assert (decisions.table, decisions.probes) == (PLAN, {0, 1, 2})
     it.apply(captured(2, {0: row(5.0, min=-9), 1: row(NAN, min=NAN, max=NAN), 2: row(0.0)}))
     it.apply(closed(2, groups=(0, 0, 0)))
-    assert 1 not in hints.probes
-    assert 0 in hints.probes
+    assert 1 not in decisions.probes
+    assert 0 in decisions.probes
 
 
 def judge(before: Sequence[float], after_: Sequence[float], *, full: bool = False) -> Clipping:
@@ -865,7 +866,7 @@ def test_a_full_pass_compares_the_whole_norms() -> None:
 
 @pytest.mark.parametrize(("factor", "scale"), [(2.0**-16, 2.0**16), (1.0, 1.0), (0.3 * 2.0**-16, None), (0.5, None)])
 def test_only_a_power_of_two_reveals_a_scale(factor: float, scale: float | None) -> None:
-    """A pure power of two is a scale, untouched norms have none, and of anything else nobody knows; probes must agree."""
+    """A pure power of two is a scale, untouched norms have none, and anything else is unknown; probes must agree."""
     before, every = np.array([3.0, 4.0, 0.0]), np.ones(3, dtype=np.bool_)
     assert revealed_scale(before, factor * before, every) == scale
     assert revealed_scale(before, np.array([3.0, 1.0, 0.0]), every) is None
@@ -911,7 +912,7 @@ def test_an_observed_norm_before_any_sample() -> None:
     assert (snapshot.optimizers, one(snapshot, "norm"), one(snapshot, "bucket_sum")) == ((0,), 2, 2)
 
 
-def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
+def test_an_observed_norm_among_two_optimizers_is_of_neither() -> None:
     """With two optimizers it is not known whose norm it is, and the captured ones stay."""
     it = aggregation()
     it.apply(captured(1, {0: row(1.0), 2: row(2.0)}, owners=(0, 0, 1)))
@@ -920,7 +921,7 @@ def test_an_observed_norm_among_two_optimizers_is_nobodys() -> None:
     assert [one(it.snapshot(NOW), "norm", o) for o in (0, 1)] == [1, 2]
 
 
-def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_nobodys_either() -> None:
+def test_a_norm_that_was_observed_before_the_second_optimizer_came_is_of_neither() -> None:
     """As soon as a second optimizer is there the captured norms are shown, all of them, from the first on."""
     it = aggregation()
     owners = (0, 0, 1)

@@ -146,7 +146,7 @@ def test_the_loss_is_the_mean_since_the_last_moment() -> None:
 
 
 def test_the_step_is_that_of_the_last_sample() -> None:
-    """Not that at which somebody looks."""
+    """Not the step at which the moment is read."""
     it = Run()
     it.sample(1.0)
     assert it.look().sample_step == 1

@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import Captured, Hints, Observed, Outcome, OutcomeResolved, Stepped, Weights, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Outcome, OutcomeResolved, Stepped, Weights, mailbox
 from torch_grad_exporter.transfer.transfer import Arrived
 
 pytestmark = no_timeout_in_a_soak
@@ -131,7 +131,7 @@ class Model:
             enter(layer, combined(norms[p] for p in unmeasured))
 
     def known_scale(self, event: Captured, outcome: Outcome, *, over: bool) -> float | None:
-        """The loss scale, `None` if it is no number to divide by or if there may be one that nobody has told of."""
+        """The loss scale, `None` if it is no number to divide by or if there may be one that is not known."""
         if self.scale is not None:
             return self.scale if 0 < self.scale < INF else None
         finite = not any(map(nonfinite, self.rows.values()))
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "b": torch.nn.Linear(4, 2, bias=False)})
         self.index = LayerIndex({"": self.module})
         self.post = mailbox()
-        self.gradients = GradientAggregation(Hints())
+        self.gradients = GradientAggregation(Decisions())
         self.gradients.use(self.index.table)
         self.now = NOW
         self.errors = ErrorLog(("worker",), logging.Logger("test"))  # noqa: LOG001 - one of its own, not of the process

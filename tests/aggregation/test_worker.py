@@ -25,7 +25,7 @@ from torch_grad_exporter.transfer.events import (
     AfterClip,
     Captured,
     Closed,
-    Hints,
+    Decisions,
     Mailbox,
     Observed,
     Outcome,
@@ -81,7 +81,7 @@ class Scene:
         log.addHandler(self.records)
         self.errors = ErrorLog(("worker",), log)
         self.time = NOW
-        gradients = GradientAggregation(Hints())
+        gradients = GradientAggregation(Decisions())
         gradients.use(PLAN)
         self.host = HostSide(self.post, gradients, TrainingTotals(), self.errors, now=lambda: self.time)
 
@@ -279,7 +279,7 @@ def test_a_ticket_that_cannot_be_read_costs_only_its_event() -> None:
 
 
 def test_the_worker_drains_by_itself() -> None:
-    """With the thread running, events are applied though nobody asks, also after some that failed."""
+    """With the thread running, events are applied without a scrape, also after some that failed."""
     scene = Scene()
     scene.host.start()
     try:
@@ -339,7 +339,7 @@ def test_a_handler_that_asks_amid_a_drain_does_not_wait_for_itself() -> None:
 
 
 def test_a_snapshot_does_not_wait_for_ever() -> None:
-    """Where a drain on another thread hangs, whoever asks is told so, within the time."""
+    """Where a drain on another thread hangs, a snapshot raises within the time."""
     scene, go = Scene(), threading.Event()
 
     class Hanging(Late):

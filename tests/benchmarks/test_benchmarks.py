@@ -16,7 +16,7 @@ from benchmarks.workloads import WORKLOADS, Training
 
 
 class Machine:
-    """A clock that only steps move; `speed` changes while nobody looks, as that of a shared machine does."""
+    """A clock that only steps move; `speed` changes between readings, as that of a shared machine does."""
 
     def __init__(self) -> None:
         self.now, self.speed = 0.0, 1.0

@@ -91,7 +91,7 @@ def test_a_device_that_never_comes_along_fills_no_memory() -> None:
     assert all(len(pairs) == PAIRS for _, pairs in cost._unsettled)
 
 
-def test_device_time_counts_as_overhead_and_stretches_the_interval() -> None:
+def test_device_time_counts_as_overhead_and_lengthens_the_interval() -> None:
     """A sample whose launches cost the host next to nothing, and the device a whole second, is a rare one."""
     model = Perceptron()
     optimizer = sgd(model)

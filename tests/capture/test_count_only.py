@@ -1,4 +1,4 @@
-"""Rounds that are only counted: what is still exact, what ends a stretch, and that the loop never notices."""
+"""Rounds that are only counted: what is still exact, what ends the counting, and that the loop never notices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Loop:
 
 def resting(exporter: Exporter) -> bool:
     """Whether rounds are only counted now."""
-    return exporter._training.capture._count_only.counting
+    return exporter._training.capture._count_only._counting is not None
 
 
 def test_steps_backwards_durations_and_samples_are_exact() -> None:
@@ -108,8 +108,8 @@ def test_the_rounds_that_are_sampled_are_the_same_ones() -> None:
         assert value(exporter, "torch_grad_exporter_captures_skipped_total") == 0
 
 
-def test_hooks_rest_in_a_stretch() -> None:
-    """In a stretch the model's forward has no hook of ours and the optimizer's step one that only counts; then all are back."""
+def test_hooks_rest_in_counted_rounds() -> None:
+    """In counted rounds the model's forward has no hook of ours and the optimizer's step one that counts; then all are back."""
     loop = Loop()
     with watching(loop.model) as exporter:
         before = list(loop.model._forward_pre_hooks.values()), list(_global_optimizer_post_hooks.values())
@@ -162,7 +162,7 @@ def test_a_longer_accumulation_is_no_skipped_step() -> None:
 @pytest.mark.parametrize("step_first", [True, False])
 @pytest.mark.parametrize("skips", [True, False])
 def test_an_observed_norm_has_the_outcome_of_its_own_step(step_first: bool, skips: bool) -> None:
-    """A NaN given by `observe(grad_norm=)` in a stretch is counted with what became of its round, told before or after the step."""
+    """A NaN given by `observe(grad_norm=)` in counted rounds has the outcome of its round, observed before or after the step."""
     loop = Loop()
 
     def observed(norm: float = 1.0, *, skip: bool = False) -> None:
@@ -188,8 +188,8 @@ def test_an_observed_norm_has_the_outcome_of_its_own_step(step_first: bool, skip
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_norm_keeps_its_outcome_when_the_stretch_ends_before_it(skips: bool) -> None:
-    """A NaN observed in a stretch that ends before its round is over has the outcome of that round, as if followed closely."""
+def test_a_norm_keeps_its_outcome_when_the_counting_ends_before_it(skips: bool) -> None:
+    """A NaN observed while counting that ends before its round is over has the outcome of that round, as if followed closely."""
     loop = Loop()
     with watching(loop.model) as exporter:
         loop.rest(exporter)
@@ -207,8 +207,8 @@ def test_a_norm_keeps_its_outcome_when_the_stretch_ends_before_it(skips: bool) -
         assert value(exporter, SKIPPED) == skips
 
 
-def test_another_optimizer_ends_a_stretch() -> None:
-    """An optimizer that steps for the first time in a stretch is counted from that step on."""
+def test_another_optimizer_ends_the_counting() -> None:
+    """An optimizer that steps for the first time in counted rounds is counted from that step on."""
     loop = Loop()
     second = torch.optim.Adam(loop.model.second.parameters())
     with watching(loop.model) as exporter:
@@ -346,8 +346,8 @@ def test_samples_do_not_alias_with_the_epoch() -> None:
         assert value(exporter, SAMPLES) == pytest.approx(samples, rel=0.1)
 
 
-def test_a_stretch_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that become slow do not stay in a stretch that was meant for fast ones."""
+def test_the_counting_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that become slow do not stay in a counting that was meant for fast ones."""
     loop = Loop()
     with watching(loop.model) as exporter:
         monkeypatch.setattr(count_only, "COUNTING_SECONDS", 0.0)
@@ -361,7 +361,7 @@ def test_a_stretch_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_user_observes_is_not_charged_to_one_round() -> None:
-    """Values observed in each round of a stretch cost what they cost, and no round that is followed is charged with them."""
+    """Values observed in each counted round cost what they cost, and no round that is followed is charged with them."""
     loop = Loop()
     with watching(loop.model) as exporter:
         for _ in range(600):
@@ -374,7 +374,7 @@ def test_what_the_user_observes_is_not_charged_to_one_round() -> None:
 
 
 def test_hooks_of_others_keep_their_places() -> None:
-    """With a hook of somebody else on the model there is no stretch; one that comes in a stretch stays behind ours."""
+    """With another hook on the model nothing is only counted; a hook that comes in counted rounds stays behind ours."""
     loop = Loop()
     with watching(loop.model) as exporter:
         loop.rest(exporter)
@@ -393,7 +393,7 @@ def test_hooks_of_others_keep_their_places() -> None:
 
 
 def test_an_interrupt_at_the_wrong_moment_leaves_no_hook_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KeyboardInterrupt between two lines of the beginning or the end of a stretch is mended by the next forward."""
+    """A KeyboardInterrupt between two lines of the beginning or the end of the counting is mended by the next forward."""
     loop = Loop()
 
     def interrupted(*_: object, **__: object) -> None:
@@ -412,7 +412,7 @@ def test_an_interrupt_at_the_wrong_moment_leaves_no_hook_at_rest(monkeypatch: py
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
-def test_where_no_stretch_is_possible_the_schedule_knows() -> None:
+def test_where_no_counting_is_possible_the_schedule_knows() -> None:
     """With two optimizers every round is followed: the gauge says so, and samples get what that leaves of the budget."""
     loop = Loop()
     second = torch.optim.Adam(loop.model.second.parameters())
@@ -425,7 +425,7 @@ def test_where_no_stretch_is_possible_the_schedule_knows() -> None:
         assert schedule._available() == pytest.approx(0.0025)
 
 
-def test_an_evaluation_after_a_stretch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_after_counted_rounds_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no step comes for a while the worker puts the forward's hooks back, and an evaluation is seen."""
     loop = Loop()
     with watching(loop.model) as exporter:
@@ -444,7 +444,7 @@ def test_an_evaluation_after_a_stretch_shows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_step_is_told_at_once() -> None:
-    """The time of the last step moves with each step of a stretch, not only at its end."""
+    """The time of the last step moves with each counted step, not only at its end."""
     loop = Loop()
     with watching(loop.model) as exporter:
         loop.rest(exporter)
@@ -456,8 +456,8 @@ def test_the_last_step_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_closing_in_a_stretch_loses_nothing_and_leaves_nothing(elsewhere: bool) -> None:
-    """`close` in a stretch, from any thread, counts its steps and takes every hook back."""
+def test_closing_in_counted_rounds_loses_nothing_and_leaves_nothing(elsewhere: bool) -> None:
+    """`close` in counted rounds, from any thread, counts their steps and removes every hook."""
     loop = Loop()
     hooks = dict(_global_optimizer_pre_hooks), dict(_global_optimizer_post_hooks)
     with watching(loop.model) as exporter:
@@ -476,7 +476,7 @@ def test_closing_in_a_stretch_loses_nothing_and_leaves_nothing(elsewhere: bool) 
 
 
 def test_a_forked_child_counts_nothing() -> None:
-    """What a child of `fork` inherits in a stretch neither counts nor grows."""
+    """What a child of `fork` inherits in counted rounds neither counts nor grows."""
     loop = Loop()
     with watching(loop.model) as exporter:
         loop.rest(exporter)
@@ -491,7 +491,7 @@ def test_a_forked_child_counts_nothing() -> None:
 
 
 def test_the_model_stays_ordinary() -> None:
-    """In a stretch the model can be copied, pickled and dropped; nothing of ours keeps it alive."""
+    """In counted rounds the model can be copied, pickled and dropped; nothing of ours keeps it alive."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=128, overhead_budget=0.0001) as exporter:
         loop.rest(exporter)
@@ -509,7 +509,7 @@ def test_the_model_stays_ordinary() -> None:
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_training_is_unchanged(clips: bool) -> None:
-    """Losses and parameters of a thousand steps are the same in every bit, with stretches and without an exporter."""
+    """Losses and parameters of a thousand steps are the same in every bit, with counted rounds and without an exporter."""
 
     def trained(watched: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -529,7 +529,7 @@ def test_training_is_unchanged(clips: bool) -> None:
 
 
 def test_steps_that_are_long_enough_are_all_timed() -> None:
-    """With a budget that pays for the hooks of each round there is no stretch."""
+    """With a budget that pays for the hooks of each round no round is only counted."""
     loop = Loop(Perceptron(inputs=6, hidden=2000))
     with watching(loop.model, overhead_budget=0.99) as exporter:
         for _ in range(100):

@@ -1,4 +1,4 @@
-"""On a GPU: the same numbers as anywhere, and nobody ever waits for the device. Needs a CUDA device (`-m cuda`)."""
+"""On a GPU: the same numbers as anywhere, and the host never waits for the device. Needs a CUDA device (`-m cuda`)."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def simple(
 
 
 def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
-    """Three backwards to a step, of which the last is reduced; `synchronised`: each is, and then nobody knows."""
+    """Three backwards to a step, of which the last is reduced; `synchronised`: each is, and then it is not known."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -149,7 +149,7 @@ def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, 
 
 
 def never_cleared(run: Loop) -> None:
-    """What was there before is not zero: nobody knows what of it is this rank's."""
+    """What was there before is not zero: it is not known what of it is this rank's."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

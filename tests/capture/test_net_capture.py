@@ -242,7 +242,7 @@ def test_a_step_with_a_closure_that_raises_leaves_nothing_to_the_next() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), before / 2)
             optimizer.step()
             for parameter in model.parameters():
-                parameter.grad.mul_(3)  # nobody looks at the gradients any more
+                parameter.grad.mul_(3)  # the gradients are not read any more
             assert value(exporter, STEPS, optimizer="Fallible") == done
             assert value(exporter, "torch_grad_global_norm") == pytest.approx(before)
             clipped = value(exporter, "torch_grad_clip_coefficient")

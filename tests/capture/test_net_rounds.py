@@ -1,4 +1,4 @@
-"""What rounds count for, seen from outside: counted rounds, samples that nobody closes, loss scales, intervals that change."""
+"""What rounds count for, seen from outside: counted rounds, samples that are never closed, loss scales, intervals that change."""
 
 from __future__ import annotations
 

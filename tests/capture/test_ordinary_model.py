@@ -710,10 +710,10 @@ def test_close_lets_go_of_the_exporter(rung: str) -> None:
     inside = one.exporter
     training = inside._training
     stages = (inside, training.capture, training.capture._loop, inside._host, inside._outputs, training.optimizers)
-    references = [weakref.ref(stage) for stage in (*stages, inside._index.table.tracked[0])]
+    references = [weakref.ref(stage) for stage in (*stages, training.optimizers._index.table.tracked[0])]
     inside.close()
     one.exporter = None  # type: ignore[assignment]
-    del inside, stages
+    del inside, training, stages
     assert [type(found) for found in alive(references)] == []
     out.square().mean().backward()
     one.optimizer.step()

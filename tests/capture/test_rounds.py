@@ -167,7 +167,7 @@ class Plain:
         self.lost += not self.now.lost
         self.now.lost = True
 
-    def everybody_has_stepped(self, waited: frozenset[int]) -> bool:
+    def all_have_stepped(self, waited: frozenset[int]) -> bool:
         """All who own gradients, but for those that did not step in the last eight rounds of the kind."""
         alike = [one.stepped for one in self.steps if one.models == self.now.models][-8:]
         if len(alike) == 8:
@@ -258,7 +258,7 @@ class Machine(RuleBasedStateMachine):
         self.tell(StepEnded(optimizer, waited))
         plain.now.stepped.add(optimizer)
         plain.tell(Outcome.STEPPED)
-        if plain.now.state == "read" and plain.everybody_has_stepped(waited):
+        if plain.now.state == "read" and plain.all_have_stepped(waited):
             plain.close(Outcome.STEPPED)
         assert optimizer not in self.tracker.stepping
 

@@ -250,7 +250,7 @@ def test_the_cap_is_reported() -> None:
     assert not schedule.capped
 
 
-def test_without_step_times_nothing_is_stretched() -> None:
+def test_without_step_times_no_interval_grows() -> None:
     """While no step time is known, every round is sampled."""
     schedule = SamplingSchedule()
     for _ in range(30):

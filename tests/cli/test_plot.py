@@ -65,7 +65,7 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
     history = History(moment, now=lambda: 1.8e9 + at[0])
     for number in range(len(values)):
         at[0] = number
-        history.look()
+        history.record_if_due()
     families = [
         Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),))),
         Family(TRAIN_STEPS, np.array([steps + len(values)], dtype=np.float64), LabelRows((("sgd",),))),
@@ -231,7 +231,7 @@ def test_another_server_is_no_exporter() -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_nobody_else_is_told_the_password(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_password_goes_to_no_other_server(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server that points to another one is asked, by its user and password, and the other one is not asked at all."""
     first, other = list[str | None](), list[str | None]()
     content = json.dumps(saved(made(2))).encode()

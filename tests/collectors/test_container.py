@@ -187,7 +187,7 @@ def test_the_path_leads_out_of_the_namespace(tmp_path: Path) -> None:
     files = group_2(".", memory_max=3 * GIB) | group_2("sibling", memory_max=2 * GIB)
     files |= {"../memory.max": 5, "../../memory.max": 5, "../../../memory.max": 5}
     assert tree(tmp_path / "path", "0::/../..", [V2], files)[LIMIT] == 3 * GIB
-    # A mount that was made outside shows more than the process' own part: how far down that is nobody says,
+    # A mount that was made outside shows more than the process' own part: how far down that is is not shown,
     outside = V2.replace(" / /sys", " /../.. /sys")
     assert tree(tmp_path / "mount", "0::/", [outside], files)[LIMIT] == 3 * GIB
     # but of a group beside it that is known.
@@ -247,7 +247,7 @@ def test_files_without_permission(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def closed(directory: Path) -> Iterator[None]:
-    """This user cannot enter the directory meanwhile; root can only as somebody else not."""
+    """This user cannot enter the directory meanwhile; root cannot either, once it acts as another user."""
     directory.chmod(0)
     if root := os.geteuid() == 0:
         os.seteuid(65534)
@@ -345,7 +345,7 @@ def test_two_scrapes_at_once_count_time_once(tmp_path: Path) -> None:
     pipe: list[int] = []
 
     def is_read() -> bool:
-        with contextlib.suppress(OSError):  # Nobody has opened it yet.
+        with contextlib.suppress(OSError):  # It has not been opened yet.
             pipe.append(os.open(stat, os.O_WRONLY | os.O_NONBLOCK))
         return bool(pipe)
 
@@ -362,7 +362,7 @@ def test_two_scrapes_at_once_count_time_once(tmp_path: Path) -> None:
 
 
 def test_mounts_are_not_listed_each_time(tmp_path: Path) -> None:
-    """As long as the process stays in its group, nobody reads the table of mounts again."""
+    """As long as the process stays in its group, the table of mounts is not read again."""
     tree(tmp_path, "0::/a", [V2], group_2("a", memory_max=GIB))
     collector = ContainerCollector(root=tmp_path)
     before = series(collector)

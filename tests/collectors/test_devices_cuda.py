@@ -66,7 +66,7 @@ def test_the_allocators_numbers(tensor: torch.Tensor) -> None:
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         torch.empty(2**50, device="cuda:0")
     memory = DeviceMemory()
-    memory.look()
+    memory.refresh()
     expected = torch.cuda.memory_stats(0)
     found = {key[0]: value for key, value in series(CudaMemoryCollector(memory.snapshot)).items() if key[1] == "cuda:0"}
     total = found.pop("torch_cuda_memory_total_bytes")
@@ -76,14 +76,14 @@ def test_the_allocators_numbers(tensor: torch.Tensor) -> None:
 
 
 def test_nothing_waits(tensor: torch.Tensor) -> None:
-    """A look waits for nothing: it ends while the device is busy, and raises no alarm of PyTorch's own."""
+    """A reading waits for nothing: it ends while the device is busy, and raises no alarm of PyTorch's own."""
     memory = DeviceMemory()
     busy = torch.cuda.Event()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(500_000_000)  # A few tenths of a second.
         busy.record()
-        memory.look()
+        memory.refresh()
         assert not busy.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -91,16 +91,16 @@ def test_nothing_waits(tensor: torch.Tensor) -> None:
 
 
 def test_during_a_capture(tensor: torch.Tensor) -> None:
-    """While a graph is captured a look reads nothing, and neither it nor a scrape of the GPUs elsewhere harms the capture."""
+    """While a graph is captured a refresh reads nothing, and neither it nor a scrape of the GPUs elsewhere harms the capture."""
     moments = iter([0.0, 10.0, 20.0])
     memory = DeviceMemory(clock=lambda: next(moments))
-    memory.look()
+    memory.refresh()
     before, graph, collector = memory.snapshot(), torch.cuda.CUDAGraph(), GpuCollector(memory.snapshot)
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(len(series(collector))))
     with torch.cuda.graph(graph):
         result = tensor * 3  # Takes memory of the graph's own, which a reading would show.
-        memory.look()
+        memory.refresh()
         thread.start()
         thread.join(60)
     assert memory.snapshot() == before
@@ -108,19 +108,19 @@ def test_during_a_capture(tensor: torch.Tensor) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert bool((result == 3).all())
-    memory.look()
+    memory.refresh()
     assert memory.snapshot() != before
     collector.close()
 
 
 def test_nothing_is_initialised() -> None:
-    """Before the program has used CUDA neither a look nor a scrape of the GPUs initialises it or makes a context."""
+    """Before the program has used CUDA neither a reading nor a scrape of the GPUs initialises it or makes a context."""
     script = """
 import torch
 from torch_grad_exporter.collectors.gpu import GpuCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
 memory = DeviceMemory()
-memory.look()
+memory.refresh()
 assert memory.snapshot() == ()
 print(sum(len(family.labels) for family in GpuCollector(memory.snapshot).collect()))
 assert not torch.cuda.is_initialized()
@@ -130,7 +130,7 @@ assert not any(torch._C._cuda_hasPrimaryContext(index) for index in range(torch.
 
 
 def test_no_context_on_other_devices() -> None:
-    """A look at one device of several makes no context on the others, and only that one is shown."""
+    """A reading of one device of several makes no context on the others, and only that one is shown."""
     script = """
 import torch
 from torch_grad_exporter.resources.devices import DeviceMemory
@@ -140,7 +140,7 @@ last = torch.cuda.device_count() - 1
 tensor = torch.ones(3, device=f"cuda:{last}")
 before = contexts()
 memory = DeviceMemory()
-memory.look()
+memory.refresh()
 assert contexts() == before
 print(*[device.device for device in memory.snapshot()], last)
 """
@@ -155,7 +155,7 @@ import torch
 from torch_grad_exporter.resources.devices import DeviceMemory
 tensor = torch.ones(1000, device="cuda")
 memory = DeviceMemory()
-memory.look()
+memory.refresh()
 (device,) = memory.snapshot()
 assert device.allocated >= 4000 and device.reserved >= 4000, device
 print(device.requested, device.inactive_split, device.retries, device.ooms)
@@ -166,7 +166,7 @@ print(device.requested, device.inactive_split, device.retries, device.ooms)
 def test_the_drivers_numbers(tensor: torch.Tensor) -> None:
     """What NVML tells is what nvidia-smi tells, as far as both are of one moment."""
     memory = DeviceMemory()
-    memory.look()
+    memory.refresh()
     collector = GpuCollector(memory.snapshot)
 
     def agree() -> bool:
@@ -194,7 +194,7 @@ def test_the_drivers_numbers(tensor: torch.Tensor) -> None:
 def test_energy_is_in_joules(tensor: torch.Tensor) -> None:
     """Over two seconds of work the energy grows by what the power says, give or take a factor of two."""
     memory = DeviceMemory()
-    memory.look()
+    memory.refresh()
     collector = GpuCollector(memory.snapshot)
     square = torch.ones(4096, 4096, device="cuda:0")
     moments = []
@@ -223,7 +223,7 @@ memory = DeviceMemory(clock=iter(range(0, 100, 10)).__next__)
 collector = GpuCollector(memory.snapshot)
 before = shown()
 tensors = [torch.ones(3, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
-memory.look()
+memory.refresh()
 assert shown() >= before, (shown(), before)
 print(len(before))
 """

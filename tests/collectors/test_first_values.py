@@ -18,7 +18,7 @@ from torch_grad_exporter import Exporter, start_exporter
 UNKNOWN_AT_FIRST = {
     "torch_train_phase_seconds_total": "a model that is never called as a whole has no phases",
     "torch_train_samples_total": "only the inputs say whether samples can be counted",
-    "torch_train_tokens_total": "only whoever observes them counts them",
+    "torch_train_tokens_total": "counted only where they are observed",
 }
 """Counters that come with the first steps, and why."""
 

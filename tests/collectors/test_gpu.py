@@ -71,7 +71,7 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """Three GPUs of one model that nobody uses yet."""
+    """Three GPUs of one model that are not in use yet."""
     return Scene(FakeDriver([FakeGpu(f"GPU-{uuid}") for uuid in (A, B, C)]).install(monkeypatch))
 
 

@@ -372,7 +372,7 @@ def test_what_a_sandbox_does_not_show_is_absent(source: str, error: Exception) -
 
 
 @pytest.mark.parametrize("source", DEPENDS)
-def test_what_nobody_expects_is_a_failure(source: str) -> None:
+def test_an_unexpected_error_is_a_failure(source: str) -> None:
     """Other errors reach the scrape, which counts them."""
     fake = Fake()
     collector = fake.collector()

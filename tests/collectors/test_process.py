@@ -325,7 +325,7 @@ def test_functions_that_a_platform_lacks_are_absent() -> None:
 
 
 @pytest.mark.parametrize("source", DEPENDS)
-def test_what_nobody_expects_is_a_failure(source: str) -> None:
+def test_an_unexpected_error_is_a_failure(source: str) -> None:
     """Other errors reach the scrape, which counts them."""
     with pytest.raises(TypeError, match="odd"):
         list(Scene(**{source: TypeError("odd")}).collector.collect())
@@ -460,7 +460,7 @@ def test_memory_of_children_is_absent_where_none_can_be_read() -> None:
     assert [read(Scene().collector, spec) for spec in CHILDREN] == [0, 0, 0]
 
 
-def test_a_child_error_that_nobody_expects_is_a_failure() -> None:
+def test_an_unexpected_error_of_a_child_is_a_failure() -> None:
     """It reaches the scrape."""
     with pytest.raises(TypeError, match="odd"):
         list(Scene(Fake(2, status=TypeError("odd"))).collector.collect())
@@ -540,7 +540,7 @@ def test_where_waiting_is_not_shown_time_may_arrive_late() -> None:
 class Kernel:
     """Counts CPU time of processes as a kernel does, exactly; 0 is this process, and no number is used again.
 
-    `losses`: a child's time may be discarded at its end, and one may end before its own children, which then are nobody's.
+    `losses`: a child's time may be discarded at its end, and one may end before its own children, which then have no parent here.
     """
 
     def __init__(self, seed: int, losses: bool) -> None:
@@ -667,7 +667,7 @@ def test_the_kernels_lists_have_all_descendants(sleepers: list[int], monkeypatch
 
 @linux
 def test_a_list_that_leaves_one_out_is_not_believed(sleepers: list[int], tmp_path: Path) -> None:
-    """One that was listed and still runs is found again; one that has ended is missed by nobody."""
+    """One that was listed and still runs is found again; one that has ended does not count as missing."""
     tasks = tmp_path / str(os.getpid()) / "task" / str(os.getpid())
     tasks.mkdir(parents=True)
     listing = tasks / "children"
@@ -704,7 +704,7 @@ class Descriptors:
 
 @linux
 def test_lists_that_cannot_be_read_are_not_empty(sleepers: list[int]) -> None:
-    """Without a free file descriptor nobody knows which children there are: they have not ended, and count once afterwards."""
+    """Without a free file descriptor it is not known which children there are: they have not ended, and count once afterwards."""
     descendants = Descendants(psutil.Process())
     before = descendants()
     with Descriptors():
@@ -778,7 +778,7 @@ class Burner:
         return float(self.process.stdout.readline())
 
     def end(self) -> None:
-        """Returns when it has ended; nobody has waited for it yet."""
+        """Returns when it has ended; no process has waited for it yet."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
@@ -835,7 +835,7 @@ def test_a_child_counts_while_it_runs_and_after() -> None:
 
 
 @linux
-def test_time_of_a_child_that_nobody_waits_for_is_kept() -> None:
+def test_time_of_a_child_that_is_never_waited_for_is_kept() -> None:
     """With SIGCHLD ignored the kernel discards what an ended child used; the total keeps it, and the next child adds to it."""
     script = """
 import os, resource, signal, sys, time

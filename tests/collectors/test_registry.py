@@ -64,7 +64,7 @@ def test_a_name_that_no_option_could_say_is_refused(name: str) -> None:
 
 
 def test_devices_are_looked_at_for_those_that_show_them_only() -> None:
-    """Without a collector of device memory nobody asks a device for it."""
+    """Without a collector of device memory no device is asked for it."""
     registry = Registry([declaration("a"), replace(declaration("b"), reads_devices=True)])
     assert registry.reads_devices({"a", "b"})
     assert not registry.reads_devices({"a"})

@@ -1,4 +1,4 @@
-"""The scrape: what a collector that fails, hangs or is slow costs the others, and whoever waits for the scrape."""
+"""The scrape: what a collector that fails, hangs or is slow costs the others, and the clients that wait for the scrape."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch_grad_exporter.config.option import PREFIX
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 OTHER = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
-STRANGER = torch.optim.Adam(OTHER.parameters())
+FOREIGN = torch.optim.Adam(OTHER.parameters())
 
 # The model, and what its error says.
 WRONG_MODELS: list[tuple[object, type[Exception], str]] = [
@@ -44,9 +44,9 @@ WRONG_FOR_THE_MODEL: list[tuple[Mapping[str, object], type[Exception], str]] = [
     ({"exclude": ["0", "encoder"]}, ValueError, "exclude='encoder'.*none of the 2 layers.*'0'"),
     ({"exclude": "."}, ValueError, "exclude.*no layer.*loosen"),
     ({"include": "0", "exclude": "^0$"}, ValueError, "include and exclude.*no layer.*loosen"),
-    ({"optimizers": STRANGER}, ValueError, r"optimizers\['Adam'\]=Adam.*owns no parameter.*of this model"),
-    ({"optimizers": [OPTIMIZER, STRANGER]}, ValueError, r"optimizers\['Adam'\]=Adam.*of this model"),
-    ({"optimizers": {"main": STRANGER}}, ValueError, r"optimizers\['main'\]=Adam.*of this model"),
+    ({"optimizers": FOREIGN}, ValueError, r"optimizers\['Adam'\]=Adam.*owns no parameter.*of this model"),
+    ({"optimizers": [OPTIMIZER, FOREIGN]}, ValueError, r"optimizers\['Adam'\]=Adam.*of this model"),
+    ({"optimizers": {"main": FOREIGN}}, ValueError, r"optimizers\['main'\]=Adam.*of this model"),
     ({"optimizers": "sgd"}, TypeError, "optimizers='sgd'.*expected an optimizer"),
     ({"optimizers": 3}, TypeError, "optimizers=3.*expected an optimizer"),
     ({"optimizers": [MODEL]}, TypeError, r"optimizers\['Sequential'\]=Sequential.*exporter.step\(\)"),
@@ -81,7 +81,7 @@ def registered() -> dict[str, object]:
         "optimizer hooks": (
             len(torch_optimizer._global_optimizer_pre_hooks),
             len(torch_optimizer._global_optimizer_post_hooks),
-            len(OPTIMIZER._optimizer_step_pre_hooks) + len(STRANGER._optimizer_step_pre_hooks),
+            len(OPTIMIZER._optimizer_step_pre_hooks) + len(FOREIGN._optimizer_step_pre_hooks),
         ),
         "threads": {thread for thread in threading.enumerate() if thread.name.startswith("torch-grad-exporter")},
         "sockets": sockets(),
@@ -164,7 +164,7 @@ def test_a_registry_that_has_these_metrics_already() -> None:
         assert first.watches([MODEL])
 
 
-@pytest.mark.parametrize("arguments", [{"every": 0}, {"include": "encoder"}, {"optimizers": STRANGER}], ids=str)
+@pytest.mark.parametrize("arguments", [{"every": 0}, {"include": "encoder"}, {"optimizers": FOREIGN}], ids=str)
 def test_a_failed_start_does_not_end_the_exporter_that_is_there(arguments: Mapping[str, object]) -> None:
     """A second start on the same model that fails leaves the first exporter running."""
     with start_exporter(MODEL, None) as first:

@@ -36,9 +36,9 @@ def test_the_signature_is_what_is_declared() -> None:
 
 def test_every_annotation_is_a_type() -> None:
     """The annotations name types that exist, and leave room for an argument that is not given."""
-    hints = typing.get_type_hints(start_exporter, vars(start))
+    decisions = typing.get_type_hints(start_exporter, vars(start))
     for one in OPTIONS:
-        assert (Unset if one.read else type(None)) in typing.get_args(hints[one.name])
+        assert (Unset if one.read else type(None)) in typing.get_args(decisions[one.name])
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/options.md", "torch_grad_exporter/start.py"])
@@ -96,7 +96,7 @@ def test_every_option_says_what_it_is_for() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toy:
-    """Options that nobody has."""
+    """Options of these tests only."""
 
     colour: str = option(kinds.name(5), "red", "colour of the page")
     depth: int | None = option(kinds.rank(), None, "depth of the pool", "In metres.", shown="unknown")
@@ -121,7 +121,7 @@ def test_a_variable_that_an_option_does_not_have_is_not_read() -> None:
 
 
 def test_defaults_are_not_shared() -> None:
-    """Two sets of options have mappings of their own where nobody gave one."""
+    """Two sets of options have mappings of their own where none was given."""
     assert resolve(Toy, {}, {}).tags is not resolve(Toy, {}, {}).tags
 
 

@@ -121,7 +121,7 @@ def test_a_rank_that_runs_again_is_not_failed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_failed_at_once_and_runs_again_is_not_failed(tmp_path: Path) -> None:
-    """It is Training also where the last process failed before it did anything: when that was, only its living one can tell."""
+    """It is Training also where the last process failed before it did anything: when that was, only its running one can tell."""
     early = Process("node:9100", 0, 300, "failed", active=NEVER)
     check(tmp_path, [early, Process("train:1", 2, 300)], 60, {panel("State"): {'{run="a"}': TRAINING}})
 
@@ -134,7 +134,7 @@ def test_a_rank_that_failed_is_failed(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_an_elastic_restart_that_is_over_is_not_shown(tmp_path: Path) -> None:
-    """A rank that failed, and that the run went on without, is no failure of the run, though it has no living process."""
+    """A rank that failed, and that the run went on without, is no failure of the run, though it has no running process."""
     left = Process("node:9101", 0, 300, "failed", rank=1, active=10)
     check(tmp_path, [left, Process("train:2", 20, 300)], 60, state(TRAINING))
 

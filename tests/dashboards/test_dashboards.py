@@ -202,7 +202,7 @@ def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
 
 
 def test_nothing_is_tied_to_one_grafana() -> None:
-    """No data source but the variable, no import dialogue, no panel of another's plugin, and nobody edits what is provisioned."""
+    """No data source but the variable, no import dialogue, no panel of another's plugin, and provisioned files are not editable."""
     for name, board in BOARDS.items():
         text = (FOLDER / name).read_text(encoding="utf-8")
         assert set(re.findall(r'"uid": "([^"]+)"', text)) - set(UIDS) == {"${datasource}"}

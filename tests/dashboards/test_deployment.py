@@ -84,7 +84,7 @@ def test_services_are_watched_and_keep_their_data(services: Tree) -> None:
 
 
 def test_there_is_no_secret_and_no_known_password(services: Tree) -> None:
-    """No variable holds a secret, and Grafana makes no account, so that none has the password that everybody knows."""
+    """No variable holds a secret, and Grafana makes no account, so that none has the well-known password."""
     variables = {key: value for service in services.values() for key, value in (service.get("environment") or {}).items()}
     assert not [key for key in variables if re.search("PASSWORD|SECRET|TOKEN|KEY", key) and not key.endswith("__FILE")]
     assert variables["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"

@@ -116,7 +116,7 @@ def test_the_file_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_a_file_is_kept_fresh(tmp_path: Path) -> None:
-    """As long as a rank lives its file is young; one that somebody removed comes back; the age that means stale is much longer."""
+    """As long as a rank runs its file is young; one that was removed comes back; the age that means stale is much longer."""
     clock = Clock()
     file = TargetFile(str(tmp_path), target(), clock=clock)
     file.refresh()

@@ -471,7 +471,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
 
 
 @pytest.mark.parametrize("name", UNDISTURBED[1:])
-def test_nobody_waits_for_an_exporter_that_is_not_there(name: str, scenes: Scenes) -> None:
+def test_no_rank_waits_for_an_exporter_that_is_not_there(name: str, scenes: Scenes) -> None:
     """Missing, failing or late on a rank: both train as without, as fast, and no collective is ours."""
     for mine in scenes.found:
         plain, found = mine["neither"], mine[name]
@@ -508,7 +508,7 @@ def test_a_stopped_rank_is_down_and_comes_back(scenes: Scenes) -> None:
     assert losses == scenes.found[0]["neither"].losses[:LATE]
 
 
-def test_a_killed_rank_stays_down_until_somebody_removes_its_file(scenes: Scenes) -> None:
+def test_a_killed_rank_stays_down_until_its_file_is_removed(scenes: Scenes) -> None:
     """The other one's training fails as without an exporter; it is still scraped, ends by itself and takes its own file along."""
     assert scenes.watched.ups["killed"] == {"0": 1, "1": 0}
     assert max(scenes.watched.scrapes["killed"]) < 1

@@ -157,7 +157,7 @@ def rank_main(rank: int, folder: str) -> None:
             for _ in range(2):
                 whole_run.report()
                 dist.barrier()
-                whole_run.look()
+                whole_run.combine()
                 dist.barrier()
                 train(model, part, lambda: None)
             found[f"{name}, combined"] = [values(exporter)]
@@ -237,7 +237,7 @@ def test_silent_units_add_up(found: Found, layout: str) -> None:
     assert sum(u * s for u, s in zip(units, shares, strict=True)) / sum(units) == pytest.approx(silent / len(weight))
 
 
-def test_units_that_are_spread_over_ranks_are_nobodys(found: Found) -> None:
+def test_units_that_are_split_across_ranks_are_not_reported(found: Found) -> None:
     """Of a weight that is cut through its units no rank can say which are silent; of one cut between them each can."""
     for layout in ("tensor_parallel", "tensor_and_data"):
         assert showing(found, layout, "torch_grad_zero_units_ratio", layer="second") == []

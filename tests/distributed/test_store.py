@@ -283,7 +283,7 @@ def test_many_threads() -> None:
 
 def test_closing() -> None:
     """Closing ends the thread, may be done twice, and later questions fail; a client that asked nothing has no thread."""
-    JobStore(lambda: pytest.fail("nobody asked")).close()
+    JobStore(lambda: pytest.fail("nothing was asked")).close()
     client = ours(dist.HashStore())
     client.publish("x", b"")
     assert len(named("torch-grad-exporter-store")) == 1
@@ -330,7 +330,7 @@ def test_chosen_and_launchers_names() -> None:
 
 
 def test_agreed_name(caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks of a run that nobody named get one and the same name, silently."""
+    """Ranks of a run without a name get one and the same name, silently."""
     store = tcp()
     clients = [ours(store) for _ in range(3)]
     names = {run_name(TWO_RANKS, "", client, now=lambda: 0.0) for client in clients}

@@ -8,9 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
+from tests.aggregation.test_gradients import NOW, captured, closed, row
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.distributed.store import JobStore
-from torch_grad_exporter.distributed.whole_run import COLUMNS, Combination, Report, WholeRun
+from torch_grad_exporter.distributed.whole_run import COLUMNS, Combination, Report, WholeRun, report_of
+from torch_grad_exporter.metrics.families import REMOVED
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.transfer.events import Hints
 
 NAN = math.nan
 FRESH = 30.0
@@ -35,6 +43,35 @@ def test_what_is_no_report_is_left_out(content: bytes) -> None:
     combination = Combination(1, FRESH)
     combination.hear({0: content})
     assert combination.view.reporting == 0
+
+
+def test_a_report_tells_what_removed_layers_counted() -> None:
+    """Elements that were not finite in a layer that is frozen or removed stay in the report, without samples of its own."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    index, gradients = LayerIndex({"": model}), GradientAggregation(Hints())
+    gradients.use(index.table)
+    every = {0: row(1.0, nans=1), 1: row(NAN, nans=2), 2: row(3.0, infs=4)}
+    gradients.apply(captured(1, every, table=index.table))
+    gradients.apply(closed(1))
+    model["a"].requires_grad_(False)
+    del model["b"]
+    gradients.use(index.refresh())
+    found = report_of(Snapshot(gradients.snapshot(NOW), TrainingTotals().snapshot()), 1, 1, 1)
+    columns = dict(zip(COLUMNS, found.values.tolist(), strict=True))
+    assert found.layers == ("c", "a", REMOVED)
+    assert {name: columns[name] for name in ("captures", "nans", "infs", "squared_total")} == {
+        "captures": [1, 0, 0], "nans": [0, 1, 2], "infs": [4, 0, 0], "squared_total": [9, 0, 0],
+    }  # fmt: skip
+
+
+def test_a_layer_that_begins_anew_makes_no_negative_squares() -> None:
+    """A layer that was removed and added again between two reports has no mean over the samples between them."""
+    combination = Combination(1, FRESH)
+    for number, (squares, captures) in enumerate([(100, 10), (190, 20), (9, 1), (36, 4)], 1):
+        combination.hear({0: report(number, {"a": (squares, captures, 0, 0, 4, 0.5)})})
+        assert combination.view.rms is not None
+        rms = float(combination.view.rms[0])
+        assert math.isnan(rms) if number in (1, 3) else rms == 3.0
 
 
 def test_parts_are_added_up_between_two_reports() -> None:
@@ -94,7 +131,7 @@ def test_slow_steps() -> None:
     combination = Combination(1, FRESH)
     for number in (1, 2):
         combination.hear({0: report(number, {"a": (4.0, 1.0, 0, 0, 0, NAN)})})
-        assert unknown(rms(combination)[1])  # nobody knows what was before the first report
+        assert unknown(rms(combination)[1])  # what was before the first report is not known
     for number, squares, captures in ((3, 13.0, 2.0), (4, 13.0, 2.0), (5, 13.0, 2.0)):
         combination.hear({0: report(number, {"a": (squares, captures, 0, 0, 0, NAN)})})
         assert rms(combination) == ([3.0], 3.0)

@@ -76,7 +76,7 @@ def unfrozen_one_by_one(run: Run) -> None:
 
 @regime(stale=[True, False])
 def frozen_in_the_run(run: Run, stale: bool) -> None:
-    """A layer that is frozen in the run leaves the scrape, also with an old `.grad` that still moves it."""
+    """A layer that is frozen in the run keeps its totals and shows nothing else, also with an old `.grad` that still moves it."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -242,7 +242,7 @@ BEFORE_THE_TAKEOVER = (
 
 @regime(Naive.ACCUMULATE | Naive.STEP)
 def optimizer_that_takes_over(run: Run) -> None:
-    """An optimizer that trained something else gets a group of the watched model, which nobody trained until then."""
+    """An optimizer that trained something else gets a group of the watched model, which was not trained until then."""
     model, other = Perceptron(), nn.Linear(3, 3)
     optimizers = {"SGD": sgd(model.first), "Adam": torch.optim.Adam(other.parameters(), lr=0.01)}
     with run.watching(model, {"SGD": optimizers["SGD"]}):
@@ -335,7 +335,7 @@ def parameter_replaced(run: Run, position: int) -> None:
 
 @regime(Naive.ACCUMULATE)
 def module_replaced(run: Run) -> None:
-    """A new head in the place of an old one that somebody still holds, with the optimizer's list changed in place."""
+    """A new head in the place of an old one that is still referenced, with the optimizer's list changed in place."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -406,7 +406,7 @@ def tied_and_untied(run: Run) -> None:
 
 @regime(held=[True, False])
 def layer_removed(run: Run, held: bool) -> None:
-    """A layer that is taken out of the model leaves the scrape, whether or not somebody still holds it."""
+    """A layer that is taken out of the model leaves the scrape, whether or not it is still referenced."""
     model = Stack(depth=3)
     optimizer = sgd(model)
     kept = []

@@ -43,7 +43,7 @@ def clip_grad_norm(run: Run, norm_type: float) -> None:
 
 @regime(Naive.STEP)
 def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
-    """Steps that nobody scrapes between are judged all the same: every clipped step is counted."""
+    """Steps without a scrape in between are judged all the same: every clipped step is counted."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -174,7 +174,7 @@ def accumulation_with_a_shorter_last_round_that_clips(run: Run) -> None:
             optimizer.zero_grad()
             if not run.tolerant:
                 run.shows(float(step >= 2), "torch_grad_exporter_captures_skipped_total")
-            if step != 2:  # nobody could know that this backward was its round's last before the gradients were clipped
+            if step != 2:  # it could not be known that this backward was its round's last before the gradients were clipped
                 run.check(without=("torch_grad_clipped_steps_total", *CUMULATIVE) if step > 2 else ())
 
 

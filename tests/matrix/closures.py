@@ -136,7 +136,7 @@ def lbfgs(run: Run, search: str | None) -> None:
                 return loss
 
             optimizer.step(closure)
-            run.stepping()  # nobody touches the gradients of the last call after it
+            run.stepping()  # the gradients of the last call stay as they are after it
             run.check()
 
 

@@ -538,7 +538,7 @@ def fsdp_nested(run: Run) -> None:
 
 @two_ranks()
 def fsdp_beside_replicated(run: Run) -> None:
-    """A layer that is left out of the sharding is whole on each rank; the global norm is still nobody's."""
+    """A layer that is left out of the sharding is whole on each rank; the global norm is still absent."""
     model = even()
     fully_shard(model.first)
     optimizer = sgd(model)

@@ -56,7 +56,7 @@ def of_reading(wrong: Iterable[str]) -> list[str]:
 
 
 UNSEEN = ("torch_train_backward_passes_total", "torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
-"""What nobody can know on the rung `optimizer`, where gradients are first read when the optimizer steps."""
+"""What cannot be known on the rung `optimizer`, where gradients are first read when the optimizer steps."""
 
 OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 """Collectors that say nothing of gradients, and take longer than those that do. At defaults they are on."""
@@ -139,7 +139,7 @@ class Run:
     def check(self, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5) -> None:
         """Compares the scrape with the record.
 
-        `without`, `optional`: beginnings of the names of metrics that are left out, or may be absent where nobody can know.
+        `without`, `optional`: beginnings of the names of metrics that are left out, or may be absent where they cannot be known.
         """
         if self.exporter is None or self.record is None or self._noticed():
             return

@@ -250,7 +250,7 @@ def zero_gradients(run: Run) -> None:
 
 @contextlib.contextmanager
 def with_gradients() -> Iterator[None]:
-    """Nothing: an evaluation that nobody has told that it needs no graph."""
+    """Nothing: an evaluation without `no_grad`."""
     yield
 
 
@@ -312,7 +312,7 @@ def average_by_deepcopy(run: Run) -> None:
 
 @regime()
 def a_copy_is_trained_beside_it(run: Run) -> None:
-    """A copy that was made in the run and has an optimizer of its own is nobody's business."""
+    """A copy that was made in the run and has an optimizer of its own is ignored."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -399,7 +399,7 @@ def scheduler(run: Run, kind: type) -> None:
 
 @regime(around=[True, False])
 def patched_step(run: Run, around: bool) -> None:
-    """A `step` that somebody put in the place of the optimizer's own: around that, or instead and with `exporter.step()`."""
+    """A `step` that replaces the optimizer's own: around that, or instead and with `exporter.step()`."""
     model = Perceptron()
     optimizer = sgd(model)
     own = optimizer.step if around else torch.optim.SGD.step.__wrapped__.__get__(optimizer)

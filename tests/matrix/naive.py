@@ -22,7 +22,7 @@ class AtStep(Ladder):
     """Reads in the optimizer's pre-hook, in its post-hook where there is a closure."""
 
     def __init__(self, *stages: Any) -> None:  # noqa: ANN401 - those of the original
-        super().__init__(*stages, start=Mode.OPTIMIZER)
+        super().__init__(*stages[:3], start=Mode.OPTIMIZER)
 
 
 class AtAccumulation(StepWatch):

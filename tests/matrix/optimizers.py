@@ -399,7 +399,7 @@ def steps_by_hand(run: Run) -> None:
 
 
 @regime(Naive.ACCUMULATE | Naive.STEP)
-def steps_by_hand_and_nobody_told(run: Run) -> None:
+def steps_by_hand_that_are_not_reported(run: Run) -> None:
     """Without `exporter.step()` a step is known by the parameters that it changed, at the backward after it."""
     model = Perceptron()
     with run.watching(model, sgd(model)):

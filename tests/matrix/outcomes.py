@@ -125,7 +125,7 @@ def accumulation_that_is_broken_off(run: Run) -> None:
     with run.watching(model, optimizer):
         for step in range(8):
             optimizer.zero_grad()
-            if step == 3:  # until then each round had three backwards, so nobody reads after the first
+            if step == 3:  # until then each round had three backwards, so nothing is read after the first
                 (model(batch()).square().mean() * math.nan).backward()
                 if run.record is not None:
                     run.record.backwards += 1
@@ -283,7 +283,7 @@ def a_backward_that_raises(run: Run, kind: type[BaseException]) -> None:
 
 @regime()
 def a_backward_that_raises_and_is_not_cleared(run: Run) -> None:
-    """What a backward left that raised half way is part of the next round's gradient if nobody clears it."""
+    """What a backward left that raised half way is part of the next round's gradient if it is not cleared."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):

@@ -175,14 +175,14 @@ def overflow(run: Run, at: str) -> None:
 
 
 @regime(Naive.ACCUMULATE | Naive.STEP, at=["once", "in a row", "last"])
-def overflow_and_nobody_told(run: Run, at: str) -> None:
+def overflow_with_a_scaler_that_is_not_given(run: Run, at: str) -> None:
     """The same where the scaler was found among the callers of the first step."""
     overflowing(run, "found", at)
 
 
 @regime(Naive.ACCUMULATE | Naive.STEP, at=["first", "first three"])
 def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
-    """Before the first step nobody can know the scale: all sizes are absent, the infinities are counted, the rest is right."""
+    """Before the first step the scale cannot be known: all sizes are absent, the infinities are counted, the rest is right."""
     model = TwoParts()
     optimizer = sgd(model)
     scaler = new_scaler()
@@ -228,7 +228,7 @@ def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
             for optimizer in optimizers.values():
                 scaler.step(optimizer)
             scaler.update()
-            if not overflow:  # that nobody else will step is known when the next backward begins
+            if not overflow:  # that no other will step is known when the next backward begins
                 run.check()
 
 
@@ -308,7 +308,7 @@ def fused_under_a_scaler(run: Run, kind: str) -> None:
 
 
 @regime(kind=FUSED)
-def fused_under_a_scaler_and_nobody_told(run: Run, kind: str) -> None:
+def fused_under_a_scaler_that_is_not_given(run: Run, kind: str) -> None:
     """The same where the scaler was found."""
     fused(run, kind, "found")
 
@@ -374,7 +374,7 @@ def fused_overflow(run: Run, kind: str) -> None:
 
 @regime(Naive.STEP, scale=[3.0, 8.0, 1000.0])
 def scale_by_hand(run: Run, scale: float) -> None:
-    """A loss scale that nobody told of and is no scaler's: norms are those of the scaled loss, and it shows as a clip."""
+    """A loss scale that is not given and is no scaler's: norms are those of the scaled loss, and it shows as a clip."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -389,7 +389,7 @@ def scale_by_hand(run: Run, scale: float) -> None:
 
 @regime(Naive.ACCUMULATE, scale=[32.0, 1024.0])
 def power_of_two_by_hand(run: Run, scale: float) -> None:
-    """A loss scale that looks like a scaler's is divided out, though nobody told of it."""
+    """A loss scale that could be a scaler's is divided out, though it was not given."""
     model = Perceptron()
     optimizer = sgd(model)
     with run.watching(model, optimizer):
@@ -423,7 +423,7 @@ class ScalerByHand:
 
 @regime(Naive.ACCUMULATE | Naive.STEP)
 def scaler_by_hand_with_clipping(run: Run) -> None:
-    """A growing scale that nobody told of, with clipping in between: sizes are absent or right, never wrong by the scale."""
+    """A growing scale that was not given, with clipping in between: sizes are absent or right, never wrong by the scale."""
     model = Perceptron()
     optimizer = sgd(model)
     scaler = ScalerByHand()

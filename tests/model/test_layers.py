@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from torch_grad_exporter.model.folding import fold
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, ParameterTable, unit_layout
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import LayerFilter
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.units import unit_layout
 
 
 def by_layer(table: ParameterTable) -> dict[str, list[str]]:

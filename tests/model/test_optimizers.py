@@ -38,7 +38,7 @@ def test_an_optimizer_of_another_model_changes_nothing() -> None:
     index, optimizers = made(model)
     own = sgd(model)
     assert optimizers.number(own) == 0
-    model.third = nn.Linear(2, 2)  # not seen yet: whoever refreshes the index would
+    model.third = nn.Linear(2, 2)  # not seen yet: refreshing the index would find it
     before = state(optimizers), state(index)
     for _ in range(2):
         assert not optimizers.concerns(other)

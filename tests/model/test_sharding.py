@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex, unit_layout
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.replicas import Ranks, Replicas
 from torch_grad_exporter.model.sharding import is_behind, is_copy, is_partial, is_sharded, split_dims
+from torch_grad_exporter.model.units import unit_layout
 
 WORLD = 8
 
@@ -69,7 +71,7 @@ def test_of_all_copies_one_counts(names: tuple[str, ...], chosen: tuple[str, ...
             for placements in itertools.product((Replicate(), Shard(0)), repeat=dimensions):
                 part = tuple(c for c, p in zip(coordinates, placements, strict=True) if p.is_shard())
                 if names[0] in ("pp", "stages") and names[0] in chosen and placements[0].is_replicate():
-                    continue  # over stages nobody copies
+                    continue  # nothing is copied over stages
                 seen = counted.setdefault(placements, Counter())
                 key = (part, stage) if names[0] not in chosen else part
                 seen[key] += not is_copy(tensor(mesh, placements))

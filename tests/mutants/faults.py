@@ -157,7 +157,7 @@ AGGREGATION = (
         "        self._baseline.forget(rows)\n",
         "",
         ("aggregation/test_gradients.py",),
-        ("aggregation/test_removed_layers.py", "aggregation/test_totals_by_model.py"),
+        ("aggregation/test_rows_of_removed_layers.py", "aggregation/test_totals_by_model.py"),
     ),
 )
 
@@ -175,8 +175,8 @@ OUTPUTS = (
         "outputs/http/shared.py",
         "        self._families = list(self._scrape())\n"
         "        self._made(form, compressed=False)\n"
-        "        # The age counts from the end, else a scrape of more than a second would be too old for the first who comes "
-        "after it.\n"
+        "        # The age counts from the end, else a scrape of more than a second would be too old for the first "
+        "request after it.\n"
         "        self._finished = self._clock()\n",
         "        self._finished = self._clock()\n"
         "        self._families = list(self._scrape())\n"
@@ -198,7 +198,7 @@ OUTPUTS = (
         "(counts != before) & (counts > 0)",
         "(counts > before) & (counts > 0)",
         ("outputs/live/test_history.py",),
-        ("aggregation/test_removed_layers.py", "outputs/live/test_live.py"),
+        ("aggregation/test_rows_of_removed_layers.py", "outputs/live/test_live.py"),
     ),
     Fault(
         "a new row subtracts the distribution of a removed one",

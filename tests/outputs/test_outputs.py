@@ -128,7 +128,7 @@ def test_what_is_left_when_the_process_ends(ending: str, stays: bool, tmp_path: 
 
 
 def test_the_end_waits_for_one_more_scrape() -> None:
-    """With `linger` the state of the end is seen by whoever comes next, and then the port is free at once."""
+    """With `linger` the next scrape sees the state of the end, and then the port is free at once."""
     exporter = started(linger=30)
     get(exporter, "/metrics")  # one from before does not count
     port, seen = exporter.port, []
@@ -156,7 +156,7 @@ def test_the_end_waits_for_one_more_scrape() -> None:
 
 
 def test_lingering_ends_without_a_scrape() -> None:
-    """Where nobody comes, after the time that was allowed."""
+    """Where no scrape comes, after the time that was allowed."""
     exporter = started(linger=0.5)
     start = time.monotonic()
     exporter.close()
@@ -175,7 +175,7 @@ def test_the_last_values_are_left_for_node_exporter(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """Writing to a pipe that nobody reads stands for a file server that is gone: the end comes within two seconds."""
+    """Writing to a pipe without a reader stands for a file server that is gone: the end comes within two seconds."""
     exporter = started(textfile_dir=tmp_path)
     exporter._outputs._renderer.render = lambda *_: threading.Event().wait(20)  # type: ignore[union-attr,method-assign]
     start = time.monotonic()

@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass
 class FakeCuda:
-    """`torch.cuda` with these devices; whoever asks it too early fails the test."""
+    """`torch.cuda` with these devices; a call that comes too early fails the test."""
 
     devices: list[Mapping[str, Any]] = field(default_factory=lambda: [FILLED])
     initialised: bool = True
@@ -106,20 +106,20 @@ class FakeAccelerator:
         return self.statistics
 
 
-def looked(memory: DeviceMemory) -> tuple[DeviceStatistics, ...]:
-    """What is seen after one more look."""
-    memory.look()
+def refreshed(memory: DeviceMemory) -> tuple[DeviceStatistics, ...]:
+    """What is seen after one more reading."""
+    memory.refresh()
     return memory.snapshot()
 
 
 def test_every_number() -> None:
     """Each statistic is the one of all pools, with the device's memory and its UUID."""
     expected = DeviceStatistics("cuda:0", 300, 1000, 400, 0, 290, 500, 2000, 80_000, 0, 3, UUID)
-    assert looked(DeviceMemory(cuda=FakeCuda(), accelerator=None)) == (expected,)
+    assert refreshed(DeviceMemory(cuda=FakeCuda(), accelerator=None)) == (expected,)
 
 
 def test_the_families() -> None:
-    """The collector shows each number under its name, a 0 as well, and what nobody counts not at all."""
+    """The collector shows each number under its name, a 0 as well, and what is not counted not at all."""
     statistics = [
         DeviceStatistics("cuda:0", 1, 2, 3, 0, 5, 6, 7, 8, 0, 10, UUID),
         DeviceStatistics("cuda:3", 11, 12, None, None, None, 16, 17, None, None, None, None),
@@ -139,18 +139,18 @@ def test_nothing_is_initialised() -> None:
     """Before the program has initialised CUDA nothing else is asked; afterwards the devices are there."""
     cuda, clock = FakeCuda(initialised=False), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    assert looked(memory) == ()
+    assert refreshed(memory) == ()
     cuda.initialised, clock.now = True, 101.0
-    assert [device.device for device in looked(memory)] == ["cuda:0"]
+    assert [device.device for device in refreshed(memory)] == ["cuda:0"]
 
 
 def test_the_real_thing_is_not_initialised() -> None:
-    """With torch's own modules a look initialises neither CUDA nor another accelerator, and finds nothing."""
+    """With torch's own modules a reading initialises neither CUDA nor another accelerator, and finds nothing."""
     script = """
 import torch
 from torch_grad_exporter.resources.devices import DeviceMemory
 memory = DeviceMemory()
-memory.look()
+memory.refresh()
 assert memory.snapshot() == ()
 assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
 """
@@ -158,61 +158,61 @@ assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
 
 
 def test_at_most_once_a_second() -> None:
-    """Within a second of a look nothing is read; a second later it is."""
+    """Within a second of a reading nothing is read; a second later it is."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
     times = [100.0, 100.5, 100.999, 101.0, 101.5, 102.5]
     reads = []
     for clock.now in times:
-        memory.look()
+        memory.refresh()
         reads.append(cuda.reads)
     assert reads == [1, 1, 1, 2, 2, 3]
 
 
-def test_a_look_that_fails_leaves_no_old_numbers() -> None:
-    """What nobody expects is raised, and what was seen before is shown no more, until a look succeeds."""
+def test_a_reading_that_fails_leaves_no_old_numbers() -> None:
+    """An unexpected error is raised, and earlier numbers are no longer shown, until a reading succeeds."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
     clock.now = 100.0
     devices = cuda.devices
-    assert looked(memory)
+    assert refreshed(memory)
     cuda.devices = [None] * len(devices)  # type: ignore[list-item]
     clock.now = 101.0
     with pytest.raises(AttributeError):
-        memory.look()
+        memory.refresh()
     assert memory.snapshot() == ()
     cuda.devices = devices
     clock.now = 102.0
-    assert looked(memory)
+    assert refreshed(memory)
 
 
 def test_the_fast_path() -> None:
-    """A look that is not due costs far less than a microsecond."""
+    """A reading that is not due costs far less than a microsecond."""
     memory = DeviceMemory(cuda=FakeCuda(), accelerator=None)
-    memory.look()
-    assert min(timeit.repeat(memory.look, number=1000, repeat=20)) / 1000 < 2e-6
+    memory.refresh()
+    assert min(timeit.repeat(memory.refresh, number=1000, repeat=20)) / 1000 < 2e-6
 
 
 def test_not_during_a_capture() -> None:
     """While a CUDA graph is captured nothing is read, and what was seen before stays."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    before = looked(memory)
+    before = refreshed(memory)
     cuda.capturing, clock.now = True, 102.0
-    assert looked(memory) == before
+    assert refreshed(memory) == before
     assert cuda.reads == 1
     cuda.capturing, clock.now = False, 104.0
     cuda.devices[0] = FILLED | {"num_ooms": 4}
-    assert looked(memory)[0].ooms == 4
+    assert refreshed(memory)[0].ooms == 4
 
 
 def test_only_devices_in_use() -> None:
     """A device is there once memory was reserved on it, and stays when all is given back and the peaks are reset."""
     cuda, clock = FakeCuda(devices=[EMPTY, FILLED, EMPTY]), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    assert [device.device for device in looked(memory)] == ["cuda:1"]
+    assert [device.device for device in refreshed(memory)] == ["cuda:1"]
     cuda.devices, clock.now = [EMPTY, EMPTY, FILLED], 102.0
-    assert [(device.device, device.reserved) for device in looked(memory)] == [("cuda:1", 0), ("cuda:2", 1000)]
+    assert [(device.device, device.reserved) for device in refreshed(memory)] == [("cuda:1", 0), ("cuda:2", 1000)]
     assert cuda.property_reads == 2
 
 
@@ -220,15 +220,15 @@ def test_after_a_fork() -> None:
     """In a child, where CUDA does not count as initialised, nothing is asked and nothing shown any more."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    assert looked(memory) != ()
+    assert refreshed(memory) != ()
     cuda.initialised, clock.now = False, 102.0
-    assert looked(memory) == ()
+    assert refreshed(memory) == ()
 
 
 def test_an_allocator_that_counts_little() -> None:
     """CUDA's own pool leaves zeros where it does not count: they are absent, and what it counts is there."""
     counted = FILLED | {key: EMPTY[key] for key in ("requested_bytes", "inactive_split_bytes", "num_ooms", "num_alloc_retries")}
-    (device,) = looked(DeviceMemory(cuda=FakeCuda([counted], backend="cudaMallocAsync"), accelerator=None))
+    (device,) = refreshed(DeviceMemory(cuda=FakeCuda([counted], backend="cudaMallocAsync"), accelerator=None))
     assert (device.allocated, device.reserved, device.active, device.peak_allocated) == (300, 1000, 400, 500)
     assert (device.requested, device.inactive_split, device.retries, device.ooms) == (None,) * 4
 
@@ -236,7 +236,7 @@ def test_an_allocator_that_counts_little() -> None:
 def test_a_statistic_that_is_not_there() -> None:
     """What a version of PyTorch does not have is absent."""
     old = {key: value for key, value in FILLED.items() if key not in ("requested_bytes", "num_ooms")}
-    (device,) = looked(DeviceMemory(cuda=FakeCuda([old]), accelerator=None))
+    (device,) = refreshed(DeviceMemory(cuda=FakeCuda([old]), accelerator=None))
     assert (device.requested, device.ooms, device.allocated) == (None, None, 300)
 
 
@@ -244,7 +244,7 @@ def test_properties_without_a_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PyTorch whose devices have no UUID gives none."""
     cuda = FakeCuda()
     monkeypatch.setattr(cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=7))
-    (device,) = looked(DeviceMemory(cuda=cuda, accelerator=None))
+    (device,) = refreshed(DeviceMemory(cuda=cuda, accelerator=None))
     assert (device.total, device.uuid) == (7, None)
 
 
@@ -253,7 +253,7 @@ def test_a_backend_that_cannot_tell(monkeypatch: pytest.MonkeyPatch, failure: Ex
     """It is asked once and left alone, without an error, and nothing of it is shown any more."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    assert looked(memory) != ()
+    assert refreshed(memory) != ()
     asked = []
 
     def refuse(index: int) -> Mapping[str, Any]:
@@ -262,7 +262,7 @@ def test_a_backend_that_cannot_tell(monkeypatch: pytest.MonkeyPatch, failure: Ex
 
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", refuse)
     for clock.now in (102.0, 104.0, 106.0):
-        assert looked(memory) == ()
+        assert refreshed(memory) == ()
     assert asked == [0]
 
 
@@ -275,11 +275,11 @@ def test_another_accelerator() -> None:
         get_device_properties=lambda index: SimpleNamespace(total_memory=9),
     )
     memory = DeviceMemory(cuda=FakeCuda(initialised=False), accelerator=accelerator, module=lambda kind: module, clock=clock)
-    assert looked(memory) == ()
+    assert refreshed(memory) == ()
     assert accelerator.reads == 0
     started.append(1)
     clock.now = 102.0
-    first, second = looked(memory)
+    first, second = refreshed(memory)
     # Of a number that was never anything but 0 it is not known whether it is counted.
     assert first == DeviceStatistics("xpu:0", 300, 1000, 400, None, 290, 500, 2000, 9, None, 3, None)
     assert second.device == "xpu:1"
@@ -293,11 +293,11 @@ def test_an_accelerator_without_a_word_for_initialised() -> None:
         used=lambda: frozenset(used), clock=clock,
     )  # fmt: skip
     used.add("cpu")
-    assert looked(memory) == ()
+    assert refreshed(memory) == ()
     assert accelerator.reads == 0
     used.add("mps")
     clock.now = 102.0
-    (device,) = looked(memory)
+    (device,) = refreshed(memory)
     assert (device.device, device.allocated, device.total) == ("mps:0", 300, None)
 
 
@@ -307,7 +307,7 @@ def test_an_accelerator_that_cannot_tell() -> None:
     module = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1)
     memory = DeviceMemory(cuda=FakeCuda(), accelerator=accelerator, module=lambda kind: module, clock=clock)
     for clock.now in (100.0, 102.0, 104.0):
-        assert [device.device for device in looked(memory)] == ["cuda:0"]
+        assert [device.device for device in refreshed(memory)] == ["cuda:0"]
     assert accelerator.reads == 1
 
 
@@ -315,24 +315,24 @@ def test_cuda_is_not_read_twice() -> None:
     """Where the accelerator is CUDA itself, its devices are there once; and a PyTorch without such statistics is not asked."""
     module = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1)
     cuda = FakeAccelerator("cuda")
-    assert len(looked(DeviceMemory(cuda=FakeCuda(), accelerator=cuda, module=lambda kind: module))) == 1
+    assert len(refreshed(DeviceMemory(cuda=FakeCuda(), accelerator=cuda, module=lambda kind: module))) == 1
     old = SimpleNamespace(current_accelerator=lambda: torch.device("xpu"))
-    assert len(looked(DeviceMemory(cuda=FakeCuda(), accelerator=old, module=lambda kind: module))) == 1
+    assert len(refreshed(DeviceMemory(cuda=FakeCuda(), accelerator=old, module=lambda kind: module))) == 1
 
 
 def test_no_accelerator() -> None:
     """A PyTorch that is built for none has none."""
     none = SimpleNamespace(current_accelerator=lambda: None, memory_stats=lambda index: {})
-    assert looked(DeviceMemory(cuda=FakeCuda(initialised=False), accelerator=none)) == ()
+    assert refreshed(DeviceMemory(cuda=FakeCuda(initialised=False), accelerator=none)) == ()
 
 
 def test_what_is_published_does_not_change() -> None:
     """A snapshot stays what it was when the next look is taken."""
     cuda, clock = FakeCuda(), Clock()
     memory = DeviceMemory(cuda=cuda, accelerator=None, clock=clock)
-    first = looked(memory)
+    first = refreshed(memory)
     cuda.devices, clock.now = [FILLED | {"num_ooms": 9}], 102.0
-    second = looked(memory)
+    second = refreshed(memory)
     assert (first[0].ooms, second[0].ooms) == (3, 9)
     with pytest.raises(AttributeError):
         first[0].ooms = 5  # type: ignore[misc]

@@ -143,7 +143,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
 def test_a_collector_that_is_switched_off_asks_no_device() -> None:
     """Without both collectors that show devices the loop does not look at them either."""
     with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
-        assert exporter._training.capture._loop._periodic is None
+        assert exporter._training.capture._loop._step_end._periodic is None
 
 
 def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
@@ -173,7 +173,7 @@ def test_each_change_of_a_web_configuration_that_is_refused_is_told(tmp_path: Pa
     with start_exporter(Perceptron(), 0, addr="127.0.0.1", web_config_file=file) as exporter:
         for number, text in enumerate(("basic_auth_users: [", "", users), start=1):
             file.write_text(text)
-            exporter._outputs._server._web_config._look_again_at = None  # type: ignore[union-attr]
+            exporter._outputs._server._web_config._check_again_at = None  # type: ignore[union-attr]
 
             def told(expected: int = number) -> bool:
                 with contextlib.suppress(urllib.error.HTTPError):

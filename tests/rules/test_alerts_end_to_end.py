@@ -165,7 +165,7 @@ def failing_collector(training: Training) -> None:
     """What says something of the process fails."""
 
     def broken() -> None:
-        raise OSError("nobody there")
+        raise OSError("no server there")
 
     collector = next(one for one in training.exporter._scrape._collectors if one.name == "process")
     collector.collect = broken  # type: ignore[method-assign, assignment]
@@ -198,7 +198,7 @@ def worsening(training: Training) -> None:
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 PAGER, TEAM, NOBODY = "pager", "team", ""
-"""Who is told. Nobody is of what is only for the dashboards, or follows from something else."""
+"""The receivers. Alerts that are only for the dashboards, or follow from another one, notify nobody."""
 BUDGET = {"every": "auto", "overhead_budget": 1e-6}
 
 
@@ -365,7 +365,7 @@ ALERTS = [(name, alert) for name, case in CASES.items() for alert in case.told]
 
 @pytest.mark.parametrize(("run", "alert"), ALERTS, ids=str)
 def test_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
-    """To whom it should be, once for the run however many ranks and layers it is about; what is for nobody's ears is known."""
+    """To whom it should be, once for the run however many ranks and layers it is about; alerts that notify nobody are known."""
     receiver = CASES[run].told[alert]
     if receiver == NOBODY:
         assert eventually(lambda: (run, alert) in servers.known(), PATIENCE)

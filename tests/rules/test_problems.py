@@ -669,7 +669,7 @@ def test_nothing_known_is_nothing_wrong() -> None:
         assert watch.rates(values, NOW + 60) == {}
 
 
-def test_a_state_that_nobody_tells_is_no_state() -> None:
+def test_a_state_that_is_not_shown_is_no_state() -> None:
     """Without the collector `training` the state is none of the five; what is wrong is told, but for what is about a state."""
     unknown = made(
         None, GRAD_NONFINITE_STEPS={("a", "stepped"): 1.0}, TRAIN_LAST_ACTIVITY_TIMESTAMP=NOW, **layer(GRAD_DEAD_RATIO=1.0)
@@ -724,7 +724,7 @@ def test_layers_that_are_not_finite_are_named(
         watch.remember(made(GRAD_NONFINITE_ELEMENTS=before), NOW - 1000)
         told += watch.problems(made(GRAD_NONFINITE_ELEMENTS=after, **metrics), NOW)
     assert [one.text for one in told] == [
-        f"Gradients were NaN or Inf in 2 steps that nobody skipped, in the last 5 minutes{words}.",
+        f"Gradients were NaN or Inf in 2 unskipped steps, in the last 5 minutes{words}.",
         f"Gradients were NaN or Inf: 30 steps skipped and 0 taken in the last 10 minutes{words}.",
     ]
     assert {(one.layer, one.others) for one in told} == {(layer, others)}
@@ -899,7 +899,7 @@ class Visited(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 - it has one more a
 
 @pytest.mark.parametrize("count", [2000, 4000])
 def test_histograms_of_all_layers_are_found_in_one_walk(count: int) -> None:
-    """Whoever asks for each of so many rows has each looked at once; a row that is not present has none."""
+    """Asking for each of so many rows visits each once; a row that is not present has none."""
     rows = Visited((f"layer{place}",) for place in range(count))
     width = len(c.GRAD_NORM_DISTRIBUTION.buckets) + 1
     counts = np.arange(count, dtype=np.float64)[:, None].repeat(width, axis=1)
@@ -909,3 +909,13 @@ def test_histograms_of_all_layers_are_found_in_one_walk(count: int) -> None:
     assert rows.visits <= count
     assert found[0] is None
     assert [one.tolist() for one in found[1:] if one is not None] == counts[1:].tolist()
+
+
+def test_the_remainder_of_removed_layers_is_no_rows_of_a_rule() -> None:
+    """What removed layers had counted moves to the remainder in one go: rules see the layers that are there, sums see all."""
+    rows = LabelRows((("a", "nan"), ("(removed)", "nan"), ("a", "inf"), ("(removed)", "inf")))
+    values = Values([Family(c.GRAD_NONFINITE_ELEMENTS, np.array([1.0, 500.0, 0.0, 20.0]), rows)])
+    assert dict(values.table(c.GRAD_NONFINITE_ELEMENTS).items()) == {("a", "nan"): 1.0, ("a", "inf"): 0.0}
+    assert sum(value for _, value in values.rows(c.GRAD_NONFINITE_ELEMENTS)) == 521.0
+    only = Values([Family(c.GRAD_CAPTURES, np.array([7.0]), LabelRows((("(removed)",),)))])
+    assert only.table(c.GRAD_CAPTURES).rows == ()

@@ -34,7 +34,8 @@ from tests.support.record import Recorder, norm
 from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, reference
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
@@ -49,7 +50,14 @@ class OnDevice(EagerStatistics):
         super().__init__(dead_window, layout, on_host=frozenset())
 
 
-both_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice], ids=["host", "device"])
+class InChunks(EagerStatistics):
+    """The same, of large ones in as many chunks as can be."""
+
+    def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
+        super().__init__(dead_window, layout, on_host=frozenset(), chunk_elements=1)
+
+
+all_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice, InChunks], ids=["host", "device", "chunks"])
 
 
 def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
@@ -90,7 +98,7 @@ TWICE = torch.sparse_coo_tensor([[0, 0, 2]], torch.ones(3, 2), (5, 2), check_inv
 ONE_LARGE = torch.full((64, 1024), 2.3e-4).index_fill(1, torch.tensor([0]), 1.0)
 
 
-@both_paths
+@all_paths
 @given(models(SMALL | LARGE))
 # Found once: small squares beside a large one, rounded away where torch sums up in one accumulator.
 @example([given_gradient(ONE_LARGE.t().contiguous().t())])
@@ -119,7 +127,7 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
     del model
 
 
-@both_paths
+@all_paths
 @given(models(SMALL | LARGE), st.data())
 def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: list[Drawn], data: st.DataObject) -> None:
     """All that is measured has the same bits among any other gradients and alone; only a sum may be rounded otherwise."""
@@ -152,7 +160,7 @@ def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
     del model
 
 
-@both_paths
+@all_paths
 @given(st.sampled_from(REAL), FULL | LARGE, st.data())
 def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, shape: Shape, data: st.DataObject) -> None:
     """For elements in another order, of the other sign, or times a power of two, counts stay and values follow."""
@@ -182,7 +190,7 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
 UNIT = {"zero": [0.0, -0.0], "alive": [0.0, -1e-30], "infinite": [INF, 0.0], "nan": [NAN, 1.0]}
 
 
-@both_paths
+@all_paths
 @given(st.data())
 def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[EagerStatistics], data: st.DataObject) -> None:
     """Over any samples of any of the parameters, read in one or two parts, taken once or again, dead units are those by hand."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.support.statistics import WITH_MOMENTS, by_position
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, device, reference
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, batches
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS

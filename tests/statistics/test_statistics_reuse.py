@@ -189,7 +189,7 @@ def test_two_threads_do_not_share_the_memory_they_work_in() -> None:
     assert wrong == []
 
 
-def test_a_sample_in_somebodys_inference_mode_does_no_harm() -> None:
+def test_a_sample_in_inference_mode_does_no_harm() -> None:
     """Memory that was first needed in an inference mode can be used after it."""
     gradients = [some((8, 6), torch.bfloat16), some((8, 6), torch.bfloat16)]
     statistics, table = EagerStatistics(9), plan_of(Bare((8, 6), (8, 6), dtype=torch.bfloat16))

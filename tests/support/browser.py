@@ -49,7 +49,7 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """A page, and all that it said to the console and asked of anybody."""
+    """A page, and all its lines on the console and its requests."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Visit:
         return self.page
 
     def origins(self) -> set[str]:
-        """Whom it asked. Pictures within the page itself, as `data:`, are asked of nobody."""
+        """The servers of its requests. Pictures within the page itself, as `data:`, need none."""
         asked = [urlsplit(request.url) for request in self.requests if not request.url.startswith("data:")]
         return {f"{one.scheme}://{one.netloc.rpartition('@')[2]}" for one in asked}
 
@@ -82,7 +82,7 @@ class Visit:
         return found
 
     def picture(self, name: str) -> None:
-        """Leaves a picture of the whole page, if somebody wants any."""
+        """Leaves a picture of the whole page, if one is wanted."""
         if PICTURES:
             Path(PICTURES).mkdir(parents=True, exist_ok=True)
             self.page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)

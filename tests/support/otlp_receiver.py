@@ -373,7 +373,7 @@ class Liar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Who is let go comes again at once, and is to find nobody.
+        # A client whose connection ends comes again at once, and must find no server.
         self._full.set()
         self._threads[0].join(5)
         self._socket.close()
@@ -383,7 +383,7 @@ class Liar:
 
 
 def refused() -> str:
-    """An endpoint where nobody listens."""
+    """An endpoint without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 

@@ -95,8 +95,8 @@ class Named:
     units: Callable[[torch.Tensor], torch.Tensor] | None
 
 
-def named_parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
-    """The parameters that require a gradient, each once, with the layer that owns it."""
+def named_parameters(models: Mapping[str, torch.nn.Module], *, frozen: bool = False) -> list[Named]:
+    """The parameters that require a gradient, and the frozen ones if asked for, each once, with the layer that owns it."""
     found: dict[int, Named] = {}
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
@@ -105,7 +105,7 @@ def named_parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
                 owner = ".".join(part for part in owner.split(".") if part != wrapper)
             layer = ".".join(part for part in (prefix, owner or own) if part)
             full = f"{prefix}.{name}" if prefix else name
-            if parameter.requires_grad:
+            if parameter.requires_grad or frozen:
                 units = _units_of(model.get_submodule(name.rpartition(".")[0]), parameter)
                 found.setdefault(id(parameter), Named(full, layer, parameter, units))
     return list(found.values())
@@ -187,8 +187,11 @@ class Recorder:
         self.optimizers: dict[str, _Optimizer] = {}
         self.use(optimizers)
         self.layers: dict[str, _Layer] = {}
+        self.removed: dict[Key, float] = {}
         self._shown: set[str] = set()
+        self._exist: set[str] = set()
         self._in_parts: set[str] = set()
+        self._ever_in_parts: set[str] = set()
         self.backwards = 0
         self.skips = 0
         self.unscale = 1.0
@@ -219,6 +222,7 @@ class Recorder:
             self._settle("stepped")
         self.backwards += 1
         # A gradient that says nothing is neither read nor missing.
+        self._exist = {n.layer for n in named_parameters(self.models, frozen=True)}
         self._seen = [n for n in named_parameters(self.models) if n.parameter.grad is None or telling(n.parameter.grad)]
         skip = set(unused)
         self._gradients = {
@@ -251,9 +255,11 @@ class Recorder:
         self._settle(outcome)
 
     def _settle(self, outcome: str) -> None:
-        """The round is over; layers that are frozen or gone are no longer shown."""
+        """The round is over; of layers that are frozen only the totals are shown, and of those that are gone their sum."""
         self._shown = {one.layer for one in self._seen}
         self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter)}
+        self._ever_in_parts |= self._in_parts
+        self._remove()
         stepped = {*self._after, *self._skipping} or set(self.optimizers)
         owned = set().union(*(self.optimizers[name].owned() for name in stepped))
         for one in self._seen:
@@ -274,6 +280,14 @@ class Recorder:
             own_outcome = "skipped" if name in self._skipping else outcome
             self._settle_optimizer(self.optimizers[name], self._after.get(name), own_outcome)
         self._after, self._gradients, self._skipping = {}, {}, set()
+
+    def _remove(self) -> None:
+        """Adds up the totals of layers that are gone."""
+        for name in self.layers.keys() - self._exist:
+            for one, total in self._totals_of(name, self.layers.pop(name)):
+                if not self._of_others_too(one):
+                    whole = key(one[0], **{**dict(one[1]), "layer": "(removed)"})
+                    self.removed[whole] = self.removed.get(whole, 0) + total
 
     def _settle_optimizer(self, one: _Optimizer, after: list[torch.Tensor] | None, outcome: str) -> None:
         owned = one.owned()
@@ -299,8 +313,8 @@ class Recorder:
             key("torch_train_steps_total"): sum(one.steps for one in self.optimizers.values()),
         }
         for name, layer in self.layers.items():
-            if name in self._shown:
-                found.update(self._of_layer(name, layer))
+            found.update(self._of_layer(name, layer) if name in self._shown else self._totals_of(name, layer))
+        found.update(self.removed)
         for name, optimizer in self.optimizers.items():
             found.update(_of_optimizer(name, optimizer))
         return {self._as_part(one): value for one, value in found.items() if not self._of_others_too(one)}
@@ -313,16 +327,17 @@ class Recorder:
     def _of_others_too(self, one: Key) -> bool:
         """Whether this rank alone cannot know it."""
         name = one[0].removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
-        part = dict(one[1]).get("layer") in self._in_parts
+        part = dict(one[1]).get("layer") in self._ever_in_parts
         return (part and name in OF_A_WHOLE_LAYER) or (bool(self._in_parts) and name in OF_ALL_LAYERS)
 
-    def _of_layer(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
-        yield key("torch_grad_missing_parameters", layer=name), layer.missing
-        tensors = [[gradient for _, gradient in sample] for sample in layer.samples]
-        norms = [norm(sample) for sample in tensors]
+    def _counted(self, layer: _Layer) -> list[list[torch.Tensor]]:
+        """By sample, the gradients that count here in sums over ranks."""
         counts = counting(self.models.values())
-        counted = [[gradient for one, gradient in sample if counts(one.parameter)] for sample in layer.samples]
-        finite = [n for n in norms if math.isfinite(n)]
+        return [[gradient for one, gradient in sample if counts(one.parameter)] for sample in layer.samples]
+
+    def _totals_of(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
+        """What only grows."""
+        norms, counted = [norm(gradient for _, gradient in sample) for sample in layer.samples], self._counted(layer)
         yield key("torch_grad_captures_total", layer=name), len(norms)
         yield (
             key("torch_grad_norm_squared_accumulated_total", layer=name),
@@ -331,16 +346,22 @@ class Recorder:
         for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)):
             count = sum(int(test(t).sum()) for sample in counted for t in sample)
             yield key("torch_grad_nonfinite_elements_total", layer=name, kind=kind), count
-        yield from _histogram("torch_grad_norm_distribution", finite, DECADES, layer=name)
-        score, spikes = baseline(norms)
-        yield key("torch_grad_norm_spikes_total", layer=name), spikes
-        if not norms:
+        yield from _histogram("torch_grad_norm_distribution", [n for n in norms if math.isfinite(n)], DECADES, layer=name)
+        yield key("torch_grad_norm_spikes_total", layer=name), baseline(norms)[1]
+
+    def _of_layer(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
+        yield key("torch_grad_missing_parameters", layer=name), layer.missing
+        yield from self._totals_of(name, layer)
+        if not layer.samples:
             return
+        tensors = [[gradient for _, gradient in sample] for sample in layer.samples]
+        norms = [norm(sample) for sample in tensors]
+        finite, score = [n for n in norms if math.isfinite(n)], baseline(norms)[0]
         if score is not None:
             yield key("torch_grad_norm_zscore", layer=name), score
         if finite and time.monotonic() - self._started < 50:
             yield key("torch_grad_norm_recent_max", layer=name), max(finite)
-        for metric, value in self._of_last_sample(layer, tensors[-1], norms[-1], norm(counted[-1])):
+        for metric, value in self._of_last_sample(layer, tensors[-1], norms[-1], norm(self._counted(layer)[-1])):
             yield key(metric, layer=name), value
 
     def _of_last_sample(self, layer: _Layer, last: list[torch.Tensor], whole: float, counted: float) -> Iterator[tuple[str, float]]:
@@ -407,7 +428,7 @@ class Recorder:
         return wrong + ([f"errors: {failures}"] if failures else [])
 
     def _unknown(self, one: Key) -> bool:
-        """Whether nobody recorded what this series should say."""
+        """Whether there is no record of what this series should say."""
         slow = one[0] == "torch_grad_norm_recent_max" and time.monotonic() - self._started >= 50
         return slow or (one[0] in MOMENTS and not self._moments)
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from torch_grad_exporter.transfer.transfer import RING, SENTINEL, Arrived, HostTransfer, Tail, Ticket, _Buffer, _UnderWay
+from torch_grad_exporter.transfer.transfer import (
+    RING,
+    SENTINEL,
+    SENTINEL_OF_FLOAT32,
+    Arrived,
+    HostTransfer,
+    Tail,
+    Ticket,
+    _Buffer,
+    _UnderWay,
+)
 
 
 class FakeEvent:
@@ -30,6 +40,7 @@ class FakeVector:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.asked_for: list[str] = []
 
     def detach(self) -> FakeVector:
         return self
@@ -39,7 +50,13 @@ class FakeVector:
 
     def double(self) -> torch.Tensor:
         """What a launched copy leaves in the buffer: what was there."""
+        self.asked_for.append("float64")
         return torch.from_numpy(np.full(self._size, SENTINEL).view(np.float64))
+
+    def float(self) -> torch.Tensor:
+        """The same of a device that has no float64."""
+        self.asked_for.append("float32")
+        return torch.from_numpy(np.full(self._size, SENTINEL_OF_FLOAT32).view(np.float32))
 
 
 @dataclass
@@ -52,7 +69,7 @@ class Launched:
 
     def fill(self, values: list[float], start: int = 0) -> None:
         """What the copy engine does: values appear in the buffer."""
-        self.buffer.memory[start : start + len(values)] = torch.tensor(values, dtype=torch.float64)
+        self.buffer.memory[start : start + len(values)] = torch.tensor(values, dtype=self.buffer.memory.dtype)
 
 
 class FakeDevice(HostTransfer):
@@ -120,6 +137,36 @@ def test_any_number_can_travel() -> None:
     assert found is not None
     assert np.array_equal(found, np.array(values), equal_nan=True)
     assert np.signbit(found[5])
+
+
+def test_a_device_without_float64_sends_float32() -> None:
+    """Its vectors are converted to no float64 there; each number that float32 has arrives as it is, and as float64 in numpy."""
+    transfer = FakeDevice(wide=lambda _device: torch.float32)
+    vector = FakeVector(8)
+    transfer.send(vector)  # type: ignore[arg-type]
+    assert vector.asked_for == ["float32"]
+    values = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, float(np.float32(1e-45)), 0.5]
+    for _ in range(RING + 3):
+        sent = transfer.launch(len(values))
+        assert sent.buffer.memory.dtype is torch.float32
+        sent.fill(values[:-1])
+        assert sent.ticket.ready() is None
+        sent.fill(values[-1:], start=len(values) - 1)
+        found = sent.ticket.ready()
+        assert found is not None
+        assert found.dtype == np.float64
+        assert np.array_equal(found, np.array(values), equal_nan=True)
+        sent.event.done = True
+
+
+def test_no_arithmetic_of_float32_yields_its_sentinel() -> None:
+    """It is a NaN, and neither 0/0, Inf-Inf, nor a conversion of another type's NaN has its bits."""
+    assert np.isnan(np.array([SENTINEL_OF_FLOAT32]).view(np.float32))
+    zero = torch.zeros(1)
+    nans = torch.cat([torch.tensor([np.nan, -np.nan]), zero / zero, 1 / zero - 1 / zero])
+    others = [nans.to(dtype).float() for dtype in (torch.float64, torch.bfloat16, torch.float16)]
+    for nan in torch.cat([nans, *others, nans * 2, nans + 1, -nans]):
+        assert nan.numpy().view(np.uint32) != SENTINEL_OF_FLOAT32
 
 
 def test_the_sentinel_is_a_nan_that_no_arithmetic_yields() -> None:

@@ -57,7 +57,7 @@ class Baselines:
     _row_of_spikes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def grow(self, rows: int) -> None:
-        """Makes room for `rows` rows; new ones are empty."""
+        """Grows to `rows` rows; new ones are empty."""
         more = rows - len(self._count)
         if more > 0:
             self._values = np.concatenate([self._values, np.full((more, WINDOW), np.nan)])
@@ -65,7 +65,7 @@ class Baselines:
             self._row_of_spikes = np.concatenate([self._row_of_spikes, np.zeros(more, dtype=np.int64)])
 
     def forget(self, rows: IntArray) -> None:
-        """Empties rows: they are given to something else."""
+        """Empties rows, which are assigned to something else."""
         self._values[rows], self._count[rows], self._row_of_spikes[rows] = np.nan, 0, 0
 
     def judge(self, rows: IntArray, samples: FloatArray) -> Verdict:

@@ -59,8 +59,8 @@ def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full:
     elif agree:
         coefficient = float(np.median(ratios))
     else:
-        coefficient = None  # nobody knows the factor of the whole
-    # What clips makes no gradient longer, and may make only some shorter.
+        coefficient = None  # the factor of the whole is unknown
+    # Clipping makes no gradient longer, and may make only some of them shorter.
     cut = not agree and bool(ratios.max() <= 1 + UNTOUCHED)
     return Clipping(coefficient, clipped=cut or (coefficient or 1.0) < 1 - UNTOUCHED, disagree=not agree)
 
@@ -86,7 +86,7 @@ def is_unscaling(ratio: float) -> bool:
 
 def _norm(parts: FloatArray) -> float:
     """The L2 norm of a vector whose parts have these norms, shape (parts,), without overflow."""
-    with np.errstate(all="ignore"):  # NaN and Infinity are what is looked for here
+    with np.errstate(all="ignore"):  # NaN and Infinity are detected here
         largest = float(parts.max(initial=0.0))
         scale = largest if 0 < largest < math.inf else 1.0
         return float(np.sqrt(np.square(parts / scale).sum()) * scale)

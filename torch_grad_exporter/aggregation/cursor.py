@@ -1,8 +1,8 @@
 """Cursors: each consumer reads what is new since its own last read, and takes nothing from the others.
 
-A producer keeps what has come since anybody's last read. When one consumer reads, that part is handed on to all the others
-first, each of which has one summary of its own (a largest value, a mean), however long it stays away. So a consumer that has
-not read for days gets the largest of all these days, and memory grows with the number of cursors, never with time. A cursor
+A producer keeps what has come since the last read by any consumer. When one consumer reads, that part is first merged into the
+summaries of all the others. Each has one summary (a largest value, a mean), however long it does not read. So a consumer that
+has not read for days gets the largest of all these days, and memory grows with the number of cursors, never with time. A cursor
 that its consumer has dropped is forgotten.
 """
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Cursor:
-    """Where one consumer has read to. Belongs to that consumer; the producers know it weakly."""
+    """How far one consumer has read. Belongs to that consumer; the producers reference it weakly."""
 
     __slots__ = ("__weakref__",)
 

@@ -20,7 +20,7 @@ class DeclaredValues:
         self._values = np.zeros((len(self._places), 0))
 
     def grow(self, layers: int) -> None:
-        """Makes room for so many layers."""
+        """Grows to so many layers."""
         more = np.full((len(self._places), layers - self._values.shape[1]), np.nan)
         self._values = np.concatenate([self._values, more], axis=1)
 

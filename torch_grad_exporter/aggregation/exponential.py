@@ -1,4 +1,4 @@
-"""Distributions of norms by exponential buckets, for outputs that want them; the classic buckets are in `tables`."""
+"""Distributions of norms by exponential buckets, for outputs that use them; the classic buckets are in `tables`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Counts = Mapping[int, int]
 
 @dataclass(slots=True)
 class ExponentialCounts:
-    """Counts observations by row and bucket. A row takes what its observations need: norms of a layer lie close together."""
+    """Counts observations by row and bucket. A row takes only the memory that it needs: norms of a layer are similar."""
 
     _rows: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -27,7 +27,7 @@ class ExponentialCounts:
             counts[bucket] = counts.get(bucket, 0) + 1
 
     def forget(self, rows: IntArray) -> None:
-        """Empties rows: they are given to something else."""
+        """Empties rows, which are assigned to something else."""
         for row in rows.tolist():
             self._rows.pop(row, None)
 
@@ -51,7 +51,7 @@ def buckets(values: FloatArray) -> IntArray:
     OpenTelemetry, metrics data model, section ExponentialHistogram: bucket i is over (base ** i, base ** (i + 1)] with
     base = 2 ** (2 ** -SCALE).
     """
-    # Mantissa and exponent apart, and log1p: so a power of two and its next neighbour are on the right sides of the border.
+    # Mantissa and exponent separately, and log1p, so that a power of two and its next neighbour fall into the right buckets.
     mantissas, exponents = np.frexp(values)
     within = np.ceil((1 << SCALE) * np.log1p(2 * mantissas - 1) / np.log(2))
     found: IntArray = (exponents.astype(np.int64) - 1 << SCALE) + within.astype(np.int64) - 1

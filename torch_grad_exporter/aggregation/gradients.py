@@ -15,7 +15,7 @@ import numpy as np
 from torch_grad_exporter.aggregation.cursor import Cursor, Unread
 from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
-from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
+from torch_grad_exporter.aggregation.layer_totals import NONE_UNTRACKED, LayerTotals, UntrackedLayers
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
 from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
@@ -24,8 +24,8 @@ from torch_grad_exporter.aggregation.probes import Probes
 from torch_grad_exporter.aggregation.settlement import Settlement
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.model.layers import ParameterTable
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Hints, Local, OutcomeResolved, Weights
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Local, OutcomeResolved, Weights
 
 GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights
 
@@ -50,7 +50,7 @@ class GradientSnapshot:
     undelivered: int
     norm_observed: bool
     local: Mapping[int, LocalValues]
-    untracked: UntrackedLayers = field(default_factory=UntrackedLayers)
+    untracked: UntrackedLayers = NONE_UNTRACKED
     exponential: tuple[Counts, ...] | None = None
     exponential_totals: tuple[Counts, ...] | None = None
     declared: Mapping[str, FloatArray] = field(default_factory=dict)
@@ -70,20 +70,22 @@ class NewGradients:
 
 
 class GradientAggregation:
-    """Adds up samples. `hints`: where it tells which parameters are worth probing for clipping.
+    """Adds up samples. `decisions`: where it tells which parameters are worth probing for clipping.
 
     `exponential`: counts the same norms by exponential bucket, too, if it is given. `declared`: the values of other
     statistics. For one thread at a time.
     """
 
-    def __init__(self, hints: Hints, exponential: Exponentials | None = None, declared: DeclaredValues | None = None) -> None:
+    def __init__(
+        self, decisions: Decisions, exponential: Exponentials | None = None, declared: DeclaredValues | None = None
+    ) -> None:
         self._pending = PendingSample()
         self._settlement = Settlement()
         self._layers = LayerTotals(None if exponential is None else exponential.layers, declared or DeclaredValues())
         self._observed = ObservedNorm(None if exponential is None else exponential.observed)
         self._optimizers = OptimizerTotals(self._observed, None if exponential is None else exponential.optimizers)
         self._local = LocalTotals()
-        self._probes = Probes(hints)
+        self._probes = Probes(decisions)
         self._undelivered = 0
         self._unread: Unread[int] = Unread(int, int.__add__)
         self._samples_read = 0
@@ -95,7 +97,7 @@ class GradientAggregation:
 
     def apply(self, event: GradientEvent) -> None:
         """Takes one event; its vectors have arrived."""
-        with np.errstate(all="ignore"):  # NaN and overflow are what is looked for here
+        with np.errstate(all="ignore"):  # NaN and overflow are detected here
             self._apply(event)
 
     def _apply(self, event: GradientEvent) -> None:
@@ -154,7 +156,7 @@ class GradientAggregation:
     def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
 
-        `more_to_come`: events that may tell the outcome of the pending sample are known to be under way.
+        `more_to_come`: events that may resolve the outcome of the pending sample are known to be under way.
         """
         if not more_to_come:
             self.expire(now)

@@ -19,7 +19,7 @@ from torch_grad_exporter.aggregation.samples import Groups, Sample, grouped_norm
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import DECADE_BOUNDS, RECENT_SECONDS, Records, enter_norms, new_layers
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray, IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import Weights
 
@@ -34,6 +34,9 @@ class UntrackedLayers:
     labels: tuple[str, ...] = ()
     values: Records = field(default_factory=lambda: new_layers(0))
     exponential: tuple[Counts, ...] = ()
+
+
+NONE_UNTRACKED = UntrackedLayers()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +110,7 @@ class LayerTotals:
         self._judge(Groups.of(sample, settled.gradients(settled.unmeasured)), sample)
 
     def _show_missing(self, settled: Settled) -> None:
-        """Parameters that got no gradient, in the layers that the sample says anything of."""
+        """Parameters that got no gradient, in the layers that the sample covers."""
         table, sample = settled.sample.captured.table, settled.sample
         missing = np.zeros(len(table.tracked), dtype=np.bool_)
         missing[sample.captured.missing] = True
@@ -196,11 +199,13 @@ class LayerTotals:
 
     def _untracked(self) -> UntrackedLayers:
         labels = self._labels.untracked
+        if not labels and not self._removed.there:
+            return NONE_UNTRACKED
         rows = self._labels.of(labels)
         shown = self._values["shown"][rows]
         labels, rows = tuple(compress(labels, shown.tolist())), rows[shown]
         values, counts = self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist())
-        if not self._removed.there or REMOVED in labels:
+        if not self._removed.there or REMOVED in self._labels:  # a module may be called so: no series is there twice
             return UntrackedLayers(labels, values, counts)
         more = () if self.exponential is None else (self._removed.counts(),)
         return UntrackedLayers((*labels, REMOVED), np.concatenate([values, self._removed.record()]), counts + more)

@@ -1,12 +1,12 @@
-"""What local norms say on the host: this rank's norm, and the gradient noise scale.
+"""What follows from local norms on the host: this rank's norm, and the gradient noise scale.
 
-The simple noise scale is B_simple = tr(Sigma) / |G|^2: of the gradient of a single sample, the variance, summed over all
-parameters, over the squared norm of its mean. It says at which batch size noise and signal are of one size: well below, twice
-the batch is worth nearly twice the step; well above, it is hardly worth anything.
+The simple noise scale is B_simple = tr(Sigma) / |G|^2: the variance of the gradient of a single training example, summed over
+all parameters, divided by the squared norm of the mean gradient. At this batch size noise and signal are equal: well below it,
+twice the batch is worth nearly twice the step; well above it, a larger batch gains hardly anything.
 
 Source: McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training", 2018
-(arXiv:1812.06162), appendix A.1. A gradient over B samples has E|G_B|^2 = |G|^2 + tr(Sigma) / B. So two batch sizes, here the b
-samples of one rank and the B of all ranks together, give estimates of both terms that are right on average:
+(arXiv:1812.06162), appendix A.1. A gradient over B examples has E|G_B|^2 = |G|^2 + tr(Sigma) / B. So two batch sizes, here the b
+examples of one rank and the B of all ranks together, give estimates of both terms that are right on average:
 
     |G|^2     = (B |G_B|^2 - b |G_b|^2) / (B - b)
     tr(Sigma) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
@@ -40,7 +40,7 @@ ENOUGH = 20
 
 BATCHES_ENOUGH = 8
 BATCHES_REMEMBERED = 512
-"""Rounds over which observed samples are counted: at least, and until older ones are halved."""
+"""Rounds over which observed examples are counted: at least, and until older ones are halved."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class NoiseScale:
     noise: float = 0.0
 
     def add(self, local: float, reduced: float, *, batch: float, whole: float) -> None:
-        """A sample: squared norms over `batch` samples and over `whole`, of which those are a part; not finite, it is left out."""
+        """Takes squared norms over `batch` examples and over `whole`, which include those; non-finite ones are left out."""
         if not 0 < batch < whole or not math.isfinite(local + reduced):
             return
         signal = (whole * reduced - batch * local) / (whole - batch)
@@ -65,7 +65,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in samples, `None` while it is not known."""
+        """The noise scale in training examples, `None` while it is not known."""
         if self.count < ENOUGH or self.signal <= 0 or self.noise < 0:
             return None
         found = self.noise / self.signal
@@ -74,9 +74,9 @@ class NoiseScale:
 
 @dataclass(slots=True)
 class Batches:
-    """Samples to a round from what the user observes: there it is not known which round they belong to.
+    """Training examples per round, from what the user observes: which round an observed number belongs to is not known.
 
-    Counted are the rounds from one observation to another, and the samples of all but the first of these.
+    Counted are the rounds from one observation to another, and the examples of all observations but the first.
     """
 
     _samples: float = 0.0
@@ -86,7 +86,7 @@ class Batches:
     _began: bool = False
 
     def observed(self, samples: float) -> None:
-        """Takes an observed number."""
+        """Takes an observed number of examples."""
         rounds, self._since = self._since if self._began else 0, 0
         self._began = True
         self._rounds += rounds
@@ -106,7 +106,7 @@ class Batches:
 
     @property
     def size(self) -> float | None:
-        """Samples to a round; `None` while it is not known."""
+        """Training examples per round; `None` while it is not known."""
         return self._samples / self._rounds if self._rounds >= BATCHES_ENOUGH and self._samples > 0 else None
 
 

@@ -29,7 +29,7 @@ class ObservedNorm:
     _baseline: Baselines = field(default_factory=Baselines)
     _peaks: Peaks = field(default_factory=Peaks)
     _untold: bool = False
-    """Whether the last norm was not finite, and what became of its step is still to be told."""
+    """Whether the last norm was not finite, and the outcome of its step is not known yet."""
 
     @property
     def there(self) -> bool:
@@ -51,7 +51,7 @@ class ObservedNorm:
             self.exponential.observe(_ROW[: len(entered)], entered)
 
     def sampled(self) -> None:
-        """A sample of the step itself says whether its gradients were finite."""
+        """A sample of the step itself shows whether its gradients were finite."""
         self._untold = False
 
     def resolve(self, outcome: Outcome) -> None:
@@ -61,7 +61,7 @@ class ObservedNorm:
             self._untold = False
 
     def replace_norms(self, totals: Records) -> None:
-        """Puts the observed norms in the place of the captured ones, in a table of one row."""
+        """Replaces the captured norms by the observed ones, in a table of one row."""
         if self._totals is not None:
             for name in _OF_NORMS:
                 totals[name] = self._totals[name]

@@ -79,7 +79,7 @@ class OptimizerTotals:
                 self.exponential.observe(np.full(len(entered), row), entered)
 
     def _row(self, optimizer: int) -> int:
-        """The row of an optimizer; the first one takes over the row of samples before any was known."""
+        """The row of an optimizer; the first one takes over the row of samples from before any optimizer was known."""
         if optimizer not in self._row_of:
             if UNOWNED in self._row_of:
                 self._row_of = {optimizer if o == UNOWNED else o: row for o, row in self._row_of.items()}

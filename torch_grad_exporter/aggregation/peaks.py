@@ -1,4 +1,4 @@
-"""Peaks: what was largest since a consumer's last read, so that a look now and then misses no spike between."""
+"""Peaks: what was largest since a consumer's last read, so that no spike between two reads is missed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Peaks:
     _unread: Unread[FloatArray] = field(default_factory=lambda: Unread(_none, _farther))
 
     def grow(self, rows: int) -> None:
-        """Makes room for `rows` rows; new ones are empty."""
+        """Grows to `rows` rows; new ones are empty."""
         self._latest = _widened(self._latest, rows)
 
     def enter(self, rows: IntArray | Sequence[int], first: FloatArray, second: FloatArray) -> None:
@@ -32,7 +32,7 @@ class Peaks:
         self._latest[:, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(kept)), values, kept)
 
     def forget(self, rows: IntArray) -> None:
-        """Empties rows, for all consumers: they are given to something else."""
+        """Empties rows for all consumers; they are assigned to something else."""
         for values in (self._latest, *self._unread.summaries()):
             values[:, rows[rows < values.shape[1]]] = np.nan
 

@@ -16,7 +16,7 @@ from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Out
 
 PATIENCE = 1.0
 PATIENCE_AMID = 10.0
-"""Seconds after which a pending sample is counted although nothing tells what became of its step; the longer one while more
+"""Seconds after which a pending sample is counted although the outcome of its step is unknown; the longer one while more
 backwards of its round may follow, as at the start of a run that accumulates."""
 
 
@@ -96,13 +96,13 @@ class PendingSample:
     def _thrown_away(self, event: Captured) -> bool:
         """Whether the pending gradients were thrown away before this capture of the same round.
 
-        Training goes on from such gradients nowhere: this was a skipped step and not the first of two passes.
+        No training continues from such gradients: this was a skipped step and not the first of two passes.
         """
         pending = self._sample
         return pending is not None and pending.captured.round == event.round and event.again and pending.nonfinite()
 
     def _guessed(self, outcome: Outcome, *, over: bool = True) -> Ended | None:
-        """The pending sample, though nothing tells which optimizers stepped."""
+        """The pending sample, though it is not known which optimizers stepped."""
         sample = self._sample
         if sample is None:
             return None

@@ -60,7 +60,7 @@ class Settlement:
     """Settles samples, and remembers what earlier ones have shown of scalers."""
 
     _scaled_by_hand: set[int] = field(default_factory=set)
-    """The optimizers whose gradients have shown a loss scale that nothing told of."""
+    """The optimizers whose gradients have shown a loss scale that was not known otherwise."""
     _faithful: dict[tuple[frozenset[int], int], bool] = field(default_factory=dict)
     """By the owners of what a round wrote: whether an optimizer stepped in each of them in which its gradients were finite."""
 
@@ -77,7 +77,7 @@ class Settlement:
         return Settled(sample, closed, shown, frozenset(left_out), shown - ended.counted, shown - ended.measured, verdicts)
 
     def _overflowed(self, sample: Sample, closed: Closed) -> set[int]:
-        """The optimizers that a gradient scaler left out: they step on gradients such as these whenever theirs are finite.
+        """The optimizers that a gradient scaler left out: they step after such backwards whenever their gradients are finite.
 
         A generator's backward writes gradients of the discriminator, too, whose optimizer steps in no such round.
         """
@@ -118,7 +118,7 @@ class Settlement:
             for part in event.parts:
                 after[part.positions] = arrived(part)[:, 0] / own_scale
                 measured[part.positions] = True
-            if event.loss_scale is not None:  # of the scaler that stands among the step's callers
+            if event.loss_scale is not None:  # of the scaler that was found among the step's callers
                 sample.unscale(float(values(event.loss_scale.ready())[0]))
         measured &= sample.present
         mine = {optimizer: sample.present & (closed.owners == optimizer) for optimizer in closed.stepped}

@@ -28,7 +28,8 @@ LAYER = np.dtype(
         "squared_total", "captures", "spikes", "nans", "infs", "bucket_sum",
     )]
     + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,))]
-    + [(name, np.bool_) for name in ("sized", "shown", "sharded", "summed")]
+    + [(name, np.bool_) for name in ("sized", "shown", "sharded", "summed")],
+    align=True,
 )  # fmt: skip
 """One layer's values; NaN where a value was never had, but for the totals.
 

@@ -19,7 +19,7 @@ RATIO_STEPS = 1000
 """Steps over which the overhead ratio is taken."""
 
 SLOWEST_STEPS = 128
-"""Steps among which the slowest is looked for."""
+"""Steps over which the slowest is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class TrainingTotals:
         self._duration_sum += sum(event.seconds)
 
     def observed(self, event: Observed, value: float) -> None:
-        """Takes an observed value; `samples` and `tokens` add up, the others replace the value before."""
+        """Takes an observed value; `samples` (training examples) and `tokens` add up, the others replace the value before."""
         if event.labels:
             self._learning_rates[event.labels] = value
         elif event.name in ("samples", "tokens"):

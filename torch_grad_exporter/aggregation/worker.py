@@ -35,22 +35,22 @@ from torch_grad_exporter.transfer.events import (
 from torch_grad_exporter.transfer.transfer import Ticket
 
 CLOSE_SECONDS = 0.5
-"""That `close` waits for whoever is at work here."""
+"""How long `close` waits for a drain under way."""
 
 WAIT_SECONDS = 0.5
-"""That a scrape waits for a drain; then it has the values from before."""
+"""How long a scrape waits for a drain; then it has the values from before."""
 
 MOST_WAITING = 1 << 13
 """Events that wait at most; beyond, the first of them is given up."""
 
 IDLE_SECONDS = 0.2
-"""Between two looks into the mailbox when nothing is under way."""
+"""Between two checks of the mailbox when nothing is under way."""
 
 POLL_SECONDS = 0.005
-"""Between two looks at a vector that is under way."""
+"""Between two checks of a vector that is under way."""
 
 LOST_SECONDS = 60.0
-"""After which a vector that never arrived, as on a device that has failed, is given up."""
+"""After this time a vector that never arrived, as on a device that has failed, is given up."""
 
 _Ticketed = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights | Observed
 
@@ -97,7 +97,7 @@ class HostSide:
         self._left_out = 0
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
-        # Reentrant, so that a signal's handler that asks in the midst of a drain is refused instead of waiting for itself.
+        # Reentrant, so that a signal handler that interrupts a drain and begins another is refused instead of waiting for itself.
         self._lock = threading.RLock()
         self._draining = False
         work = (self.drain,) if periodic is None else (self.drain, periodic)
@@ -146,7 +146,7 @@ class HostSide:
     def close(self) -> None:
         """Ends the thread after a last drain; idempotent, from any thread.
 
-        Raises `TimeoutError` if somebody has been at work here for longer than `CLOSE_SECONDS`: the end of a program must not wait.
+        Raises `TimeoutError` if another thread has been draining for longer than `CLOSE_SECONDS`: a program's end must not wait.
         """
         give_up_at = time.monotonic() + CLOSE_SECONDS
         self._thread.close(CLOSE_SECONDS)
@@ -154,15 +154,15 @@ class HostSide:
             self._drain()
 
     def after_fork_in_child(self) -> None:
-        """The child has no worker thread and its lock may be held for ever: start afresh, empty."""
+        """The child has no worker thread and its lock may be held permanently: start afresh, empty."""
         self._lock, self._draining = threading.RLock(), False
         self._thread.stop()
 
     @contextlib.contextmanager
     def _held(self, seconds: float = -1) -> Iterator[None]:
-        """Keeps others out. Raises `TimeoutError` where one is in for longer, or where a signal's handler asks amid a drain."""
+        """Keeps others out. Raises `TimeoutError` where one is in for longer, or where a signal handler has interrupted it."""
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"a drain has not come to its end in {seconds:g} s")
+            raise TimeoutError(f"another drain did not finish within {seconds:g} s")
         try:
             if self._draining:
                 raise TimeoutError("a signal's handler has interrupted a drain, which cannot end before it")

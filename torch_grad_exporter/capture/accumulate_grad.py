@@ -1,7 +1,8 @@
-"""AccumulateGradNodes: told which parameters just received their gradients, whatever the backward runs through.
+"""AccumulateGradNodes: tells which parameters just received their gradients, whatever the backward runs through.
 
 Unlike post-accumulate-grad hooks, hooks on the nodes leave next to nothing behind when they are removed. A node lives as long
-as somebody holds it, and holds its parameter: armed nodes keep parameters alive, so they are armed for single rounds only.
+as something references it, and it references its parameter. Armed nodes keep parameters alive, so they are armed for single
+rounds only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 
 NodeHook = Callable[..., None]
 """Is called with the `TrackedParameter` whose node fired first."""
@@ -21,7 +22,7 @@ NodeHook = Callable[..., None]
 class AccumulateGradNodes:
     """Hooks on the AccumulateGrad nodes of a table's parameters, while armed.
 
-    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as `saw` was told of them.
+    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as `saw` was called for them.
     """
 
     def __init__(self) -> None:
@@ -64,11 +65,11 @@ class AccumulateGradNodes:
         return True
 
     def positions(self, table: ParameterTable) -> set[int]:
-        """Where in the table those stand that fired."""
+        """The positions in the table of the parameters that fired."""
         return {position for position, tracked in enumerate(table.tracked) if tracked in self.fired}
 
     def disarm(self) -> None:
-        """Removes the hooks and lets go of the nodes; idempotent, from any thread."""
+        """Removes the hooks and releases the nodes; idempotent, from any thread."""
         self.table = None
         handles, self._handles = self._handles, []
         for handle in handles:

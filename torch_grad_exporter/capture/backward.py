@@ -27,14 +27,15 @@ from torch_grad_exporter.capture.sampler import Sampler, capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.triggers import Ladder
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import LayerIndex, TrackedParameter
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat import after_backward, at_end_of_backward, graph_is_kept, graph_task
 from torch_grad_exporter.transfer.outcomes import Mode
 
 logger = logging.getLogger("torch_grad_exporter")
 
 UNANSWERED = 100
-"""Backward passes without any step after which the user is told."""
+"""Backward passes without any step after which a warning is logged."""
 
 NO_STEP = (
     "no optimizer step was seen in %s backward passes; if steps are taken by something that is no torch.optim.Optimizer, "
@@ -46,7 +47,7 @@ NO_STEP = (
 class _Backward:
     """The running backward. `task`: autograd's number, -1 while there is none.
 
-    `certain`: it writes gradients, it is no `torch.autograd.grad`; `unannounced`: only a node has seen it begin. `before`: the
+    `certain`: it writes gradients, so it is not `torch.autograd.grad`; `unannounced`: only a node has seen it begin. `before`: the
     versions of all gradients on a sampled round, of the probes else, where they are needed.
     """
 
@@ -139,7 +140,7 @@ class BackwardWatch:
     def _begin(self, task: int) -> None:
         """A backward has begun, or a `torch.autograd.grad`, which passes the same hooks and writes no gradient.
 
-        Asks to be called at its end, where the two are told apart.
+        Asks to be called at its end, where the two are distinguished.
         """
         start = self._clock.clock()
         self._count_only.settle()
@@ -175,7 +176,7 @@ class BackwardWatch:
             self._running.before = early if self._index.fully_sharded else self._sampler.versions()
 
     def _can_read(self) -> bool:
-        """Whether what this backward writes can be told from what was there before, and be read."""
+        """Whether the gradients of this backward can be distinguished from earlier ones, and be read."""
         if capturing_graph():
             return False
         if self._ladder.mode is Mode.PARAMETER:
@@ -185,7 +186,7 @@ class BackwardWatch:
         return seen or not self._ladder.current.sees_backwards
 
     def _renew_table(self) -> None:
-        """Takes the parameters that are trained now; nodes that were armed before some of them came say too little."""
+        """Takes the parameters that are trained now; nodes that were armed before some of them were added miss those."""
         if self._ladder.mode is not Mode.OUTPUT:
             self._reductions.look()
         table = self._sampler.renew_table()
@@ -216,10 +217,10 @@ class BackwardWatch:
         self._cost.spent(start, sampled=sampled)
 
     def _written(self, backward: _Backward, fired: set[int], *, sampled: bool) -> bool:
-        """Whether it was a backward that writes gradients, as far as can be told."""
+        """Whether it was a backward that writes gradients, as far as can be known."""
         before = backward.before
         if sampled and (before is not None or self._nodes.armed):
-            # FSDP2 may keep what it has not reduced yet where nothing of it can be seen.
+            # FSDP2 may keep gradients that it has not reduced yet in a place that cannot be observed.
             return bool(fired) or (self._index.fully_sharded and backward.certain)
         return backward.certain or bool(before is not None and before.moved())
 
@@ -231,9 +232,9 @@ class BackwardWatch:
             return moved | early
         table = self._sampler.table
         seen = self._nodes.positions(table)
-        # Those that a hook of the user's has cleared again have no version to show.
+        # Gradients that a hook of the user has already cleared have no version.
         left = {i for i in seen if table.tracked[i].gradient() is not None}
-        # One that moved and did not fire was written by somebody else: DDP brings gradients of other ranks.
+        # A gradient that changed although its node did not fire was written by other code: DDP writes gradients of other ranks.
         if self._ladder.mode is Mode.OUTPUT and seen and (backward.unannounced or left - moved):
             self._ladder.fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved | early
@@ -244,7 +245,7 @@ class BackwardWatch:
             say(logger, logging.WARNING, NO_STEP, UNANSWERED)
 
     def read(self) -> None:
-        """Reads the round's gradients, and chooses what is looked at until the next sample."""
+        """Reads the round's gradients, and chooses the probes until the next sample."""
         tracker = self._rounds.tracker
         taken = self._sampler.read(tracker)
         self._rounds.handle(SampleRead(taken))

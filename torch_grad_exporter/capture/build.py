@@ -1,4 +1,4 @@
-"""Builds the capture side, from the first stage to the last; whoever builds it owns what is returned."""
+"""Builds the capture side, from the first stage to the last; the caller owns what is returned."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.capture.sampler import Sampler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.step_end import StepEnd
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.training_thread import TrainingThread
@@ -40,7 +41,7 @@ from torch_grad_exporter.transfer.outcomes import Mode
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What the user may ask for beside the gradients: own ones under DDP, and norms of weights and of their updates."""
+    """What the user may ask for in addition: this rank's own gradients under DDP, and norms of weights and of their updates."""
 
     local_norm: bool = False
     weights: bool = False
@@ -105,10 +106,15 @@ class Capture:
             if options.weights
             else None
         )
-        self._loop = TrainingLoop(
+        step_end = StepEnd(
             clock=clock, rounds=rounds, steps=steps, forwards=forwards, count_only=count_only, observations=observations,
-            reader=reader, optimizers=optimizers, schedule=schedule, hooks=hooks, thread=thread, weights=weights, periodic=periodic,
+            schedule=schedule, weights=weights, periodic=periodic,
         )  # fmt: skip
+        self._loop = TrainingLoop(
+            clock=clock, rounds=rounds, steps=steps, count_only=count_only, step_end=step_end, reader=reader, optimizers=optimizers,
+            hooks=hooks, thread=thread, weights=weights,
+        )  # fmt: skip
+        self._thread, self._observations = thread, observations
         self._forwards = forwards
         self._rounds = rounds
         self._ladder = ladder
@@ -147,7 +153,7 @@ class Capture:
 
     def observe(self, name: str, value: Number) -> None:
         """Takes an observed value. From any thread, but for `grad_norm`."""
-        self._loop.observe(name, value)
+        self._observations.observe(name, value, here=self._thread.may_be_here())
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done."""
@@ -167,10 +173,10 @@ class Capture:
         self.release()
 
     def release(self) -> None:
-        """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+        """Releases everything that keeps a parameter alive; idempotent, from any thread."""
         self._ladder.release()
         self._reductions.disarm()
 
     def release_witness(self) -> None:
-        """Lets go of the parameter that tells of backwards in counted rounds; idempotent, from any thread."""
+        """Releases the parameter that reports backwards in counted rounds; idempotent, from any thread."""
         self._count_only.release()

@@ -1,4 +1,4 @@
-"""What the Python frames that called a hook tell: whose gradient scaler called the step."""
+"""What the Python frames that called a hook show: which gradient scaler called the step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import types
 from torch_grad_exporter.capture.reader import Scaler
 
 NEAREST = 12
-"""Frames in which a gradient scaler is looked for."""
+"""Frames that are searched for a gradient scaler."""
 
 
 def calling_scaler(frame: types.FrameType | None) -> Scaler | None:
-    """The `torch.amp.GradScaler` whose `step` called the optimizer's, looked for in the nearest frames."""
+    """The `torch.amp.GradScaler` whose `step` called the optimizer's, searched for in the nearest frames."""
     for _ in range(NEAREST):
         if frame is None:
             return None

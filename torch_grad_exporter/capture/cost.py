@@ -1,4 +1,4 @@
-"""What samples cost: on the host by its clock, on CUDA devices by pairs of events that nobody waits for.
+"""What samples cost: on the host by its clock, on CUDA devices by pairs of events, without synchronising.
 
 The host's clock only times launches there. An event is recorded before and after the work in the stream that it runs in,
 and the time between the two is read when the device has passed both, a step later or so.
@@ -19,7 +19,7 @@ PAIRS = 64
 """Pieces of work of a sample that are timed at most."""
 
 SAMPLES = 64
-"""Samples at most whose devices are waited for; what older ones cost is never known then."""
+"""Samples at most whose device times are still outstanding; the cost of older ones stays unknown."""
 
 
 class Event(Protocol):
@@ -68,7 +68,7 @@ class DeviceTimer:
 
 
 class SampleCost:
-    """Adds up what a sample costs, in seconds, and tells the schedule. Belongs to the training thread."""
+    """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread."""
 
     def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
         self._clock = clock
@@ -97,7 +97,7 @@ class SampleCost:
         self._seconds = 0.0
 
     def settle(self) -> None:
-        """Tells the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
+        """Reports to the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
         waiting = self._unsettled
         while waiting and all(end.query() for _, end in waiting[0][1]):
             seconds, pairs = waiting.popleft()

@@ -15,7 +15,7 @@ from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, StepClock
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.training_thread import TrainingThread
-from torch_grad_exporter.capture.triggers import Ladder
+from torch_grad_exporter.capture.triggers import Ladder, hook_output
 from torch_grad_exporter.torch_compat import called_from_step, graph_task, within_transform
 
 
@@ -98,7 +98,7 @@ class ForwardWatch:
         if not self._ladder.current.announces or within_transform():
             return
         self._backward.raised()
-        self._ladder.current.hook_output(output, self._backward.output_hooks[model])
+        hook_output(output, self._backward.output_hooks[model])
         self._preparation.forward_ended(self._backward.node_hook)
 
     def _count_examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

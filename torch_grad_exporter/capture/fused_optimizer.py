@@ -1,4 +1,4 @@
-"""Steps of fused optimizers under a gradient scaler, which find out on the device that they do not take place.
+"""Steps of fused optimizers under a gradient scaler: only the device knows whether they are skipped.
 
 `GradScaler.step` calls such an optimizer whatever the gradients are and sets `optimizer.found_inf`, a tensor, for the time of
 the call. It is copied to the host like everything else, so on a GPU the answer comes a step later: the step has been counted

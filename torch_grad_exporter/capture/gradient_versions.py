@@ -1,8 +1,8 @@
-"""Which tensor a parameter's gradient is, and how often it was written to: what tells of clearing, writing and stepping.
+"""Which tensor a parameter's gradient is, and how often it was written to: this shows clearing, writing and stepping.
 
-Nothing here looks at a gradient's data. A gradient is known by a number that it wears as an attribute: what is remembered
-must not keep a gradient's memory, a weak reference would forbid `torch.utils.swap_tensors` on it, and an `id` may by now be
-that of another one.
+Nothing here reads a gradient's data. A gradient is identified by a number that is set on it as an attribute: what is
+remembered must not keep a gradient's memory, a weak reference would forbid `torch.utils.swap_tensors` on it, and its `id` may
+have been reused by another tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.torch_compat import local, version_of
 
 PROBES = 4
-"""Parameters per model whose gradient is looked at to see whether it was cleared."""
+"""Parameters per model whose gradient is checked for whether it was cleared."""
 
 _ATTRIBUTE = "_torch_grad_exporter_number"
 _NUMBERS = itertools.count()
@@ -104,7 +104,7 @@ class GradientVersions:
 
 
 class GradientProbes:
-    """A few parameters of each model, whose gradients tell whether they were cleared or written to since the last backward."""
+    """A few parameters of each model, whose gradients show whether they were cleared or written to since the last backward."""
 
     def __init__(self) -> None:
         self._probes: dict[int, list[TrackedParameter]] = {}
@@ -147,7 +147,7 @@ class GradientProbes:
         return any(one.updated() for one in self._after_backward)
 
     def untouched(self) -> bool:
-        """Whether the gradients are those of the last backward, as far as the probes tell."""
+        """Whether the gradients are those of the last backward, as far as the probes show."""
         return bool(self._after_backward) and not self.gone() and not self.written()
 
     def written_between_steps(self, table: ParameterTable) -> bool:

@@ -4,9 +4,9 @@ On a sampled round a hook on each parameter's AccumulateGrad node sees what the 
 measures it at once: the wrapper writes over it in the same backward. Under `no_sync()` only the backward that reduces is
 measured, then together with the gradient that is there already.
 
-What is measured is this rank's gradient as long as all that is there is its own. So nothing is told of a round in which gradients
-were there before that are not zero, were reduced before, or are reduced without passing a node in the backward that reduces.
-What a user's post-accumulate-grad hook changes is not seen.
+What is measured is this rank's gradient as long as it contains nothing of other ranks. So nothing is reported of a round in which
+gradients other than zero were there before, were reduced before, or are reduced without passing a node in the backward that
+reduces. Changes by a user's post-accumulate-grad hook are not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch
@@ -31,7 +31,7 @@ from torch_grad_exporter.transfer.transfer import HostTransfer
 
 @dataclass(slots=True)
 class _Sum:
-    """The backwards whose gradients are added up. `samples`: in their forwards, `None` if unknown; `reduced`: any of them was.
+    """The backwards whose gradients are added up. `samples`: examples in their forwards, `None` if unknown; `reduced`: any was.
 
     `found`: norms of what was there before the first of them.
     """
@@ -62,14 +62,14 @@ class LocalGradients:
         self._there: set[int] = set()
         self._ready: tuple[Reduction, ParameterTable] | None = None
         self._samples_before: int | None = 0
-        """Samples of all forwards up to the last backward; `None` while that is not known."""
+        """Training examples of all forwards up to the last backward; `None` while that is not known."""
 
     def missed(self, samples: int | None) -> None:
-        """There were backwards that were not seen. `samples`: of all forwards up to the last of them, `None` if unknown."""
+        """There were backwards that were not seen. `samples`: examples of all forwards up to the last one, `None` if unknown."""
         self._samples_before = samples
 
     def begin(self, table: ParameterTable, reduction: Reduction | None, *, carries_on: bool) -> None:
-        """A backward of a sampled round begins. `carries_on`: nobody has touched the gradients of the one before."""
+        """A backward of a sampled round begins. `carries_on`: the gradients of the one before are unchanged."""
         self.disarm()
         if not carries_on:
             self._sum = _Sum()
@@ -108,7 +108,7 @@ class LocalGradients:
     def end(self, current: Round, table: ParameterTable, fired: set[int], samples: int | None, *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one.
 
-        `samples`: of all forwards up to now, `None` if unknown.
+        `samples`: training examples of all forwards up to now, `None` if unknown.
         """
         self.disarm()
         reduction, self._reduction, total = self._reduction, None, self._sum

@@ -1,4 +1,4 @@
-"""TrainingLoop: what the hooks of optimizers and the user's calls mean for the clock, the rounds and the observations.
+"""TrainingLoop: what the hooks of optimizers mean for the clock and the rounds.
 
 Unsampled steps pass here too, so every line counts: a forward costs two calls, a step two more, and nothing
 here depends on the number of parameters.
@@ -7,35 +7,27 @@ here depends on the number of parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_grad_exporter.capture.callers import calling_scaler
-from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
 from torch_grad_exporter.capture.count_only.counting import CountOnly
-from torch_grad_exporter.capture.forwards import ForwardWatch
-from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
-from torch_grad_exporter.capture.round_events import ForeignStep, RoundNumbered
+from torch_grad_exporter.capture.round_events import ForeignStep
 from torch_grad_exporter.capture.round_executor import Rounds
-from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.step_end import StepEnd
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
 from torch_grad_exporter.capture.training_thread import TrainingThread
 from torch_grad_exporter.capture.weight_watch import WeightWatch
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
-from torch_grad_exporter.transfer.tracing import active_trace
 
 
 class TrainingLoop:
-    """Receives the steps of all optimizers of the process, and the user's calls. Belongs to the training thread.
-
-    `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps.
-    """
+    """Receives the steps of all optimizers of the process. Belongs to the training thread."""
 
     def __init__(
         self,
@@ -43,36 +35,28 @@ class TrainingLoop:
         clock: StepClock,
         rounds: Rounds,
         steps: StepWatch,
-        forwards: ForwardWatch,
         count_only: CountOnly,
-        observations: Observations,
+        step_end: StepEnd,
         reader: GradientReader,
         optimizers: Optimizers,
-        schedule: SamplingSchedule,
         hooks: Hooks,
         thread: TrainingThread,
         weights: WeightWatch | None,
-        periodic: Callable[[], None] | None,
     ) -> None:
         self._clock = clock
         self._rounds = rounds
         self._steps = steps
-        self._forwards = forwards
         self._count_only = count_only
-        self._observations = observations
+        self._step_end = step_end
         self._reader = reader
         self._optimizers = optimizers
-        self._schedule = schedule
         self._hooks = hooks
         self._weights = weights
-        self._periodic = periodic
         self._within = StepsBeforeTheEnd()
         self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
         self._look_hook = hooks.guarded("optimizer_hook", self._look)
         self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
         self._late_hook: Handle | None = None
-        self._hooked = False
-        """Whether an optimizer's hook has told of a step since the user last did."""
         self._thread = thread
 
     # Hooks
@@ -119,7 +103,7 @@ class TrainingLoop:
         return frozenset(self._rounds.tracker.stepping) if self._clock.stepping else frozenset()
 
     def _foreign_step(self, inside: frozenset[int]) -> None:
-        """An optimizer that owns nothing of the model steps: inside the step of one that does it is its tool."""
+        """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
         if inside:
             self._steps.tool_steps(inside)
         else:
@@ -143,8 +127,7 @@ class TrainingLoop:
         """After any optimizer's step."""
         number = self._optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
         if number is not None and graph_task() == -1:
-            self._hooked = True
-            self._step_ended(number)
+            self._step_end.of(number, self._over_hook)
             self.release()
 
     def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
@@ -154,65 +137,29 @@ class TrainingLoop:
             at_end_of_backward(self._end_hook)
 
     def _backward_ended(self) -> None:
-        self._hooked = True
         for number in self._within.stepped():
-            self._step_ended(number)
-
-    def _step_ended(self, number: int) -> None:
-        clock = self._clock
-        start = clock.clock()
-        self._forwards.step_over()
-        sampled = self._rounds.tracker.current.sampled
-        first = self._steps.ended(number)
-        if first is None:
-            return
-        if sampled and self._weights is not None:
-            self._weights.after(number)
-        self._observations.settings(start, sampled=sampled)
-        if self._periodic is not None:
-            self._periodic()
-        clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
-        own = clock.own_seconds
-        seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
-        if seconds is not None:
-            self._schedule.stepped(seconds - own, None if sampled else own)
-        if first:
-            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.node_hook)
+            self._step_end.of(number, self._over_hook)
 
     def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
         if not self._count_only.step_ends_it(optimizer):
-            # Nothing told that it would step, so that its step's beginning was not seen.
+            # No hook announced the step, so that its beginning was not seen.
             self.step_began(optimizer, (), {}, over=True)
             self.step_ended(optimizer, (), {})
 
-    # The user's calls
-
-    def observe(self, name: str, value: Number) -> None:
-        """Takes an observed value; a tensor's first element is copied without waiting for it. From any thread."""
-        self._observations.observe(name, value, here=self._thread.may_be_here())
-
     def manual_step(self, number: int | None) -> None:
-        """The user says that a step is done; counts it unless an optimizer's hook has said so already."""
-        self._count_only.settle()
-        if not (self._hooked and self._rounds.tracker.current.stepped):
-            optimizer = self._optimizers.manual()
-            self._clock.step_began()
-            self._steps.began(OptimizerView(optimizer), closure=False)
-            self._step_ended(optimizer)
-        self._hooked = False
-        if number is not None:
-            self._rounds.handle(RoundNumbered(number))
+        """The user says that a step is done, of this number."""
+        self._step_end.reported(self._optimizers, number, self._over_hook)
 
     # The end
 
     def close(self) -> None:
-        """Ends the counting, takes back the hook of a single step, and hands over what is open; idempotent."""
+        """Ends the counting, removes the hook of a single step, and hands over what is open; idempotent."""
         self._count_only.settle()
         self.release()
 
     def release(self) -> None:
-        """Takes back the hook of a single step; idempotent."""
+        """Removes the hook of a single step; idempotent."""
         hook, self._late_hook = self._late_hook, None
         if hook is not None:
             hook.remove()

@@ -39,7 +39,7 @@ class _Ring(threading.local):
 
 
 class Observations:
-    """Posts `Observed`. `sampled`: whether the current round is, is asked of `tracker`."""
+    """Posts `Observed`. `tracker` tells whether the current round is sampled."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Steps within a backward: optimizers that step, and clear, as soon as their own gradients are there.
+"""Steps within a backward: optimizers that step, and clear, as soon as their own gradients are complete.
 
 When such a backward is over there is nothing left to read, and hooks of ours might run after the user's. So each optimizer's
 gradients are read in its step's pre-hook, and put together to one sample at the end of the backward.
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.eager import EagerStatistics, Reading
 
 

@@ -1,4 +1,4 @@
-"""RoundPreparation: what is looked at and armed before the next backward, so that it can be read if its round is sampled."""
+"""RoundPreparation: scans parameters and arms nodes before the next backward, so that it can be read if its round is sampled."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RoundPreparation:
             self._arm(hook)
 
     def step_over(self, hook: NodeHook) -> None:
-        """A step is over: looks at the parameters again if the next round is sampled."""
+        """A step is over: scans the parameters again if the next round is sampled."""
         if self._index.fully_sharded:
             self._hooks.come_first()
         sampled_next, rung = self._rounds.tracker.next_is_sampled, self._ladder.current
@@ -91,7 +91,7 @@ class RoundPreparation:
             self._arm(hook)
 
     def _may_arm(self) -> bool:
-        # The nodes of gathered parameters say nothing about the sharded ones.
+        # The nodes of gathered parameters do not show what happens to the sharded ones.
         return not self._nodes.armed and not self._index.fully_sharded
 
     def _arm(self, hook: NodeHook) -> None:
@@ -100,6 +100,6 @@ class RoundPreparation:
 
     def _hook_nodes(self, hook: NodeHook) -> None:
         """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
-        # Not after another look: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
+        # Not after another scan: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
         if self._index.table.parameters() is not None:
             self._nodes.arm(self._index.table, hook)

@@ -1,6 +1,6 @@
 """StepClock: counts and times what happens on the training thread; a scrape reads it as it is, from any thread.
 
-The clock is told of events and changes only itself. What needs a histogram goes to the host side through the mailbox.
+The clock receives events and changes only itself. What needs a histogram goes to the host side through the mailbox.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class StepClock:
         self._counts = Counts(self.steps, self.backward_passes, self.examples + examples)
 
     def examples_unknown(self) -> None:
-        """How many training examples there are cannot be seen, or the user tells it."""
+        """How many training examples there are cannot be seen, or the user reports it."""
         self.examples_known = False
 
     def counts(self) -> Counts:
@@ -267,6 +267,6 @@ class StepClock:
         return [after - before for before, after in itertools.pairwise(times)]
 
     def take_own_seconds(self) -> float:
-        """What the exporter took on this thread since the last round; it is not told again."""
+        """What the exporter took on this thread since the last round; each part is returned once."""
         own, self.own_seconds = self.own_seconds, 0.0
         return own

@@ -1,6 +1,6 @@
 """GradientReader: reads the gradients of a round and posts what it read to the host side.
 
-When that is done, and which gradients count, is decided in `capture.py`.
+When that is done, and which gradients count, is decided in `rounds.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch_grad_exporter.capture.cost import DeviceTimer
 from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
 from torch_grad_exporter.capture.round_pattern import RoundPattern
 from torch_grad_exporter.capture.rounds import Round
-from torch_grad_exporter.model.layers import ParameterTable, parameters_of
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.torch_compat import scale_of
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Hints, Mailbox, Part
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Decisions, Mailbox, Part
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
 
 
@@ -56,7 +56,7 @@ class GradientReader:
         optimizers: Optimizers,
         statistics: EagerStatistics,
         mailbox: Mailbox,
-        hints: Hints,
+        decisions: Decisions,
         transfer: HostTransfer | None = None,
         scaler: Scaler | None = None,
         timer: DeviceTimer | None = None,
@@ -64,14 +64,14 @@ class GradientReader:
         self._optimizers = optimizers
         self._statistics = statistics
         self._mailbox = mailbox
-        self._hints = hints
+        self._decisions = decisions
         self._transfer = transfer or HostTransfer()
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.within = StepsWithinBackward(statistics)
         self.timer = timer or DeviceTimer()
         self._places: frozenset[torch.device] = frozenset()
         self._steps_seen = False
-        """Whether a gradient scaler was looked for among the callers of a step."""
+        """Whether the callers of a step were searched for a gradient scaler."""
 
     @property
     def devices(self) -> frozenset[str]:
@@ -79,7 +79,7 @@ class GradientReader:
         return frozenset(device.type for device in self._places)
 
     def scaler_looked_for(self, scaler: Scaler | None) -> None:
-        """A scaler was looked for among the callers of a step; norms are divided by its scale from now on, if there is one."""
+        """The callers of a step were searched for a scaler; norms are divided by its scale from now on, if there is one."""
         self._steps_seen = True
         if scaler is not None:
             self._scaler = weakref.ref(scaler)
@@ -105,7 +105,7 @@ class GradientReader:
         parts, scale = self._sent(self._statistics.finish(readings, current.number))
         self.timer.end(begun)
         if parts:
-            # A gradient that a hook of the user's took away as soon as it was there is as good as none.
+            # A gradient that a hook of the user removed at once counts as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
             owners, _ = self._optimizers.owners(table)
@@ -127,7 +127,7 @@ class GradientReader:
         return bool(parts)
 
     def forget(self, number: int, table: ParameterTable, positions: Iterable[int]) -> None:
-        """Takes back what the sample of a round counted of the units of these parameters, whose optimizers had no part in it."""
+        """Subtracts what the sample of a round counted of the units of these parameters, whose optimizers did not step in it."""
         self._statistics.forget(table, positions, number)
 
     def read_after(self, current: Round, table: ParameterTable, seen: OptimizerView, *, full: bool) -> None:
@@ -136,8 +136,8 @@ class GradientReader:
         owners, _ = self._optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in self._hints.probes] if self._hints.table is table else []
-        full |= self._hints.full or not probes
+        probes = [i for i in mine if i in self._decisions.probes] if self._decisions.table is table else []
+        full |= self._decisions.full or not probes
         chosen = mine if full else probes
         parameters = parameters_of(table.tracked[i] for i in chosen)
         if any(p is None for p in parameters):

@@ -16,13 +16,14 @@ from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.reduction import Reductions
 from torch_grad_exporter.transfer.events import Mailbox
 
 
 class ReductionWatch:
-    """Is told of forwards and backwards. Belongs to the training thread and that of the backward. `local_norm`: as asked for."""
+    """Receives forwards and backwards. Belongs to the training thread and that of the backward. `local_norm`: measure it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a `RoundTracker` is told, and what it decides: small frozen records, no tensor among them."""
+"""The events that a `RoundTracker` takes, and its decisions: small frozen records, no tensor among them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ReadByOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class RoundOfStep:
-    """A step of this optimizer has been taken, of which the round is to be found: one that it has stepped in already is over.
+    """This optimizer has taken a step whose round is to be found: a round in which it has stepped before is over.
 
     `reads`: this optimizer's gradients are about to be read, since no backward is seen.
     """
@@ -109,7 +109,7 @@ class ForeignStep:
 
 @dataclass(frozen=True, slots=True)
 class NormObserved:
-    """The user gave the global norm of the current round; a sample tells its outcome, else it is told by itself."""
+    """The user gave the global norm of the current round; a sample carries its outcome, else it is reported by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class BackwardsCounted:
 
 @dataclass(frozen=True, slots=True)
 class EarlierStepSkipped:
-    """An answer that came late tells of a skipped step before the round that has just begun."""
+    """An answer that came late shows that the step before the round that has just begun was skipped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.transfer.events import Mailbox, OutcomeResolved
 
 Left = ReadGradients | NoBackwardSeen
-"""Decisions that whoever told the event carries out."""
+"""Decisions that the sender of the event carries out."""
 
 
 class Rounds:
-    """The tracker with its hands. `tracker` may be asked by all; only `handle` changes it."""
+    """The tracker, and what carries out its decisions. All may read `tracker`; only `handle` changes it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Rounds:
         }
 
     def handle(self, event: RoundEvent) -> list[Left]:
-        """Carries out what the event leads to; returns what is left to whoever told it."""
+        """Carries out what the event leads to; returns the decisions that are left to its sender."""
         left: list[Left] = []
         for decided in self.tracker.handle(event):
             if isinstance(decided, ReadGradients | NoBackwardSeen):

@@ -1,10 +1,10 @@
-"""RoundPattern: what rounds of this training usually look like. Pure: counts and numbers of optimizers, no tensor.
+"""RoundPattern: what is usual for rounds of this training. Pure: counts and numbers of optimizers, no tensor.
 
 A second backward without a step in between either continues an accumulation or follows a step that was skipped. Where the
-gradient itself does not tell, the usual number of backwards of a round decides.
+gradient itself does not show which, the usual number of backwards of a round decides.
 
 A training may clear its gradients within every step: SAM takes two passes to a step. Before the first step without a clearing
-the two look alike, so the first clearings are held back until that step decides.
+the two cannot be distinguished, so the first clearings are held back until that step decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMBINATIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class ClearingEvidence:
-    """What the gradients of the last backward look like when the next backward of the round begins.
+    """The state of the gradients of the last backward when the next backward of the round begins.
 
     `gone`: one is gone, or is another tensor. `written`: one was written to in place. `updated`: a parameter was written to.
     `reporting`: some optimizer of the model reports its steps. `scaler_known`: a gradient scaler is known, which may skip steps.

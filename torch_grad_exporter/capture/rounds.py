@@ -4,8 +4,8 @@ A *round* is everything between the first backward after a step and the last opt
 next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
 share a round, and a GAN's two alternating ones do not.
 
-The tracker holds the current round and what rounds usually look like (`round_pattern.py`). `handle` takes an event and
-returns what is to be done, in this order; `capture.py` does it. Nothing else changes a round.
+The tracker holds the current round and what is usual for rounds (`round_pattern.py`). `handle` takes an event and
+returns what is to be done, in this order; `round_executor.py` does it. Nothing else changes a round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Round:
     thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
     stepped that owns nothing of ours. `captured`: the gradients were read; `lost`: there was something to read that could not be
     read; `abandoned`: a step raised after a backward. `observed`: the user gave the global norm, and its outcome is still to be
-    told; `open`: the same of what was captured.
+    reported; `open`: the same of what was captured.
     """
 
     number: int
@@ -110,7 +110,7 @@ class RoundTracker:
         """What is to be done after this event, in this order."""
         return list(self._handlers[type(event)](event))
 
-    # What may be asked
+    # Questions about the state
 
     @property
     def current(self) -> Round:
@@ -128,7 +128,7 @@ class RoundTracker:
         return self._closures
 
     def asks_for_evidence(self, *, within_step: bool) -> bool:
-        """Whether a backward that begins now may follow a skipped step, so that it has to be known what the gradients look like."""
+        """Whether a backward that begins now may follow a skipped step, so that the state of the gradients has to be known."""
         current = self._round
         in_the_round = bool(current.backwards) and not current.stepped
         return in_the_round and (current.abandoned or not (within_step and self._stepping))
@@ -254,7 +254,7 @@ class RoundTracker:
             yield self._close(Outcome.STEPPED)
 
     def _all_stepped(self, waited: frozenset[int]) -> bool:
-        """Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds tell."""
+        """Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds show."""
         active = self.pattern.active(self._round.models)
         return (waited if active is None else waited & active) <= self._round.stepped
 

@@ -1,4 +1,4 @@
-"""Sampler: reads the gradients of sampled rounds, when it is told to, and hands them over. A failure costs one sample.
+"""Sampler: reads the gradients of sampled rounds on request, and hands them over. A failure costs one sample.
 
 It owns the parameter table of the current round. What is due is decided in `rounds.py`; what reading means, in `reader.py`.
 """
@@ -17,8 +17,9 @@ from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
 from torch_grad_exporter.capture.round_events import CloseSample
 from torch_grad_exporter.capture.rounds import RoundTracker
 from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.transfer.events import Closed, Mailbox
 
 FULL_EVERY = 8
@@ -29,7 +30,7 @@ CROWDED = 1 << 12
 
 
 class Sampler:
-    """Reads, and tells what a sample has cost. Belongs to the training thread and that of the backward."""
+    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Sampler:
         return frozenset(owners[sorted(positions)].tolist())
 
     def close(self, decided: CloseSample) -> None:
-        """What became of the sample is known: hands that over, and takes back what was not of those who stepped."""
+        """The outcome of the sample is known: hands it over, and subtracts what belongs to optimizers that did not step."""
         table = self.table
         owners, groups = self._optimizers.owners(table, decided.did_step)
         stepped = decided.stepped or self.owners_of(decided.fired, decided.did_step)

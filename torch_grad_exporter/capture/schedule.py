@@ -1,11 +1,11 @@
 """SamplingSchedule: which rounds are sampled, so that the exporter keeps to its budget.
 
-The first rounds are all sampled, that there is something to see at once. Then the interval, a power of two,
-follows from what a sample costs and how long a step takes: from the latest ones, and from the account of all since it
-changed, in which those are that an estimate leaves out.
+The first rounds are all sampled, so that values show at once. Then the interval, a power of two, follows from what a sample
+costs and how long a step takes: from the latest ones, and from the sums over all since it changed, which include the outliers
+that the estimate leaves out.
 
 One round of every `interval` is sampled, and which one of them changes in a fixed, scattered pattern:
-always the same place would alias with a loop that has a period of its own, and of two alternating optimizers
+a fixed place would alias with a loop that has a period of its own, and of two alternating optimizers
 one would never be sampled. The pattern depends on the round's number alone, and the rounds of a long interval
 are among those of every shorter one, so ranks that count alike sample alike.
 
@@ -38,10 +38,10 @@ RELAX_BELOW = 0.4
 """Share of the budget under which the interval is halved."""
 
 LEFT_AT_LEAST = 0.25
-"""Share of the budget that samples may take even where the other rounds use it up, so that there is something to see."""
+"""Share of the budget that samples may take even where the other rounds use it up, so that values show."""
 
 ACCOUNT_FROM = 32
-"""Samples since the interval changed, from which on what all of them cost is looked at as well."""
+"""Samples since the interval changed, from which on the cost of all of them counts as well."""
 
 _REMEMBERED = 32
 _ACCOUNT_REMEMBERED = 256
@@ -132,7 +132,7 @@ class SamplingSchedule:
 
     @property
     def capped(self) -> bool:
-        """Whether the budget would ask for a longer interval than there is."""
+        """Whether the budget would require a longer interval than there is."""
         return self.every is None and self.interval == LONGEST and self._share(LONGEST) > self.budget
 
     def stepped(self, seconds: float, floor: float | None = None) -> None:
@@ -183,8 +183,8 @@ class SamplingSchedule:
     def _share(self, interval: int) -> float:
         """The share of training time that samples take at an interval; 0 while no step time is known.
 
-        The step's median, since one that compiles or writes a checkpoint says nothing about the others. The cost's
-        mean, since some samples look closer and cost more; without the most expensive one, which allocated.
+        The step's median, since a step that compiles or writes a checkpoint is not typical. The cost's
+        mean, since some samples measure more and cost more; without the most expensive one, which allocated.
         """
         if not self._costs or not self._steps:
             return 0.0

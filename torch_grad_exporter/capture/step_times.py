@@ -24,5 +24,5 @@ class StepTimes:
 
     @property
     def typical(self) -> float:
-        """The median, since one that compiles or writes a checkpoint says nothing about the others; above 0."""
+        """The median, since a step that compiles or writes a checkpoint is not typical; above 0."""
         return max(median(self._seconds), 1e-9)

@@ -36,7 +36,7 @@ from torch_grad_exporter.transfer.outcomes import Mode
 
 
 class StepWatch:
-    """Is told of the steps of the model's own optimizers. Belongs to the training thread."""
+    """Receives the steps of the model's own optimizers. Belongs to the training thread."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class StepWatch:
 
     @property
     def node_hook(self) -> NodeHook:
-        """What is told of the parameters whose nodes are armed."""
+        """What receives the parameters whose armed nodes fire."""
         return self._backward.node_hook
 
     def regular_optimizer(self) -> int | None:
         """The only optimizer that ever steps, if all rounds lately were alike and the next ones may be taken for the same.
 
-        To be asked right after a step.
+        Call it right after a step.
         """
         settled = self._ladder.mode is Mode.OUTPUT and not (self._nodes.armed or self._backward.running)
         if not settled or self._index.fully_sharded or self._index.models != 1 or self._rounds.answers_may_come:
@@ -143,7 +143,7 @@ class StepWatch:
         tracker = self._rounds.tracker
         if tracker.behind:
             self._cost.of(self._catch_up)
-        # Where the model's gradients were copied to another optimizer's, it is not known what that one saw.
+        # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         copied = seen.optimizer in self._optimizers.copying or (tracker.current.foreign and not self._optimizers.reporting)
         if tracker.sample_is_open and seen.optimizer not in tracker.current.read and not copied:
             self._rounds.handle(ReadByOptimizer(seen.optimizer))

@@ -2,7 +2,7 @@
 
 Three rules hold for every hook here. It returns at once while `torch.compile`, `torch.export` or `torch.jit` traces it, so it
 adds no graph break and is traced away; below a compiled function it runs uncompiled. It never raises into the user's code. It
-holds the exporter only until `close()` disconnects it, so a hook that somebody kept does nothing.
+holds the exporter only until `close()` disconnects it, so a hook that is still referenced elsewhere does nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _ModuleHooks:
     """The hooks around one module's forward, under a key of our own in the module's dictionaries.
 
     PyTorch's numbers would do harm: a pickled module keeps those of hooks that take keyword arguments, and in another
-    process the first hooks of somebody else get the same numbers.
+    process the first hooks of other code get the same numbers.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -125,7 +125,7 @@ class _ModuleHooks:
             module._forward_hooks_with_kwargs.pop(self.key, None)
 
     def alone(self) -> bool:
-        """Whether the module has both, and none of anybody else."""
+        """Whether the module has both, and no other hooks."""
         module = self.module()
         if module is None:
             return False
@@ -141,7 +141,7 @@ class _ModuleHooks:
     def put_back(self, *, into_empty: bool = False) -> None:
         """Ends `take_out`, before which there were no others; those that came since stay behind ours.
 
-        `into_empty`: only where there are no others. Then any thread may do this: nobody goes through an empty dictionary.
+        `into_empty`: only where there are no others. Then any thread may do this: no thread iterates over an empty dictionary.
         """
         module = self.module()
         if module is None or self.key in module._forward_hooks:
@@ -236,13 +236,13 @@ class Hooks:
                 one.put_back(into_empty=into_empty)
 
     def _set_step_hooks(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Changes no more than what stands under numbers that are there: somebody may be going through the dictionaries."""
+        """Changes only the values of existing keys: another thread may be iterating over the dictionaries."""
         for hooks, number, hook in zip(STEP_HOOKS, self._step_numbers, (before, after), strict=True):
             if number in hooks:
                 hooks[number] = hook
 
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether hooks of somebody else run between the one that `on_optimizers` set and the step."""
+        """Whether other hooks run between the one that `on_optimizers` set and the step."""
         last = next(reversed(STEP_HOOKS[0].values()), None) if STEP_HOOKS else None
         return has_step_hooks(optimizer) or last is not self._before_step
 

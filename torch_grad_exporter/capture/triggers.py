@@ -1,9 +1,9 @@
-"""The ladder of rungs: what tells that a backward began and which gradients it wrote, one `Trigger` for each rung.
+"""The ladder of rungs: ways to detect that a backward began and which gradients it wrote, one `Trigger` for each rung.
 
 - `output`: a hook on the root module's output says that a backward began; the gradients are read after it.
 - `parameter`: backwards that do not run through a root's output (submodules called directly, a compiled root)
-  are seen by hooks on the parameters' AccumulateGrad nodes, on sampled rounds only; on the others a few detector parameters
-  tell. A few sampled rounds under `output` are checked by the same nodes, and a backward that only the nodes saw demotes it.
+  are seen by hooks on the parameters' AccumulateGrad nodes, on sampled rounds only; on the others by a few detector parameters.
+  A few sampled rounds under `output` are checked by the same nodes, and a backward that only the nodes saw demotes it.
 - `optimizer`: where neither sees a backward, gradients are read when the optimizer steps, after clipping.
 
 `BackwardWatch` gives the hooks; a trigger places them and says what can be read.
@@ -20,8 +20,8 @@ from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import ParameterTable
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.torch_compat import on_gradient
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -34,18 +34,15 @@ MISSES = 2
 """Rounds in a row in which a rung saw no backward, after which the next one is taken."""
 
 DETECTORS = 8
-"""Parameters at most that tell of backwards on the rung `parameter` while nothing is sampled."""
+"""Parameters at most that report backwards on the rung `parameter` while nothing is sampled."""
 
 
 class Trigger(Protocol):
-    """One rung. `sees_backwards`: it tells when one begins. `announces`: it does so before the parameters' nodes."""
+    """One rung. `sees_backwards`: it tells when one begins. `announces`: it does so by the outputs, before any node fires."""
 
     mode: Mode
     sees_backwards: bool
     announces: bool
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """A root's forward has given this output: lets `hook` be called when a backward reaches it."""
 
     def wants_nodes(self, samples: int) -> bool:
         """Whether the nodes are to be hooked for the next sampled round, after so many samples."""
@@ -54,10 +51,16 @@ class Trigger(Protocol):
         """Whether nodes that are hooked stay so from one sampled round to the next."""
 
     def follow(self, table: ParameterTable, fired: set[int], hooks: Sequence[GuardedHook]) -> None:
-        """After a sample in which `fired` got gradients: chooses what is looked at until the next one. `hooks`: by model."""
+        """After a sample in which `fired` got gradients: chooses the probes until the next one. `hooks`: by model."""
 
     def release(self) -> None:
         """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+
+
+def hook_output(output: object, hook: GuardedHook) -> None:
+    """Lets `hook` be called when a backward reaches what a root's forward has given; the hooks go with the graph."""
+    for tensor in differentiable(output):
+        on_gradient(tensor, hook)
 
 
 def _by_model(table: ParameterTable, fired: set[int]) -> dict[int, list[int]]:
@@ -83,11 +86,6 @@ class OutputTrigger:
     def __init__(self, probes: GradientProbes) -> None:
         self._probes = probes
         self._followed: tuple[ParameterTable, set[int]] | None = None
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Hooks the tensors in the output that a backward can start from; the hooks go with the graph."""
-        for tensor in differentiable(output):
-            on_gradient(tensor, hook)
 
     def wants_nodes(self, samples: int) -> bool:
         """For a check."""
@@ -118,9 +116,6 @@ class ParameterTrigger:
         self._optimizers = optimizers
         self._detectors: dict[int, Handle] = {}
 
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Outputs tell nothing here."""
-
     def wants_nodes(self, samples: int) -> bool:  # noqa: ARG002 - as `Trigger`
         """On each sampled round."""
         return True
@@ -130,7 +125,7 @@ class ParameterTrigger:
         return True
 
     def follow(self, table: ParameterTable, fired: set[int], hooks: Sequence[GuardedHook]) -> None:
-        """Lets one parameter per optimizer tell of backwards on the rounds that are not sampled."""
+        """Lets one parameter per optimizer report backwards on the rounds that are not sampled."""
         owners, _ = self._optimizers.owners(table)
         for model, positions in _by_model(table, fired).items():
             for i, owner in zip(positions, owners[positions].tolist(), strict=True):
@@ -157,9 +152,6 @@ class OptimizerTrigger:
 
     def __init__(self, probes: GradientProbes) -> None:
         self._probes = probes
-
-    def hook_output(self, output: object, hook: GuardedHook) -> None:
-        """Outputs tell nothing here."""
 
     def wants_nodes(self, samples: int) -> bool:  # noqa: ARG002 - as `Trigger`
         """Nodes tell nothing here."""
@@ -211,7 +203,7 @@ class Ladder:
                 self.fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
 
     def fall_to(self, mode: Mode, why: str) -> None:
-        """Takes a lower rung for good."""
+        """Takes a lower rung permanently."""
         say(logger, logging.INFO, "gradients are captured by rung %r from now on: %s", mode.value, why)
         self.current, self._misses = self._rungs[mode], 0
         self._probes.forget()

@@ -2,10 +2,11 @@
 
 Under `DistributedDataParallel` a callback that is queued when a backward begins runs when this rank's last gradient is there, and
 before the wrapper's own, which waits for the other ranks and the network and writes the means back. From one to the other is
-the wait. Host clock, so on the CPU only: on CUDA nobody on the host waits there.
+the wait. Host clock, so on the CPU only: on CUDA the host does not wait there.
 
 A reentrant checkpoint runs backwards within the backward, and the wrapper may wait in one of those. Backwards are numbered
-by autograd: where two in a row have consecutive numbers, none ran within the first. Only where that was so lately a wait is known.
+by autograd: where two in a row have consecutive numbers, none ran within the first. A wait is known only where that was so
+lately.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GradientWaits:
         self._since = None
 
     def missed(self) -> None:
-        """There were backwards that nobody saw."""
+        """There were backwards that were not seen."""
         self._latest = None
 
     def begin(self) -> None:

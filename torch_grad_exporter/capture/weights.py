@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.batches import dense_local
 from torch_grad_exporter.statistics.device import wide
 from torch_grad_exporter.transfer.events import Mailbox, Weights
@@ -20,7 +20,7 @@ from torch_grad_exporter.transfer.transfer import HostTransfer
 
 LAYERS = 8
 ELEMENTS = 1 << 24
-"""Layers, and elements of parameters, that a sample looks at; one layer at least."""
+"""Layers, and elements of parameters, that a sample covers at most; one layer at least."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/
 _FOLDERS = ("alertmanager", "grafana", "kubernetes", "prometheus", "provisioning")
 
 _SECRETS = "alertmanager/secrets/training-alerts"
-"""In a checkout that somebody uses there may be secrets, which are no part of the files."""
+"""Files with secrets that may lie in a checkout in use; they are not written."""
 
 _JOB_LINES = re.compile(rf"^(.*\b(?:job_name|targetLabel: job, replacement): ){JOB}\b", re.MULTILINE)
 
@@ -62,13 +62,13 @@ def write(options: Options) -> tuple[str, str, str]:
     out = options.out
     return (
         f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000",
-        f"Be told:    put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
+        f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
         f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}",
     )
 
 
 def collect(job: str = JOB, runbook_url: str = RUNBOOK) -> dict[str, str]:
-    """The text of each file by its path, with the name of the scrape job and the address of the runbook wherever they stand."""
+    """The text of each file by its path, with the name of the scrape job and the address of the runbook filled in."""
     root = _root()
     files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
     for folder in _FOLDERS:

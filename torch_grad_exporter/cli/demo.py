@@ -1,8 +1,8 @@
 """The demo: a small character-level transformer learns Python from the source of the standard library.
 
-Written to be read as an example. The model knows nothing of the exporter, and the training loop differs
-from any other by one `with start_exporter(...)` and one `observe`. `Trouble` spoils the training from
-outside, so that one can see what each fault looks like in the metrics.
+Written to be read as an example. The model does not refer to the exporter, and the training loop differs
+from any other by one `with start_exporter(...)` and one `observe`. `Trouble` injects faults from
+outside, so that one can see how each fault shows in the metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 HEADS = 4
 LEARNING_RATE = 1e-3
@@ -159,7 +159,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 class Trouble:
-    """Spoils the training as it was told to; says so when it begins."""
+    """Injects the chosen faults into the training, and prints when each begins."""
 
     def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
         middle = model.blocks[(len(model.blocks) - 1) // 2]
@@ -284,7 +284,7 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
 
         exporter.observe(loss=loss, tokens=inputs.numel(), grad_norm=norm)
 
-        # A step with a NaN in it would spoil the weights for good.
+        # A step with a NaN in it would destroy the weights.
         if norm.isfinite():
             optimizer.step()
             schedule.step()
@@ -350,7 +350,7 @@ SUMMARY = (
 
 def summary(families: Iterable[Family]) -> str:
     """The last values, as a scrape would show them now; several series of a metric are added up."""
-    shown = {family.spec.name: samples.table(family) for family in families if family.series}
+    shown = {family.spec.name: series.table(family) for family in families if family.series}
     lines = [
         f"  {title:<17} {form.format(shown[name].sum()) if name in shown else 'no value yet':<14} {name}"
         for title, name, form in SUMMARY

@@ -54,7 +54,7 @@ def _run(options: demo.Options | assets.Options | plot.Options) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> demo.Options | assets.Options | plot.Options:
-    """The command's options; whatever is wrong with the arguments is told on standard error and exits with 2."""
+    """The command's options; wrong arguments print a message on standard error and exit with 2."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Prometheus exporter for PyTorch training: gradients, progress and its own cost."
     )
@@ -177,7 +177,7 @@ class _SwitchOff(argparse.Action):
 
 
 def _check_together(options: demo.Options, parser: argparse.ArgumentParser) -> None:
-    """What no argument shows by itself."""
+    """Checks the arguments that depend on each other or on the machine."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: no CUDA device is there; use --device cpu")
     for injection in options.inject:

@@ -32,7 +32,7 @@ WIDTH = 11.0
 
 HEATMAP_WIDTH = 8.5
 ROW, BROAD = 0.17, 0.3
-"""Inches of a row that has a name beside it: at least, and where there are few."""
+"""Inches of a row with a name: at least, and where there are few."""
 
 LOWEST, HIGHEST, TALLEST = 0.9, 4.2, 16.0
 """Inches of the heatmap; above `HIGHEST` only where layers would have less than a pixel each, and `TALLEST` at most."""
@@ -42,7 +42,7 @@ FRAME = 1.2
 """Inches of a panel, and of all that is written around them."""
 
 MARK = 2.0
-"""Points: how thick a mark is of what is not finite."""
+"""Points: the thickness of a mark for non-finite values."""
 
 MAGENTA, GREY = "magenta", "0.8"
 
@@ -54,7 +54,7 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 class Quantity:
     """How it is drawn. `bounds`: of the colours, by the finite values; of a logarithmic quantity by their logarithms to base 10.
 
-    `of_norm`: says something of the norm, so of a rank's part where that is all there is.
+    `of_norm`: depends on the norm, so on a rank's part where that is all there is.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Quantity:
 
 
 def _of_norms(logs: FloatArray) -> Bounds:
-    """From the half decade below nearly all to the one above: a single layer that has died does not flatten the others."""
+    """From the half decade below nearly all to the one above: a single dead layer does not flatten the others."""
     if not logs.size:
         return -6.0, 0.0
     least, most = (np.sort(logs)[min(len(logs) - 1, int(share * len(logs)))] for share in (0.005, 0.999))
@@ -124,7 +124,7 @@ def draw(found: Saved, quantity: str, view: str, out: Path) -> None:
 
 
 def _within(grid: Grid, lines: Lines, view: str) -> tuple[Grid, Lines, Bounds]:
-    """What lies within the steps that are shown: of the recent ones those that both know of, unless that were few."""
+    """The columns within the steps that are shown: of the recent ones those that both have, unless these are few."""
     ends = [(steps[0], steps[-1]) for steps in (edges(grid.steps), lines.steps) if len(steps)]
     if not ends:
         return grid, lines, (0.0, 1.0)
@@ -174,7 +174,7 @@ def _nothing(axes: Axes) -> list[str]:
 
 
 def _heatmap(figure: Figure, axes: Axes, grid: Grid, quantity: Quantity, high: float) -> Iterable[str]:
-    """Draws it, `high` inches high, and says what has to be said of it."""
+    """Draws it, `high` inches high, with its title and notes."""
     x, bounds = np.clip(edges(grid.steps), *axes.get_xlim()), _bounds(grid, quantity)
     image = _cells(axes, x, grid, quantity.colours, bounds)
     _scale(figure, axes, image, grid, unit=quantity.unit, bounds=bounds, high=high)
@@ -185,7 +185,7 @@ def _heatmap(figure: Figure, axes: Axes, grid: Grid, quantity: Quantity, high: f
         _mark(figure, axes, x, grid, high)
         yield (
             "Magenta: NaN or Inf, as a whole cell, or at the lower edge of one that has finite values too; "
-            "the bars at the top and on the right are beside all columns and rows that have any"
+            "the bars at the top and on the right mark all columns and rows that have any"
         )
 
 
@@ -242,7 +242,7 @@ def _scale(figure: Figure, axes: Axes, image: ScalarMappable, grid: Grid, *, uni
 
 
 def _mark(figure: Figure, axes: Axes, x: FloatArray, grid: Grid, high: float) -> None:
-    """What is not finite: in cells that have a value as well, and in bars above the columns and beside the rows."""
+    """Non-finite values: in cells that have a value as well, and in bars above the columns and to the right of the rows."""
     flagged, rows = grid.nonfinite, np.arange(len(grid.layers) + 1.0)
     pixel, inch = float(x[-1] - x[0]) / (HEATMAP_WIDTH * DPI), len(grid.layers) / high
     scale, half = figure.dpi_scale_trans, MARK / 2 / 72
@@ -250,8 +250,8 @@ def _mark(figure: Figure, axes: Axes, x: FloatArray, grid: Grid, high: float) ->
     aside = axes.get_yaxis_transform() + ScaledTranslation(half, 0, scale)
     columns = _wide(x, flagged.nonzero()[1], 2 * pixel)
     _bars(axes, [((begin, 1), (end, 1)) for begin, end in columns], above, clip=False)
-    beside = _wide(rows, flagged.nonzero()[0], 2 * inch / DPI)
-    _bars(axes, [((1, begin), (1, end)) for begin, end in beside], aside, clip=False)
+    right = _wide(rows, flagged.nonzero()[0], 2 * inch / DPI)
+    _bars(axes, [((1, begin), (1, end)) for begin, end in right], aside, clip=False)
     if DPI / inch >= 4:
         thick = min(3 * MARK, 72 / inch / 3)
         places = np.argwhere(flagged & np.isfinite(grid.values))
@@ -260,7 +260,7 @@ def _mark(figure: Figure, axes: Axes, x: FloatArray, grid: Grid, high: float) ->
 
 
 def _wide(ends: FloatArray, places: NDArray[np.intp], least: float) -> Iterable[Bounds]:
-    """From where to where marks go: as wide as what they mark, but not so narrow that nobody sees them."""
+    """From where to where marks go: as wide as what they mark, but wide enough to be visible."""
     for place in sorted(set(places.tolist())):
         begin, end = float(ends[place]), float(ends[place + 1])
         more = max(0.0, least - (end - begin)) / 2
@@ -332,7 +332,7 @@ def _log_ticks(axis: Axis, low: float, high: float, inches: float) -> None:
 
 
 def _steps(axes: Axes, ends: Bounds) -> None:
-    """The horizontal axis of all: steps with all of their digits."""
+    """The horizontal axis of all panels: steps with all of their digits."""
     axes.set_xlim(*ends)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=(1, 2, 5, 10), min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:.0f}"))

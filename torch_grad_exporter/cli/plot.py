@@ -20,7 +20,7 @@ CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'
 class Options:
     """`source`: the address of an exporter, or a file that `exporter.save` has written. `out`: ends in .png or .html.
 
-    `quantity`: of the heatmap in a PNG. `recent`: instead of the whole run. `cacert`: whom to trust beside the system's.
+    `quantity`: of the heatmap in a PNG. `recent`: instead of the whole run. `cacert`: to trust in addition to the system's.
     """
 
     source: str
@@ -54,7 +54,7 @@ def _draw(saved: Saved, options: Options) -> None:
 def page(saved: Saved) -> str:
     """The page with all of its files, and what it shows, in one text."""
     text = STYLE.sub(lambda m: f"<style>{_file(m[1])}</style>", _file(INDEX))
-    # In JSON a sign may be written by its number: so nothing that a layer is called ends the element.
+    # In JSON a character may be written by its number: so no layer's name can end the element.
     data = json.dumps(saved, separators=(",", ":")).replace("<", "\\u003c")
     first = f'<script type="application/json" id="saved">{data}</script>\n'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(CSP)}">\n'

@@ -1,7 +1,7 @@
 """Collectors: a file each, from totals or from the machine to families. They touch no tensor and make no CUDA call.
 
-A collector's file declares its metrics and, as `COLLECTOR`, itself. Nothing else has to know it: all files of this package are
-looked through once, and `REGISTRY` has what they declare. A collector of another package is added by `REGISTRY.register`.
+A collector's file declares its metrics and, as `COLLECTOR`, itself. No other file names it: all files of this package are
+searched once, and `REGISTRY` has what they declare. A collector of another package is added by `REGISTRY.register`.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ def _declared() -> Iterator[Declaration]:
 
 
 REGISTRY = Registry(_declared())
-"""All collectors that there are."""
+"""All registered collectors."""

@@ -65,7 +65,7 @@ class Throttled:
 class ContainerCollector:
     """Families of the process' control groups; without any, or without limits, they are absent.
 
-    `root`: where the file system begins that /proc and the mounted hierarchies are read in.
+    `root`: the root of the file system in which /proc and the mounted hierarchies are read.
     """
 
     name = "container"
@@ -84,7 +84,7 @@ class ContainerCollector:
         if group is None:
             return
         limit = cgroups.memory_limit(group)
-        # Of the group that is limited, so that the ratio of the two says how close the limit is.
+        # Of the group that is limited, so that the ratio of the two shows how close the limit is.
         working_set = cgroups.memory_working_set(group, group.directories[0] if limit is None else limit.directory)
         yield scalar(CONTAINER_MEMORY_LIMIT, None if limit is None else limit.value)
         yield scalar(CONTAINER_MEMORY_WORKING_SET, working_set)

@@ -1,4 +1,4 @@
-"""What collectors may read: one object, which each takes what it needs from when it is made."""
+"""What collectors may read: one object, from which each collector takes what it needs when it is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_grad_exporter.transfer.outcomes import Mode
 class Snapshots:
     """The values of the host's side. From any thread.
 
-    `take`: gives those as of now. Raises `TimeoutError` where they are not to be had in time.
+    `take`: gives those as of now. Raises `TimeoutError` where they do not come in time.
     """
 
     def __init__(self, take: Callable[[], Snapshot]) -> None:
@@ -57,7 +57,7 @@ class ScrapeSize:
 
 
 class Capture(Protocol):
-    """What is told of the capture of gradients."""
+    """What is known of the capture of gradients."""
 
     @property
     def mode(self) -> Mode:

@@ -83,11 +83,11 @@ class CudaMemoryCollector:
         self._rows = RowCache()
 
     def collect(self) -> Iterator[Family]:
-        """The families, all of one and the same look."""
+        """The families, all of one and the same reading."""
         devices = self._snapshot()
         rows = self._rows.get(tuple((device.device,) for device in devices))
         for spec, name in _VALUES.items():
-            # A number that nobody counts becomes NaN here, which no allocator gives.
+            # A number that is not counted becomes NaN here, which no allocator gives.
             values = np.array([getattr(device, name) for device in devices], dtype=np.float64)
             yield Family(spec, values, rows, ~np.isnan(values))
 

@@ -154,7 +154,7 @@ class GpuCollector:
     def collect(self) -> list[Family]:
         """The families as of now."""
         try:
-            # One at a time: whoever fails gives back what the other one is using.
+            # One at a time: a collection that fails closes what the other one is using.
             with self._lock:
                 return self._collect()
         finally:
@@ -187,7 +187,7 @@ class GpuCollector:
         ]
 
     def _ask_all(self, library: Library, found: _Found) -> None:
-        """Adds what the GPUs tell. One that does not answer is left out; raises if none does."""
+        """Adds the values of the GPUs. One that does not answer is left out; raises if none does."""
         failure: Exception | None = None
         for device, uuid in self._devices(library).items():
             try:
@@ -201,15 +201,15 @@ class GpuCollector:
             raise failure
 
     def _ask(self, library: Library, device: str, uuid: str, found: _Found) -> None:
-        """Adds what one GPU tells, all of it or nothing; one that NVML does not know has nothing to tell."""
+        """Adds the values of one GPU, all or none; one that NVML does not know has none."""
         if device not in self._gpus and (gpu := library.device(uuid)) is not None:
             self._gpus[device] = gpu
         if device in self._gpus:
             gpu = self._gpus[device]
-            told = list(_values(library, gpu))
-            if not told:
+            values = list(_values(library, gpu))
+            if not values:
                 library.probe(gpu)
-            for spec, more, value in told:
+            for spec, more, value in values:
                 found[spec][device, gpu.uuid, *more] = value
 
     def _keep_rising(self, found: _Found) -> None:
@@ -233,7 +233,7 @@ class GpuCollector:
             library.close()
 
     def _devices(self, library: Library) -> Mapping[str, str]:
-        """UUIDs of the devices by their name in PyTorch, looked for again when others are used."""
+        """UUIDs of the devices by their name in PyTorch, looked up again when others are used."""
         used = {
             device.device: device.uuid for device in self._cuda() if device.uuid is not None and device.device.startswith("cuda:")
         }
@@ -254,13 +254,13 @@ class GpuCollector:
 
 
 def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...], float]]:
-    """What NVML tells of a device: metric, further labels, value in the metric's unit."""
+    """The values of a device from NVML: metric, further labels, value in the metric's unit."""
     if (used := library.memory_used(gpu)) is not None:
         yield GPU_MEMORY_USED, (), used
     for question in QUESTIONS:
         answers = (library.ask(function, gpu, *question.arguments) for function in question.functions)
-        if (told := next((answer for answer in answers if answer is not None), None)) is not None:
-            number = getattr(told, question.field) if question.field else told
+        if (found := next((answer for answer in answers if answer is not None), None)) is not None:
+            number = getattr(found, question.field) if question.field else found
             yield question.spec, question.label, number * question.times / question.over
 
 

@@ -1,9 +1,9 @@
-"""Collector `gradients`: what the samples say per layer and over each optimizer's parameters."""
+"""Collector `gradients`: what the samples show per layer and over each optimizer's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -186,14 +186,14 @@ GRAD_LOCAL_NORM = GRADIENTS.gauge(
 )
 GRAD_NOISE_SCALE = GRADIENTS.gauge(
     "torch_grad_noise_scale",
-    "Simple gradient noise scale in samples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
+    "Simple gradient noise scale in training examples, tr(Sigma) / |G|^2 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1), from the norms of this rank's gradient and of the mean over ranks, which are taken to have batches of one size; both terms averaged over about 100 samples; absent before 20, and while the noise hides the gradient, so that the estimate of |G|^2 is not above 0.",
     "optimizer",
     opt_in="local_norm",
 )
 GRAD_SAMPLE_STEP = GRADIENTS.gauge("torch_grad_sample_step", "Optimizer step of the last sample.", "optimizer")
 
 DEAD_FROM = 20
-"""Samples before which a dead ratio says nothing, or the whole window if that is shorter."""
+"""Samples before which a dead ratio has no meaning, or the whole window if that is shorter."""
 
 
 def dead_from(dead_window: int) -> int:
@@ -221,13 +221,12 @@ _WEIGHTS = {WEIGHT_NORM: "weight_norm", WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Counted:
-    """What only grows, by layer. `whole`: those of which this rank has all. `kinds`: the rows by layer and kind."""
+    """What only grows, by layer. `whole`: those of which this rank has all."""
 
     layers: LabelRows
-    kinds: LabelRows
     values: Records
     whole: BoolArray
-    exponential: tuple[Counts, ...] | None
+    exponential: tuple[Counts, ...] | None = None
 
 
 class GradientCollector:
@@ -275,7 +274,7 @@ class GradientCollector:
         yield Family(GRAD_SHARD_NORM, layer_values["norm"], layers, sized & ~whole)
         with np.errstate(over="ignore"):
             yield Family(GRAD_NORM_SQUARED, np.square(layer_values["part"]), layers, sized)
-        counted = self._counted_layers(snapshot, names)
+        counted = self._counted_layers(snapshot, _Counted(layers, layer_values, whole))
         for spec, column in _TOTALS.items():
             yield Family(spec, counted.values[column], counted.layers)
         yield Family(
@@ -287,7 +286,8 @@ class GradientCollector:
         dead = layer_values["dead_ratio"]
         yield Family(GRAD_DEAD_RATIO, dead, layers, ~np.isnan(dead) & (layer_values["captures"] >= self._dead_from))
         nonfinite = np.concatenate([counted.values["nans"], counted.values["infs"]])
-        yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, counted.kinds)
+        kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for (layer,) in counted.layers.rows))
+        yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, kinds)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
@@ -295,18 +295,16 @@ class GradientCollector:
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
 
-    def _counted_layers(self, snapshot: GradientSnapshot, names: list[str]) -> _Counted:
-        """Of the layers of these names, of those that are not tracked at present, and of all removed ones together."""
-        shown, untracked = snapshot.table.shown, snapshot.untracked
-        names = [*names, *untracked.labels]
-        counts = None if snapshot.exponential is None else (*compress(snapshot.exponential, shown.tolist()), *untracked.exponential)
-        return _Counted(
-            self._counted.get(tuple((layer,) for layer in names)),
-            self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for layer in names)),
-            np.concatenate([snapshot.layer_values[shown], untracked.values]),
-            ~np.concatenate([snapshot.table.sharded[shown], untracked.values["sharded"]]),
-            counts,
-        )
+    def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
+        """The shown layers of the table, those that are not tracked at present, and all removed ones together."""
+        more, counts = snapshot.untracked, None
+        if snapshot.exponential is not None:
+            counts = (*compress(snapshot.exponential, snapshot.table.shown.tolist()), *more.exponential)
+        if not more.labels:
+            return replace(shown, exponential=counts)
+        layers = self._counted.get((*shown.layers.rows, *((layer,) for layer in more.labels)))
+        values = np.concatenate([shown.values, more.values])
+        return _Counted(layers, values, np.concatenate([shown.whole, ~more.values["sharded"]]), counts)
 
     def _per_optimizer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         totals, names = self._labelled(snapshot)

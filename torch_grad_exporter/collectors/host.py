@@ -138,7 +138,7 @@ class HostCollector:
         self._lock = threading.Lock()
 
     def collect(self) -> list[Family]:
-        """The families as of now; of what psutil cannot read here there is no sample."""
+        """The families as of now; what psutil cannot read here has no series."""
         with self._lock:
             return [*self._processors_and_memory(), *self._disks(), *self._network()]
 

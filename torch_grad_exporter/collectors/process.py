@@ -55,7 +55,7 @@ PYTHON_GC_OBJECTS_UNCOLLECTABLE = STANDARD.counter(
 )
 
 METRICS = Section("Process")
-"""Those that psutil tells of the process and its children."""
+"""The metrics that psutil gives for the process and its children."""
 
 PROCESS_THREADS = METRICS.gauge("torch_process_threads", "Threads of the process.")
 PROCESS_IO_READ = METRICS.counter(
@@ -92,11 +92,11 @@ PROCESS_CHILDREN_CPU_SECONDS = METRICS.counter(
 )
 
 CHILDREN_SHARE = 5e-3
-"""Of all time, what looking for children may take: most often they are as of the scrape."""
+"""The share of all time that listing children may take: most often they are as of the scrape."""
 
 
 def standard_registry(proc: str = "/proc") -> prometheus_client.CollectorRegistry:
-    """A registry of its own with what `prometheus_client` says about a process."""
+    """A registry of its own with what `prometheus_client` collects about a process."""
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.ProcessCollector(proc=proc, registry=registry)
     prometheus_client.PlatformCollector(registry=registry)
@@ -129,10 +129,10 @@ class StandardFamilies:
 
 
 class PsutilFamilies:
-    """What psutil says about a process and its children; of what cannot be read here there is no sample.
+    """What psutil reads of a process and its children; what cannot be read here has no series.
 
-    `clock` paces what is dear, by the CPU time that `spent` says it took: walking all pages of a process' memory, and
-    looking for children.
+    `clock` paces expensive readings, by the CPU time that `spent` says they took: walking all pages of a process' memory, and
+    listing children.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PsutilFamilies:
         self._children_memory = ChildrenMemory(clock, spent)
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now, or where they are dear as of a moment ago."""
+        """The families as of now, or as of the last reading where they are expensive."""
         process = self._process
         io = attempt(lambda: process.io_counters(), ABSENT)  # noqa: PLW0108 - macOS has no such function to name
         yield scalar(PROCESS_THREADS, attempt(process.num_threads, ABSENT))

@@ -35,7 +35,7 @@ class Declaration:
 
     `make` may raise: that costs this collector alone. `default`: whether it is on unless the user says otherwise. `place`: the
     lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
-    `reads_devices`: whether it shows what `CollectorContext.memory` tells, which the training thread then has to look at.
+    `reads_devices`: whether it shows `CollectorContext.memory`, which the training thread then has to read.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Registry:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Under which their failures are counted."""
+        """The sources under which their failures are counted."""
         return tuple(source_of(name) for name in self.names)
 
     @property

@@ -26,7 +26,7 @@ PATIENCE = 1.0
 """Seconds that one collector may take."""
 
 SLICES = 10
-"""Parts in which that time is waited for: whoever wakes up late, as everybody in the process did, counts one part."""
+"""Parts in which that time is waited for: where the whole process was stopped meanwhile, only one part counts."""
 
 RETRY_SECONDS = 60.0
 """Between two tries of a collector that has kept failing."""
@@ -43,7 +43,7 @@ class _Result:
 class Scrape:
     """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
 
-    `size`: is told how many series there were.
+    `size`: receives how many series there were.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Scrape:
             return found
 
     def start(self) -> None:
-        """Has those collectors begin that do something of their own; one that cannot costs only itself."""
+        """Starts the collectors that have a `start`; one that fails costs only itself."""
         for collector in self._collectors:
             if (start := getattr(collector, "start", None)) is not None:
                 self._errors.boundary(source_of(collector.name), limit=None)(start)
 
     def close(self) -> None:
-        """Has those collectors give back what they hold that hold something. Waits for none that hangs."""
+        """Closes the collectors that have a `close`. Waits for none that hangs."""
         for collector in self._collectors:
             if (close := getattr(collector, "close", None)) is not None:
                 close()
@@ -107,7 +107,7 @@ class Scrape:
         return self._guards.setdefault(name, self._errors.boundary(source_of(name)))
 
     def _collect(self, collectors: Sequence[Collector]) -> dict[str, _Result]:
-        """What each collector gave. They run in another thread, since nobody can be stopped who hangs."""
+        """What each collector gave. They run in another thread, since a call that hangs cannot be stopped."""
         results: dict[str, _Result] = {}
         while collectors:
             walk = _Walk(collectors, self._run)
@@ -157,7 +157,7 @@ class Scrape:
 
 
 class _Walk:
-    """One thread's way from collector to collector, until the last one or until it is given up."""
+    """One thread that runs collector after collector, until the last one or until it is given up."""
 
     def __init__(self, collectors: Sequence[Collector], run: Callable[[Collector], _Result]) -> None:
         self.results: dict[str, _Result] = {}

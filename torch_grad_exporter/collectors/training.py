@@ -55,7 +55,7 @@ TRAIN_GRADIENT_WAITS = METRICS.counter(
 )
 TRAIN_SAMPLES = METRICS.counter(
     "torch_train_samples_total",
-    "Training samples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. Steps that are not timed are taken for as many samples as the timed one before them.",
+    "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. Steps that are not timed are taken for as many examples as the timed one before them.",
 )
 TRAIN_TOKENS = METRICS.counter("torch_train_tokens_total", "Training tokens as observed.")
 TRAIN_LOSS = METRICS.gauge("torch_train_loss", "Last observed loss.")

@@ -1,4 +1,4 @@
-"""Collector `whole_run`, off by default: what the samples of all ranks say together, on rank 0."""
+"""Collector `whole_run`, off by default: the samples of all ranks combined, on rank 0."""
 
 from __future__ import annotations
 

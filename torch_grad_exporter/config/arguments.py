@@ -1,4 +1,4 @@
-"""Arguments of `start_exporter` that no variable of the exporter's own stands for, each declared here and nowhere else.
+"""Arguments of `start_exporter` that have no environment variable of the exporter, each declared here and nowhere else.
 
 They are objects, and what says where to push. OpenTelemetry has variables for the latter; `outputs/otlp/push_settings.py` reads
 them, and checks them together with these arguments. After a change here, `make golden` writes the signature of `start_exporter` and

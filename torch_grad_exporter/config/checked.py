@@ -1,4 +1,4 @@
-"""Everything that `start_exporter` was given, checked: what an exporter is built from, and what of it each room gets."""
+"""Everything that `start_exporter` was given, checked: what an exporter is built from, and what of it each stage gets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Checked:
 
     @property
     def whose(self) -> Rank:
-        """Whose values they are, for outputs."""
+        """Which process the values belong to, for outputs."""
         return Rank(self.run, self.rank, self.identity, self.labels)
 
     @property

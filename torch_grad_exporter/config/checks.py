@@ -17,7 +17,8 @@ from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.config.option import source
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.layers import LayerFilter, LayerIndex
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config

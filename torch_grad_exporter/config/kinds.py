@@ -287,5 +287,5 @@ def labels() -> Kind[Mapping[str, str]]:
 
 
 def given(takes: str, check: Callable[[object], _Value]) -> Kind[_Value]:
-    """What no environment variable can say: an object, or what is checked with others. `check` raises what names the argument."""
+    """What no environment variable can hold: an object, or what is checked with others. `check` raises what names the argument."""
     return Kind(takes, "", lambda _source, value: check(value))

@@ -1,4 +1,4 @@
-"""An option of `start_exporter`: what it may be, where it comes from, and what is said of it.
+"""An option of `start_exporter`: its values, where they come from, and its documentation.
 
 Options are the fields of a dataclass, declared with `option()`, once each: `Settings` and `Arguments`. What reads the environment,
 what checks, the signature of `start_exporter`, its docstring, the README's table, docs/options.md and `--help` follow from them.

@@ -19,7 +19,7 @@ from torch_grad_exporter.model.replicas import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where nobody chose.
+    """All choices, valid. `every` is `None` for "auto"; `run` is empty and `rank` `None` where they were not chosen.
 
     `collectors`: those that are on. `web_config_file`, `sd_dir`, `advertise`, `textfile_dir`: empty for none.
     """
@@ -55,7 +55,9 @@ class Settings:
         shown="none",
     )
     max_layers: int = option(
-        kinds.whole(1, 100_000), 300, "layers that are shown; what is beyond that number is folded by module depth"
+        kinds.whole(1, 100_000),
+        300,
+        "layers that are shown; what is beyond that number is folded by module depth, or in ranges such as `blocks.0-9`",
     )
     dead_window: int = option(
         kinds.whole(1, 1_000_000, "samples"),
@@ -70,7 +72,7 @@ class Settings:
         lambda: REGISTRY.on_by_default,
         'collectors to switch off, such as `{"host": False}`, or on',
         f"There are {', '.join(REGISTRY.names)}. "
-        '`{"whole_run": True}`, on all ranks, has rank 0 show what the samples of all ranks say together.',
+        '`{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.',
         shown="all but whole_run",
     )
     web_config_file: str = option(
@@ -94,7 +96,7 @@ class Settings:
     sd_dir: str = option(
         kinds.path("a directory that Prometheus reads with file_sd_configs"),
         "",
-        "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it lives",
+        "directory that Prometheus reads with `file_sd_configs`; this rank's file is there as long as it runs",
         shown="none",
     )
     advertise: str = option(

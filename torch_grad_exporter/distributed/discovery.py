@@ -1,7 +1,7 @@
 """How Prometheus finds the ranks: a file each, for `file_sd_configs`, and a list of all of them at rank 0, for `http_sd_configs`.
 
-An entry promises a rank that lives: a rank that ends cleanly takes its entry back, one that is killed leaves it, so that `up` is 0.
-Files and the job's store may hang; so all of it is done in one daemon thread, which `Discovery` owns.
+An entry stands for a running rank: a rank that ends cleanly removes its entry, one that is killed leaves it, so that `up` is 0.
+Files and the job's store may hang; so daemon threads, which `Discovery` owns, do all of it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ READ_SECONDS = 10.0
 """Between two readings of what the ranks have published."""
 
 TOUCH_SECONDS = 60.0
-"""Between two looks at this rank's file."""
+"""Between two checks of this rank's file."""
 
 FEW = 256
 """Files of other ranks that are read at the start: a thousand ranks that read a thousand files each are too many."""
 
 STALE_SECONDS = 900.0
-"""The age, since its last modification, from which on nobody lives to look after a file. Prometheus learns of a new time of
+"""The age since its last modification from which on the process of a file is taken to be gone. Prometheus sees a new time of
 modification when it reads the file anew, by default every 5 minutes."""
 
 CLOSE_SECONDS = 2.0
-"""That the end of a rank waits until its entries are gone, at most."""
+"""How long the end of a rank waits until its entries are gone, at most."""
 
 _Group = dict[str, object]
 
@@ -76,7 +76,7 @@ def address(
     """Where Prometheus reaches a server that listens on `addr`: `advertise` if it is given, else `addr` if it is one address.
 
     Else this host's name if that resolves to more than a loopback address, else the address from which this host reaches
-    others. In a Kubernetes pod always the latter: a pod's name is known to nobody else.
+    others. In a Kubernetes pod always the latter: no other host can resolve a pod's name.
     """
     host = advertise or ("" if addr in ("", "0.0.0.0", "::") else addr)  # noqa: S104 - these are what is left out
     if not host:
@@ -100,7 +100,7 @@ def _addresses(name: str) -> list[str]:
 
 def _outward() -> str:
     """This host's address on the way out, empty if there is no way. Nothing is sent: connecting UDP only chooses a route."""
-    # Addresses that are set aside for documentation take the default route.
+    # Addresses that are reserved for documentation take the default route.
     for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 9))
@@ -114,10 +114,10 @@ def _outward() -> str:
 
 
 class Entry(Protocol):
-    """Something that says where this rank is. Each method may hang, and raise."""
+    """An entry that tells Prometheus where this rank is. Each method may hang, and raise."""
 
     def refresh(self) -> None:
-        """Makes it be there and right; called again and again."""
+        """Creates or corrects the entry; called again and again."""
 
     def close(self) -> None:
         """Takes it back."""
@@ -126,7 +126,7 @@ class Entry(Protocol):
 class TargetFile:
     """This rank's file in a directory that Prometheus watches as `DIRECTORY/*.json`.
 
-    The same rank of the same run overwrites it after a restart, wherever it then is. As long as the rank lives, the file is never
+    The same rank of the same run overwrites it after a restart, on whichever host. As long as the rank runs, the file is never
     older than `TOUCH_SECONDS`; see `STALE_SECONDS`. Raises `OSError`.
     """
 
@@ -141,7 +141,7 @@ class TargetFile:
     def refresh(self) -> None:
         """Writes the file, or one that is gone; else, once in a while, renews its time of modification.
 
-        A file of another process at the same address is removed: whoever had the port is gone.
+        A file of another process at the same address is removed: the process that had the port is gone.
         """
         if self._clock() < self._next:
             return
@@ -157,7 +157,7 @@ class TargetFile:
         """Removes other files with this address: stale ones, and of fresh ones only where there are few, each of which is read."""
         others = [file for file in self.path.parent.glob("*.json") if file != self.path]
         for file in others:
-            # It may go at any moment, and another user's may not be ours to read or to remove.
+            # It may vanish at any moment, and reading or removing that of another user may be forbidden.
             with contextlib.suppress(OSError, ValueError):
                 stale = _age(file) > 2 * TOUCH_SECONDS
                 if (stale or (fresh_ones and len(others) <= FEW)) and self._is_of_this_address(file.read_bytes()):
@@ -250,7 +250,7 @@ def _parsed(value: bytes) -> _Group | None:
 
 
 class Discovery:
-    """Keeps this rank's entries as long as it lives; `close()` takes them back. Nothing here waits, but `close` for a while."""
+    """Keeps this rank's entries as long as it runs; `close()` removes them. Nothing here waits, except `close` for a while."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class Discovery:
         return json.dumps([self._target.group()] if self._ranks is None else self._ranks.groups()).encode()
 
     def close(self, seconds: float = CLOSE_SECONDS, *, leave: bool = False) -> None:
-        """Takes the entries back, unless they are to be left; idempotent, from any thread, never raises.
+        """Removes the entries, unless they are to be left; idempotent, from any thread, never raises.
 
         What hangs is left behind after `seconds`.
         """

@@ -53,23 +53,23 @@ def process_group() -> Place | None:
 
 
 def came_late(known: Identity, *, group: Callable[[], Place | None] = process_group) -> bool:
-    """Whether there is a process group of several ranks by now, of which nothing was known when this process' rank was."""
+    """Whether there is a process group of several ranks now that did not exist when this process' rank was read."""
     now = group()
     return now is not None and now.world_size > 1 == known.world_size
 
 
 class LateGroup:
-    """Tells the user, once, that there is a process group by now which the exporter knows nothing of."""
+    """Logs, once, that there is a process group which came after the exporter."""
 
     def __init__(self, known: Identity, rank: int) -> None:
         self._known = known
         self._rank = rank
-        self._told = False
+        self._logged = False
 
-    def look(self) -> None:
-        """Looks whether there is one, and logs that."""
-        if not self._told and came_late(self._known):
-            self._told = True
+    def check(self) -> None:
+        """Checks whether there is one, and logs that."""
+        if not self._logged and came_late(self._known):
+            self._logged = True
             say(logger, logging.WARNING, LATE_GROUP, self._rank)
 
 
@@ -107,7 +107,7 @@ def _placed(known: Place, launched: Identity, environment: Mapping[str, str]) ->
 def _variables(
     rank: str, world_size: str, local_rank: str = "", local_world_size: str = "", *, also: str = ""
 ) -> Callable[[Mapping[str, str]], Identity | None]:
-    """A launcher that sets the variables with these names; it is known by the first one, and by `also` if that is given."""
+    """A launcher that sets the variables with these names; it is recognised by the first one, and by `also` if that is given."""
 
     def read(environment: Mapping[str, str]) -> Identity | None:
         if not environment.get(rank) or (also and not environment.get(also)):
@@ -196,7 +196,7 @@ def _pods_job(environment: Mapping[str, str], *, several: bool) -> str:
 
 
 def new_run_name(now: float) -> str:
-    """A name for a run that nobody named: its start, UTC, and a few random characters."""
+    """A name for a run without one: its start, UTC, and a few random characters."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
 
 

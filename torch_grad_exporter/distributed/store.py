@@ -2,8 +2,8 @@
 
 The agent of torchrun has one, and so has every default process group. We use a connection of our own: on one that is shared,
 an operation of the training would wait behind ours. torch puts no limit on the time that a host which is stopped (SIGSTOP) or
-unreachable takes to answer; so all operations run in one daemon thread, and who asks waits for a given time at most. While the
-thread is stuck, every question fails at once; when the host goes on, so do we. A connection that broke is not made anew: the
+unreachable takes to answer; so all operations run in one daemon thread, and a caller waits for a given time at most. While the
+thread is stuck, every request fails at once; when the host goes on, so do we. A connection that broke is not made anew: the
 job ends with its store.
 
 Every failure is a `StoreError`. No operation waits for another rank.
@@ -36,13 +36,13 @@ PREFIX = "torch_grad_exporter/"
 """Of all our keys."""
 
 START_SECONDS = 5.0
-"""That the start of an exporter waits for the store, at most, all together."""
+"""How long the start of an exporter waits for the store, at most, in all."""
 
 SECONDS = 2.0
-"""That anything else waits for an answer, at most."""
+"""How long anything else waits for an answer, at most."""
 
 _ABSENT = "\x00absent"
-"""Nobody's value."""
+"""A value that no key has."""
 
 _T = TypeVar("_T")
 
@@ -72,12 +72,12 @@ class NoStoreError(StoreError):
 
 
 class JobStore:
-    """Our connection to the store, made at the first question; that may fail, and the next one tries again. Thread-safe."""
+    """Our connection to the store, made at the first request; that may fail, and the next one tries again. Thread-safe."""
 
     def __init__(self, connect: Callable[[], Connection] | None = None) -> None:
         self._connect = connect or functools.partial(connected, os.environ)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # Reentrant: a signal's handler may close while its own thread asks.
+        # Reentrant: a signal handler may close while its own thread is in a request.
         self._lock = threading.RLock()
         self._thread: BackgroundThread | None = None
         self._connection: Connection | None = None
@@ -85,7 +85,7 @@ class JobStore:
         self._over = ""
 
     def agree(self, key: str, value: str, *, seconds: float = SECONDS) -> str:
-        """The value that the first rank to ask proposed, the same for all ranks."""
+        """The value that the first rank proposed, the same for all ranks."""
         return self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds).decode()
 
     def publish(self, key: str, value: bytes, *, seconds: float = SECONDS) -> None:
@@ -104,7 +104,7 @@ class JobStore:
         return self._ask(read, seconds)
 
     def remove(self, key: str, *, seconds: float = SECONDS) -> None:
-        """Removes a key, if it is there. To be done at the end, when the store's host may have ended first."""
+        """Removes a key, if it is there. Called at the end, when the store's host may have ended first."""
 
         def delete(store: Connection) -> None:
             _knock(store)  # torch would write pages about a host that is gone
@@ -118,7 +118,7 @@ class JobStore:
             self._over = self._over or "closed"
             thread = self._thread
             self._calls.put(None)
-        # To the end of the program as well: a thread that comes back from torch into an interpreter that ends, aborts it.
+        # At the end of the program as well: a thread that returns from torch into an interpreter that ends, aborts it.
         if thread is not None:
             thread.join(seconds)
 
@@ -158,13 +158,13 @@ class JobStore:
         return future
 
     def _work(self) -> None:
-        """The thread: answers questions in their order, those that nobody waits for any more left out."""
+        """The thread: answers requests in their order, without those whose caller no longer waits."""
         while (call := self._calls.get()) is not None:
             future, question = call
             if future.set_running_or_notify_cancel():
                 try:
                     self._answer(question)
-                except StoreError as error:  # raised again where the question was asked
+                except StoreError as error:  # raised again in the caller
                     future.set_exception(error)
                 else:
                     future.set_result(None)
@@ -191,7 +191,7 @@ _inherited: list[Connection | None] = []
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """What says that a connection has broken."""
+    """The error messages of a broken connection."""
     return (ConnectionRefusedError, dist.DistNetworkError) if dist.is_available() else ()
 
 

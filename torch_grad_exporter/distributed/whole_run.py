@@ -1,8 +1,8 @@
-"""The whole run on one endpoint: each rank publishes what its samples add up to, and rank 0 adds up the ranks.
+"""The whole run on one endpoint: each rank publishes the sums over its samples, and rank 0 adds up the ranks.
 
-A part of a gradient tells nothing of the norm of the whole, and ranks are not sampled at the same moments. What is exact
-all the same is the mean of the squares: over the last samples of a rank, those between two of its reports, of its part,
-and summed over all ranks. Its root is the root mean square of the norm. Nobody waits for anybody: a rank that is dead, or
+The norm of a part of a gradient does not give the norm of the whole, and ranks are not sampled at the same moments. The mean
+of the squares is exact nevertheless: each rank takes it of its part, over the samples between two of its reports, and rank 0
+sums it over all ranks. Its root is the root mean square of the norm. No rank waits for another: a rank that is dead, or
 has no exporter, only makes the values incomplete, and then there are none.
 """
 
@@ -42,7 +42,7 @@ COLUMNS = ("squared_total", "captures", "nans", "infs", "units", "dead_ratio")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What one rank said. `started`: tells its process from the one before; `number`: its reports from each other.
+    """What one rank reported. `started`: distinguishes its process from the one before; `number`: its reports from each other.
 
     `steps`: optimizer steps. `values`: shape (columns, layers), NaN for what is not known.
     """
@@ -90,7 +90,7 @@ def _layers(content: bytes) -> tuple[str, ...]:
 
 
 def report_of(snapshot: Snapshot, started: int, number: int, steps: int) -> Report:
-    """The report of what this rank has seen so far, of layers of which it has something that counts: no copies, nor nothing.
+    """The report of what this rank has seen so far, of the layers of which it has parameters that count: no copies.
 
     Of a layer that is not tracked at present, and of the removed ones together, it has the elements that were not finite.
     """
@@ -123,7 +123,7 @@ class View:
 
 @dataclass(slots=True)
 class _Heard:
-    """What was heard of one rank: its last report and when, and the last one that had fewer samples."""
+    """What is known of one rank: its last report and when, and the last one that had fewer samples."""
 
     last: Report
     at: float
@@ -147,7 +147,7 @@ class _Heard:
 
 
 class Combination:
-    """Adds up the reports of all ranks. `fresh_seconds`: for which a rank that says nothing is taken to be there.
+    """Adds up the reports of all ranks. `fresh_seconds`: for which a rank without a new report is taken to be there.
 
     For one thread at a time; `view` from any thread.
     """
@@ -160,7 +160,7 @@ class Combination:
         self.view = View(0)
 
     def hear(self, reports: Mapping[int, bytes]) -> None:
-        """Takes the latest reports, by rank; what is none is left out."""
+        """Takes the latest reports, by rank; anything else is left out."""
         now = self._clock()
         for rank, content in reports.items():
             with contextlib.suppress(ValueError):
@@ -249,7 +249,7 @@ class WholeRun:
         report = report_of(self._snapshot(), self._started, self._number, self._steps())
         self._store.publish(_key(self._rank), report.encoded(), seconds=self._interval)
 
-    def look(self) -> None:
+    def combine(self) -> None:
         """On rank 0, combines what the ranks have published. Raises as `report`."""
         if self._keys:
             found = self._store.collect(self._keys, seconds=self._interval)
@@ -262,7 +262,7 @@ class WholeRun:
     def _work(self) -> None:
         with contextlib.suppress(NoStoreError):
             self.report()
-            self.look()
+            self.combine()
 
     def _failed(self, error: Exception) -> None:
         self._on_error(error)

@@ -50,7 +50,7 @@ class Section:
 
 
 def _check(spec: Spec) -> None:
-    """What holds for a metric by itself; `Spec` holds `_total` to counters."""
+    """Checks the conventions that concern one metric; `Spec` checks `_total` and buckets."""
     wrong = [name for name in (spec.name, *spec.labels) if not re.fullmatch(r"[a-z][a-z0-9_]*", name)]
     if wrong or len(set(spec.labels)) < len(spec.labels):
         raise ValueError(f"{spec.name}: names are lower case with underscores, and no label comes twice: {wrong or spec.labels}")

@@ -1,7 +1,7 @@
 """The neutral metric family: what every collector yields and every output takes.
 
 A family is one metric (`Spec`) with its label rows and its values as arrays. It knows neither
-Prometheus' text format nor OTLP; those are outputs and live in `exposition`. The constant labels of a
+Prometheus' text format nor OTLP; those are outputs and live in `outputs/`. The constant labels of a
 process (`run`, `rank` and the user's own) are added by the outputs and appear in no family.
 """
 
@@ -69,7 +69,7 @@ class LabelRows:
 REMOVED = "(removed)"
 """The layer of the one row that the counters of all removed layers are added up into.
 
-What it adds up was counted before: sums over layers never fall, but its growth is no growth of the training's."""
+Its values were counted before under other labels: sums over layers never fall, but its growth shows nothing about the training."""
 
 NO_LABELS = LabelRows(((),))
 """The one row of a metric without labels."""
@@ -99,7 +99,7 @@ class Family:
     `values`: shape (rows,) for gauges and counters, (rows, len(buckets) + 1) for histograms, there the
     observations per bucket, not cumulated, the last one `+Inf`.
     `sums`: shape (rows,), the sum of the observations; histograms only.
-    `present`: shape (rows,); a row that is False yields no sample. `None` means that all are present.
+    `present`: shape (rows,); a row that is False yields no series. `None` means that all are present.
     `exponential`: of a histogram, where it is counted, the same observations by exponential bucket of `SCALE`, a mapping for each
     row; bucket i is over (2 ** (i / 2 ** SCALE), 2 ** ((i + 1) / 2 ** SCALE)], zeros are in none.
     `exemplars`: of a histogram, a mapping for each row, by bucket.
@@ -121,14 +121,14 @@ class Family:
             raise ValueError(
                 f"{self.spec.name}: values of shape {self.values.shape}, expected {expected}; sums with a histogram only"
             )
-        if any(beside is not None and len(beside) != rows for beside in (self.exponential, self.exemplars)):
-            raise ValueError(f"{self.spec.name}: one mapping per row is expected beside a histogram, {rows} in all")
+        if any(extra is not None and len(extra) != rows for extra in (self.exponential, self.exemplars)):
+            raise ValueError(f"{self.spec.name}: one mapping per row is expected with a histogram, {rows} in all")
         if any(array is not None and array.shape != (rows,) for array in (self.present, self.sums)):
             raise ValueError(f"{self.spec.name}: one entry per row is expected in `present` and `sums`, {rows} in all")
 
     @property
     def row_numbers(self) -> Sequence[int]:
-        """The numbers of the rows that yield samples, ascending."""
+        """The numbers of the rows that yield series, ascending."""
         return range(len(self.labels)) if self.present is None else np.flatnonzero(self.present).tolist()
 
     @property
@@ -141,7 +141,7 @@ class Family:
 def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
     """The families of each metric, in the order in which the metrics first appear.
 
-    Outputs want all samples of a metric in one place.
+    Outputs need all series of a metric in one place.
     """
     groups: dict[Spec, list[Family]] = {}
     for family in families:
@@ -150,7 +150,7 @@ def by_spec(families: Iterable[Family]) -> dict[Spec, list[Family]]:
 
 
 def scalar(spec: Spec, value: float | None) -> Family:
-    """A family of one row without labels; `None` means that there is no value, so no sample."""
+    """A family of one row without labels; `None` means that there is no value, so no series."""
     present = None if value is not None else np.zeros(1, dtype=np.bool_)
     return Family(spec, np.array([value if value is not None else 0.0], dtype=np.float64), present=present)
 
@@ -165,6 +165,6 @@ class RowCache:
         """The kept object if it has these rows, else a new one, kept from now on."""
         kept = self._kept
         if kept.rows != rows:
-            # Another scrape may do the same just now: each returns its own.
+            # Another scrape may do the same at this moment: each returns its own.
             kept = self._kept = LabelRows(rows)
         return kept

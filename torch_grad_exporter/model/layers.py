@@ -10,222 +10,17 @@ at each sample and follows freezing, unfreezing, replaced and added parameters.
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.folding import fold
+from torch_grad_exporter.model.names import LayerFilter, layer_names
+from torch_grad_exporter.model.parameters import ParameterTable, Place, TrackedParameter, make_table
 from torch_grad_exporter.model.replicas import Replicas
-from torch_grad_exporter.model.sharding import is_behind, is_copy, is_sharded, split_dims
-from torch_grad_exporter.torch_compat import TRANSPOSED, children_in, local, parameters_in
-
-WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitLayout:
-    """How a weight's gradient splits into output units.
-
-    `shape` is the view of the gradient with the unit dimensions `dims` marked; a linear layer's weight is
-    `(rows, -1)` with dims `(0,)`, a transposed convolution's `(groups, inputs, outputs, -1)` with `(0, 2)`.
-    """
-
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Number of output units."""
-        count = 1
-        for dim in self.dims:
-            count *= self.shape[dim]
-        return count
-
-    def rows(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient as (units, elements of a unit); a view wherever the layout allows it."""
-        viewed = gradient.reshape(self.shape)
-        if self.dims != (0,):
-            viewed = viewed.movedim(self.dims, tuple(range(len(self.dims))))
-        return viewed.reshape(self.count, -1)
-
-
-def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout | None:
-    """The output units of a parameter: rows of a weight, output channels of a convolution.
-
-    `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
-    absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a part
-    that is zero says nothing of the unit.
-    """
-    if not split_dims(parameter) <= {1 if isinstance(module, TRANSPOSED) else 0}:
-        return None
-    parameter = local(parameter)
-    if parameter.dim() < 2 or parameter.numel() == 0:
-        return None
-    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-        return None
-    if isinstance(module, TRANSPOSED):
-        inputs, outputs = parameter.shape[:2]
-        groups = int(module.groups)  # type: ignore[arg-type]
-        return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
-    return UnitLayout((parameter.shape[0], -1), (0,))
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class TrackedParameter:
-    """One parameter that the exporter follows; the object stays the same as long as the parameter does.
-
-    Known by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
-    so `model.to()` with some kinds of parameters, raises where there is one.
-    """
-
-    identity: int
-    module: weakref.ref[torch.nn.Module]
-    attribute: str
-    model: int
-    layer: str
-    shape: tuple[int, ...]
-    elements: int
-    units: UnitLayout | None
-    sharded: bool
-    copy: bool
-    """Whether another rank has the same part and counts it in sums over ranks."""
-
-    def parameter(self) -> torch.nn.Parameter | None:
-        """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
-        module = self.module()
-        parameter = None if module is None else parameters_in(module).get(self.attribute)
-        return parameter if parameter is not None and id(parameter) == self.identity else None
-
-    def gradient(self) -> torch.Tensor | None:
-        """The parameter's gradient, if there are both."""
-        parameter = self.parameter()
-        return None if parameter is None else parameter.grad
-
-    def stands_at(self, owner: _Owner) -> bool:
-        """Whether this is the parameter of that place, under the same label."""
-        place = (self.attribute, self.layer, self.shape) == (owner.attribute, owner.layer, tuple(owner.parameter.shape))
-        part = (self.elements, self.sharded, self.copy)
-        return place and self.module() is owner.module and part == _part(owner.parameter)
-
-
-def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
-    """`parameter()` of each, in one go: a sample asks for those of the whole model several times."""
-    owned = parameters_in
-    return [
-        p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None
-        for t in tracked
-    ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParameterTable:
-    """What is tracked at present: parameters by position, layers by index, and which belongs where.
-
-    `layer_of`, `elements`, `units`, `counts`: shape (parameters,). `folded`: layers that share a label. `sharded`, `shown`:
-    shape (layers,). The table is replaced, never changed.
-    """
-
-    tracked: tuple[TrackedParameter, ...]
-    layers: tuple[str, ...]
-    layer_of: IntArray
-    elements: IntArray
-    units: IntArray
-    folded: int
-    sharded: BoolArray
-    """Whether this rank has only a part of the layer's parameters."""
-    counts: BoolArray
-    """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
-    shown: BoolArray
-    """Whether this rank tells of the layer: it has a part of it, or the first of the copies."""
-    frozen: frozenset[str] = frozenset()
-    """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
-
-    def parameters(self) -> list[torch.nn.Parameter] | None:
-        """The parameters by position, or `None` if one of them is not in its place."""
-        parameters = parameters_of(self.tracked)
-        return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
-
-
-def make_table(
-    tracked: Sequence[TrackedParameter],
-    max_layers: int,
-    replicas: Replicas | None = None,
-    *,
-    behind: Collection[int] = (),
-    frozen: frozenset[str] = frozenset(),
-) -> ParameterTable:
-    """A table over `tracked`, with layers folded by depth where there are more than `max_layers`.
-
-    `behind`: the models with parallel layers of which this rank is not the first.
-    """
-    replicas = replicas or Replicas()
-    labels = fold([t.layer for t in tracked], max_layers)
-    layers = tuple(dict.fromkeys(labels))
-    index = {label: position for position, label in enumerate(layers)}
-    members: dict[str, set[str]] = {}
-    for label, one in zip(labels, tracked, strict=True):
-        members.setdefault(label, set()).add(one.layer)
-    sharded, shown = np.zeros((2, len(layers)), dtype=np.bool_)
-    copies = [
-        one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
-    ]
-    counts = ~np.array(copies, dtype=np.bool_)
-    for label, one, counted in zip(labels, tracked, counts, strict=True):
-        sharded[index[label]] |= one.sharded
-        shown[index[label]] |= one.sharded or counted or replicas.all_shown
-    return ParameterTable(
-        tracked=tuple(tracked),
-        layers=layers,
-        layer_of=np.array([index[label] for label in labels], dtype=np.int64),
-        elements=np.array([t.elements for t in tracked], dtype=np.int64),
-        units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
-        folded=sum(len(names) for names in members.values() if len(names) > 1),
-        sharded=sharded,
-        counts=counts,
-        shown=shown,
-        frozen=frozen,
-    )
-
-
-def clean(name: str) -> str:
-    """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
-
-
-@dataclass(slots=True)
-class LayerFilter:
-    """Which layers are tracked: those that an `include` pattern finds and no `exclude` pattern does."""
-
-    include: tuple[re.Pattern[str], ...] = ()
-    exclude: tuple[re.Pattern[str], ...] = ()
-
-    def accepts(self, layer: str) -> bool:
-        """Whether the layer of this name is tracked; patterns are searched, not matched in full."""
-        wanted = not self.include or any(pattern.search(layer) for pattern in self.include)
-        return wanted and not any(pattern.search(layer) for pattern in self.exclude)
-
-
-@dataclass(slots=True)
-class _Owner:
-    """A parameter and the place where it stands: `module._parameters[attribute]`."""
-
-    parameter: torch.nn.Parameter
-    module: torch.nn.Module
-    attribute: str
-    model: int
-    layer: str
-
-
-def _is_trained(owner: _Owner) -> bool:
-    """Whether the parameter is to be tracked: not frozen, and initialised."""
-    return owner.parameter.requires_grad and not is_lazy(owner.parameter)
+from torch_grad_exporter.model.sharding import is_behind
+from torch_grad_exporter.torch_compat import children_in, parameters_in
 
 
 class LayerIndex:
@@ -274,10 +69,10 @@ class LayerIndex:
 
     def changed(self) -> list[torch.nn.Parameter]:
         """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
-        return [] if self._is_current() else [owner.parameter for owner in self._trained()]
+        return [] if self._is_current() else [place.parameter for place in self._trained()]
 
     def _is_current(self) -> bool:
-        """Whether the models look as they did at the last scan."""
+        """Whether the models are unchanged since the last scan."""
         modules = [module for reference in self._scanned if (module := reference()) is not None]
         return len(modules) == len(self._scanned) and _structure(modules) == self._structure
 
@@ -288,13 +83,13 @@ class LayerIndex:
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
-        for owner in self._owners():
-            layers.add(owner.layer)
-            if not _is_trained(owner):
+        for place in self._places():
+            layers.add(place.layer)
+            if not _is_trained(place):
                 continue
-            same = self._known.get(id(owner.parameter))
-            found.append(same if same is not None and same.stands_at(owner) else _track(owner))
-        # One that is frozen now may thaw, and its units have a past.
+            same = self._known.get(id(place.parameter))
+            found.append(same if same is not None and same.stands_at(place) else TrackedParameter.at(place))
+        # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         frozen = frozenset(layers.difference(one.layer for one in found))
         before = self._table.tracked
@@ -304,14 +99,14 @@ class LayerIndex:
         return self._table
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
-        """Looks whether a model is replicated, within a forward of its root; without one, of all that had no forward."""
+        """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
         for model, (_, reference) in enumerate(self._models):
             module = reference()
             if module is not None and root is None:
                 self.replicas.search(model, module)
             elif module is root is not None:
-                self.replicas.look(model, root)
+                self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
             self._table = self._planned(self._table.tracked, self._table.frozen)
 
@@ -331,19 +126,19 @@ class LayerIndex:
 
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
-        return list(dict.fromkeys(owner.layer for owner in self._owners(filtered=False)))
+        return list(dict.fromkeys(place.layer for place in self._places(filtered=False)))
 
-    def _trained(self) -> Iterator[_Owner]:
+    def _trained(self) -> Iterator[Place]:
         """The places of the parameters that are to be tracked."""
-        return (owner for owner in self._owners() if _is_trained(owner))
+        return (place for place in self._places() if _is_trained(place))
 
-    def _owners(self, *, filtered: bool = True) -> Iterator[_Owner]:
+    def _places(self, *, filtered: bool = True) -> Iterator[Place]:
         seen: set[int] = set()
         for model, (name, reference) in enumerate(self._models):
             root = reference()
             if root is None:
                 continue
-            labels = _labels(root)
+            labels = layer_names(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
                     if parameter is None or id(parameter) in seen:
@@ -351,26 +146,18 @@ class LayerIndex:
                     seen.add(id(parameter))
                     layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
                     if not filtered or self._filter.accepts(layer):
-                        yield _Owner(parameter, module, attribute, model, layer)
+                        yield Place(parameter, module, attribute, model, layer)
 
 
-def _labels(root: torch.nn.Module) -> dict[tuple[str, str], str]:
-    """The label of each module's parameters by module name and attribute, without what wrappers add.
-
-    Where two modules would share a label, both have their full names.
-    """
-    owned = {raw: parameters_in(module) for raw, module in root.named_modules()}
-    names = {(raw, attribute): clean(raw) or attribute for raw, attributes in owned.items() for attribute in attributes}
-    modules: dict[str, set[str]] = {}
-    for (raw, _), label in names.items():
-        modules.setdefault(label, set()).add(raw)
-    return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}
+def _is_trained(place: Place) -> bool:
+    """Whether the parameter is to be tracked: not frozen, and initialised."""
+    return place.parameter.requires_grad and not is_lazy(place.parameter)
 
 
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
-    In columns, without a Python call per module or parameter: it is looked at in each sample.
+    In columns, without a Python call per module or parameter, since each sample compares it.
     """
     children = [children_in(module) for module in modules]
     owned = [parameters_in(module) for module in modules]
@@ -383,25 +170,3 @@ def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
         [*map(type, parameters)],
         [p is not None and p.requires_grad for p in parameters],
     )
-
-
-def _track(owner: _Owner) -> TrackedParameter:
-    parameter = owner.parameter
-    elements, sharded, copy = _part(parameter)
-    return TrackedParameter(
-        identity=id(parameter),
-        module=weakref.ref(owner.module),
-        attribute=owner.attribute,
-        model=owner.model,
-        layer=owner.layer,
-        shape=tuple(parameter.shape),
-        elements=elements,
-        units=unit_layout(owner.module, parameter),
-        sharded=sharded,
-        copy=copy,
-    )
-
-
-def _part(parameter: torch.Tensor) -> tuple[int, bool, bool]:
-    """What this rank has of a parameter: how many elements, whether others have more of it, and whether others count them."""
-    return local(parameter).numel() * (2 if parameter.is_complex() else 1), is_sharded(parameter), is_copy(parameter)

@@ -52,7 +52,7 @@ class Family:
         return self._label(self.members[member] // size, size)
 
     def _label(self, place: int, size: int) -> str:
-        # Where a range ends does not depend on who is in it: one that is frozen renames nothing.
+        # The bounds of a range do not depend on its members: freezing one renames nothing.
         return f"{self._before}{place * size}-{(place + 1) * size - 1}{self._after}"
 
 

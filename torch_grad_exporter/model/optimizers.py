@@ -1,8 +1,8 @@
 """Optimizers: which of the process' optimizers concern us, their names, and who owns which parameter.
 
-PyTorch's step hooks are global, so every optimizer of the process comes by, on whichever thread it steps; only those that own a
-tracked parameter get a number. `concerns` tells which those are, from any thread and without changing anything; everything
-else belongs to the training thread. Optimizers are held weakly.
+PyTorch's step hooks are global, so they run for every optimizer of the process, on whichever thread it steps; only those that
+own a tracked parameter get a number. `concerns` answers which those are, from any thread and without changing anything;
+everything else belongs to the training thread. Optimizers are held weakly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import LayerIndex, ParameterTable, parameters_of
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 
 MANUAL = "manual"
 """The name under which `exporter.step()` counts where no optimizer's hook fires."""
@@ -46,7 +47,7 @@ class Optimizers:
         self.copying: set[int] = set()
         """Those that own copies of the parameters: what they see is in no gradient of the model."""
         self._settled = False
-        """Whether a whole round is over, so that a parameter without an optimizer is one that nobody updates."""
+        """Whether a whole round is over, so that a parameter without an optimizer is known to be updated by none."""
         self._overlap = False
         """Whether two optimizers own the same parameter."""
         self._table: ParameterTable | None = None
@@ -60,7 +61,7 @@ class Optimizers:
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has a number, or owns a parameter that is trained, or copies of all of them.
 
-        Changes nothing but its own memory of answers, in single operations on a dictionary; may be asked from any thread.
+        Changes only its cache of answers, in single operations on a dictionary; from any thread.
         """
         last = self._last
         if (last is not None and last[0]() is optimizer) or optimizer in self._numbers:
@@ -71,7 +72,7 @@ class Optimizers:
             return known.concerned
         try:
             concerned = _owns_of(table, optimizer) or _owns(optimizer, self._index.changed())
-        except RuntimeError:  # another thread has just changed a model: to be asked again
+        except RuntimeError:  # another thread has just changed a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
         return concerned
@@ -82,7 +83,7 @@ class Optimizers:
         """The optimizer's number; `None` if it does not concern us, and then nothing is changed.
 
         Optimizers of one kind that step within the backward, as one per parameter does, share a number. One that steps
-        `inside` the step of another, on nothing but what that one owns, is its tool and has none.
+        `inside` the step of another, on nothing but what that one owns, works for that one and has none.
         """
         if self._last is not None and self._last[0]() is optimizer:
             return self._last[1]
@@ -114,7 +115,7 @@ class Optimizers:
         return number
 
     def round_over(self) -> None:
-        """A round with a step is over: a parameter without an optimizer is one that nobody updates."""
+        """A round with a step is over: a parameter without an optimizer is known to be updated by none."""
         self._settled = True
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
@@ -204,7 +205,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
-    """What changes when parameters come to an optimizer, or others take their places. Does not look at each of them."""
+    """What changes when parameters are added to an optimizer or replaced. Does not visit each of them."""
     every = (group["params"] for group in optimizer.param_groups)
     return tuple((id(group), len(group), *map(id, (group[:1] + group[-1:]))) for group in every)
 

@@ -1,4 +1,4 @@
-"""Reductions: what `DistributedDataParallel` makes of the gradients of the backward that comes next. Reads attributes only.
+"""Reductions: what `DistributedDataParallel` does with the gradients of the next backward. Reads attributes only.
 
 Whether a backward reduces is decided in the forward before it: under `no_sync()` it does not, and where a module within the
 wrapper is called without the wrapper nothing is reduced, either.
@@ -33,7 +33,7 @@ class Reduction:
 
 @dataclass(slots=True)
 class Reductions:
-    """Which wrappers the forwards since the last backward ran through. To be told of those of sampled rounds; holds all weakly."""
+    """Which wrappers the forwards since the last backward ran through. Called for those of sampled rounds; holds all weakly."""
 
     _forwards: list[tuple[weakref.ref[DistributedDataParallel], bool]] = field(default_factory=list)
     """Each wrapper with whether the next backward through it reduces."""
@@ -51,11 +51,11 @@ class Reductions:
         self._forwards += [(weakref.ref(wrapper), wrapper.require_backward_grad_sync) for wrapper in found]
 
     def coming(self) -> Reduction | None:
-        """What the backward that begins now reduces; `None` if it runs through no wrapper, as far as known. To be asked once."""
+        """What the backward that begins now reduces; `None` if it runs through no wrapper, as far as known. To be called once."""
         forwards, self._forwards = self._forwards, []
         # The last forward through a wrapper decides.
         found = {wrapper: syncs for reference, syncs in forwards if (wrapper := reference()) is not None}
-        # One that computes in another type puts other parameters in the place of these.
+        # A wrapper that computes in another type replaces these parameters by others.
         if not found or any(wrapper.mixed_precision is not None for wrapper in found):
             return None
         reducing = [wrapper for wrapper, syncs in found.items() if syncs]

@@ -1,8 +1,8 @@
-"""Replicas: which models are copies of those on other ranks, whose gradients are equal, so that one rank tells of them.
+"""Replicas: which models are copies of those on other ranks, whose gradients are equal, so that one rank reports them.
 
-A rank that is not the first of its copies shows no series per layer: a thousand ranks would all show the same. What says
-that gradients are equal is `DistributedDataParallel`: around the model, within it, or around the module that holds it.
-Nothing else does: ranks may train different stages of a pipeline, or different models. There the user may say so.
+A rank that is not the first of its copies shows no series per layer: a thousand ranks would all show the same. Gradients are
+known to be equal under `DistributedDataParallel`: around the model, within it, or around the module that holds it.
+Nothing else shows it: ranks may train different stages of a pipeline, or different models. There an option says so.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ class Ranks(enum.Enum):
 
 
 class Replicas:
-    """What is known of one process' models. Until it is looked for nothing is: then only rank 0 shows a model's layers.
+    """What is known of one process' models. Before the first search nothing is known, and only rank 0 shows a model's layers.
 
-    A wrapper that was found is there to stay; where there was none, there may be one later: a model may be run before it is
-    wrapped.
+    A wrapper that was found stays; where there was none, there may be one later, since a model may run before it is wrapped.
     """
 
     def __init__(self, ranks: Ranks = Ranks.AUTO, rank: int = 0, world_size: int = 1) -> None:
         self.all_shown = ranks is Ranks.ALL
         self._first = rank == 0
         self._alone = world_size == 1
-        self._told = ranks is Ranks.FIRST
+        self._by_hand = ranks is Ranks.FIRST
         self._copied: dict[int, bool] = {}
-        """By model that was looked at: whether all of it is a copy of another rank's."""
+        """By model that was searched: whether all of it is a copy of another rank's."""
         self._wrapped: set[int] = set()
         """The models around which there is a wrapper."""
         self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -52,24 +51,24 @@ class Replicas:
         return (*self._copied.items(), len(self._parts))
 
     def undecided(self, models: int) -> bool:
-        """Whether something is still to be looked for."""
-        return not (self._alone or self._told) and len(self._wrapped) < models
+        """Whether a search is still to be done."""
+        return not (self._alone or self._by_hand) and len(self._wrapped) < models
 
     def is_copy(self, module: torch.nn.Module | None, model: int) -> bool:
-        """Whether another rank tells of this module's parameters, as far as they are no DTensors."""
+        """Whether another rank reports this module's parameters, as far as they are no DTensors."""
         if self._alone:
             return False
-        if self._told:
+        if self._by_hand:
             return not self._first
         return self._copied.get(model, not self._first) or module in self._parts
 
-    def look(self, model: int, root: torch.nn.Module) -> None:
-        """Looks for a wrapper of a model whose root's forward is running, on the training thread."""
+    def search_in_forward(self, model: int, root: torch.nn.Module) -> None:
+        """Searches for a wrapper of a model whose root's forward is running, on the training thread."""
         if model not in self._wrapped and not self._found(model, wrappers.around(root)):
             self._parts.update(part for module, wrapper in wrappers.within(root) if _is_later(wrapper) for part in module.modules())
 
     def search(self, model: int, root: torch.nn.Module) -> None:
-        """Looks for a wrapper of a model of which no forward was seen, once: its parts are called, and it is not."""
+        """Searches once for a wrapper of a model of which no forward was seen, because only its parts are called."""
         if model not in self._copied:
             self._found(model, wrappers.wrapper_of(root) or wrappers.anywhere(root))
 
@@ -80,6 +79,6 @@ class Replicas:
         return wrapper is not None
 
 
-def _is_later(wrapper: Any) -> bool:  # noqa: ANN401 - what wraps may look like one only
+def _is_later(wrapper: Any) -> bool:  # noqa: ANN401 - a wrapper may only resemble one
     """Whether this rank is not the first of those that have the same gradients. No collective."""
     return torch.distributed.get_rank(wrapper.process_group) > 0

@@ -1,4 +1,4 @@
-"""What a DTensor says of this rank's part of a tensor, without a word to other ranks.
+"""What a DTensor shows about this rank's part of a tensor, without communication.
 
 Everything here reads attributes only: placements, and the coordinates of this rank on the mesh.
 """
@@ -36,7 +36,7 @@ def is_copy(tensor: torch.Tensor | None) -> bool:
     """Whether another rank has the same part of a DTensor, and counts it in sums over ranks: of all copies one counts.
 
     That is the one with coordinate 0 along each dimension of the mesh on which the tensor is replicated. A mesh may be
-    a slice of a larger one, as under FSDP beside tensor parallelism: then ranks along the other dimensions have copies,
+    a slice of a larger one, as under FSDP with tensor parallelism: then ranks along the other dimensions have copies,
     too, but for those of a pipeline.
     """
     mesh: Any = getattr(tensor, "device_mesh", None)

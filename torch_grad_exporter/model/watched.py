@@ -9,7 +9,7 @@ import torch
 
 
 class WatchedModels:
-    """Knows its models as long as they are there. `gone` is called when the garbage collector takes one; it must not raise."""
+    """References its models while they exist. `gone` is called when the garbage collector takes one; it must not raise."""
 
     def __init__(self, models: Iterable[torch.nn.Module], gone: Callable[[], None]) -> None:
         self._models = [weakref.ref(module) for module in models]
@@ -28,6 +28,6 @@ class WatchedModels:
         return all(reference() is None for reference in self._models)
 
     def close(self) -> None:
-        """Has nothing called any more. Idempotent."""
+        """Stops calling `gone`. Idempotent."""
         for finalizer in self._finalizers:
             finalizer.detach()

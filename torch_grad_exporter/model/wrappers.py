@@ -33,7 +33,7 @@ def within(root: torch.nn.Module) -> list[tuple[torch.nn.Module, DistributedData
 
 
 def anywhere(root: torch.nn.Module) -> DistributedDataParallel | None:
-    """A wrapper that has the root somewhere within. Looks at every object of the process, which takes a tenth of a second."""
+    """A wrapper that contains the root. Visits every object of the process, which takes a tenth of a second."""
     for one in gc.get_objects():
         # Not `isinstance`, which asks an object for its `__class__`: some answer with a side effect.
         if issubclass(type(one), DistributedDataParallel) and any(module is root for module in one.modules()):

@@ -14,12 +14,12 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundThread
 
 NAME_SECONDS = 1.0
-"""That the start waits for the name service, at most."""
+"""How long the start waits for the name service, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Whose values they are. `labels`: those of every series."""
+    """Which process the values belong to. `labels`: those of every series."""
 
     run: str
     number: int
@@ -30,7 +30,7 @@ class Rank:
 class Announcement:
     """The entries of one rank for discovery, from `start` until `close`.
 
-    `addr`: what the server listens on. `advertise`: the host to be told instead, empty for none. `sd_dir`: the directory of the
+    `addr`: what the server listens on. `advertise`: the host to publish instead, empty for none. `sd_dir`: the directory of the
     files for file_sd, empty for none. `labels`: the user's. `store`: the job's, for the list of ranks.
     """
 
@@ -55,7 +55,7 @@ class Announcement:
         self._discovery: Discovery | None = None
 
     def start(self, port: int, scheme: str) -> None:
-        """Begins to tell where the server is. Raises `RuntimeError` where there are no more threads to be had."""
+        """Begins to publish where the server is. Raises `RuntimeError` where there are no more threads to be had."""
         self._discovery = self._made(port, scheme)
         self._discovery.start()
 
@@ -64,7 +64,7 @@ class Announcement:
         return b"[]" if self._discovery is None else self._discovery.body()
 
     def close(self, seconds: float, *, leave: bool) -> None:
-        """Takes the entries back, unless they are to be left; waits for so long at most. Idempotent."""
+        """Removes the entries, unless they are to be left; waits for so long at most. Idempotent."""
         if self._discovery is not None:
             self._discovery.close(seconds, leave=leave)
 
@@ -93,7 +93,7 @@ class Announcement:
         )
 
     def _address(self, port: int) -> str:
-        """Where the server is reached. The name service is asked in another thread: it may hang, and the training waits here."""
+        """Where the server is reached. Another thread asks the name service, which may hang while the training waits here."""
         found: list[str] = []
         guard = self._errors.boundary("discovery", limit=None)
         thread = BackgroundThread(

@@ -1,4 +1,4 @@
-"""Outputs: how values leave the process: the server, the entries that say where it is, and what is left at the end."""
+"""Outputs: how values leave the process: the server, the entries that say where it is, and the files and pushes at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torch_grad_exporter")
 
 CLOSE_SECONDS = 1.4
-"""That the end of a program waits for what is under way, at most; `linger` comes on top."""
+"""How long the end of a program waits for what is under way, at most, in addition to `linger`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class OutputOptions:
 
 
 class Outputs:
-    """Serves what `scrape` gives, says where, and pushes it.
+    """Serves what `scrape` gives, announces where, and pushes it.
 
-    `health`: for `/healthz`. `announcement`: tells where the server is, from the moment it is there until `close`. `push`: what to
+    `health`: for `/healthz`. `announcement`: publishes where the server is, from its start until `close`. `push`: what to
     push and where, `None` for nothing. `page`: the live page.
     """
 
@@ -85,14 +85,14 @@ class Outputs:
         return self._renderer.render(self._scrape(), Format.TEXT)
 
     def _started_push(self, settings: PushSettings) -> Push:
-        from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters take their time to be imported
+        from torch_grad_exporter.outputs.otlp.push import Push  # noqa: PLC0415 - OpenTelemetry's exporters are slow to import
 
         push = Push(self._scrape, settings, self._rank.labels, on_error=functools.partial(self._errors.tell_once, "otlp"))
         push.start()
         return push
 
     def _not_pushed(self, error: Exception) -> None:
-        # What a variable says may be wrong in ways that only its reader knows.
+        # A variable may be wrong in ways that only the code that reads it can tell.
         self._errors.tell("otlp", RuntimeError(f"no metrics are pushed: {error}"))
 
     def _serve(
@@ -148,10 +148,10 @@ class Outputs:
         return None if self._server is None else f"{self._server.scheme}://{host}:{self._server.port}/metrics"
 
     def close(self, *, failed: bool, hurried: bool) -> None:
-        """Tells the end of the run: leaves the text file, pushes, lingers, takes this rank's entries back, and frees the port.
+        """Publishes the end of the run: writes the text file, pushes, lingers, removes this rank's entries, and frees the port.
 
-        The entries of a run that has `failed` stay, as those of one that was killed do: then `up` is 0. `hurried`: somebody waits
-        for this end, so it does not linger. Idempotent.
+        The entries of a run that has `failed` stay, as those of one that was killed do: then `up` is 0. `hurried`: a user or a
+        launcher waits for this end, so it does not linger. Idempotent.
         """
         self._over = True
         if self._last_values is not None:
@@ -193,6 +193,6 @@ def _warn_of_open_port(port: int, web_config_file: str) -> None:
     global _warned  # noqa: PLW0603 - the process has one log
     if not _warned:
         _warned = True
-        file = f", for {web_config_file} asks nobody who they are" if web_config_file else " or web_config_file="
-        message = "whoever can reach port %d of this host can read the metrics; narrow that with addr='127.0.0.1'%s"
+        file = f", since {web_config_file} requires no authentication" if web_config_file else " or web_config_file="
+        message = "all who can reach port %d of this host can read the metrics; restrict that with addr='127.0.0.1'%s"
         say(logger, logging.WARNING, message, port, file)

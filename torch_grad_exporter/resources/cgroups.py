@@ -1,7 +1,7 @@
 """Control groups of this process, versions 1 and 2: where they are, what limits them, what they use.
 
 Only files are read. What is not there, cannot be read or makes no sense is `None`: a group may vanish at any moment,
-and in a container a part of the tree is out of sight.
+and in a container a part of the tree is hidden.
 """
 # ruff: noqa: PTH112 - `Path.is_dir` raises where a directory above is closed to this user.
 
@@ -78,7 +78,7 @@ class Groups:
     def _group(self, path: str, mounts: list[_Mount]) -> Group:
         """The directory of a path, through the mount that shows the most above it.
 
-        Where none shows the path, since it was written for other eyes, what is mounted is taken for the process' group.
+        Where none shows the path, since it belongs to another namespace, what is mounted is taken for the process' group.
         """
         shown = [
             (mount, parts)
@@ -97,12 +97,12 @@ def memory_limit(group: Group) -> Limit | None:
     if group.version == 2:
         return _smallest(_limits(group, lambda directory: _number(directory / "memory.max")))
     limits = _limits(group, lambda directory: _limited(_number(directory / "memory.limit_in_bytes")))
-    told = _statistic(group.directories[0] / "memory.stat", "hierarchical_memory_limit")
-    if told is None:
+    smallest = _statistic(group.directories[0] / "memory.stat", "hierarchical_memory_limit")
+    if smallest is None:
         return _smallest(limits)
-    # What the kernel itself says is right: it knows groups that are out of sight, and whether those above count at all.
-    unseen = [Limit(told, group.directories[-1])] if _limited(told) else []
-    return next((limit for limit in (*limits, *unseen) if limit.value == told), None)
+    # The kernel's own number is right: it includes groups that are hidden from here, and those above only if they count.
+    unseen = [Limit(smallest, group.directories[-1])] if _limited(smallest) else []
+    return next((limit for limit in (*limits, *unseen) if limit.value == smallest), None)
 
 
 def memory_working_set(group: Group, directory: Path) -> float | None:

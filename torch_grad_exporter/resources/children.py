@@ -13,7 +13,7 @@ import psutil
 from torch_grad_exporter.resources.readings import ABSENT, SHARE, Paced, attempt
 
 HIDDEN = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""What reading a list of children raises where its process has just ended, or is not for this user's eyes."""
+"""What reading a list of children raises where its process has just ended, or may not be read by this user."""
 
 ENDED = frozenset({psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD})
 
@@ -29,9 +29,9 @@ def unique_memory(process: psutil.Process) -> int | None:
 class Descendants:
     """Lists the descendants of a process, parents before their children; `None` where they cannot be listed.
 
-    Linux has a list of children for each thread; elsewhere psutil looks at every process of the host. A list is not
+    Linux has a list of children for each thread; elsewhere psutil visits every process of the host. A list is not
     exact while children end (proc_pid_task(5)): it is read again where it lacks one that was there before and still is.
-    One that cannot be read, as without a free file descriptor, says nothing: it does not mean that all have ended.
+    One that cannot be read, as without a free file descriptor, does not mean that all children have ended.
     """
 
     def __init__(self, process: psutil.Process, proc: str = "/proc") -> None:
@@ -42,7 +42,7 @@ class Descendants:
         self._last: Sequence[psutil.Process] = ()
 
     def __call__(self) -> Sequence[psutil.Process] | None:
-        """Those of now, also those that have ended and that nobody has waited for."""
+        """The present ones, including those that have ended and that no process has waited for."""
         return attempt(self._found, ABSENT)
 
     def _found(self) -> Sequence[psutil.Process]:
@@ -97,14 +97,14 @@ NOTHING = CpuSeconds(0.0, 0.0)
 class ChildrenCpu:
     """CPU time of a process' descendants, of those that have ended too, as a total that never falls.
 
-    The time of a child that ends moves to whoever waits for it: to this process, or to another descendant. Where that
+    The time of a child that ends moves to the process that waits for it: to this one, or to another descendant. Where that
     is not seen yet, as for a child that ended in the midst of a reading, the total has what was last seen of it until
-    it arrives. What has not arrived by a reading from which nobody is missing never will (`SIGCHLD` ignored, a
-    descendant that outlived its own parent) and is kept for good. Until that reading, time of children that no reading
+    it arrives. What has not arrived by a reading from which no child is missing never will (`SIGCHLD` ignored, a
+    descendant that outlived its own parent) and is kept permanently. Until that reading, time of children that no reading
     saw may be taken for it: then the total is too low, by at most what was lost.
 
     A reading takes parents before their children, this process first; otherwise time that moves meanwhile would count
-    twice. Children are told apart by keys that are never used again. `shown`: whether the platform shows what a child
+    twice. Children are distinguished by keys that are never used again. `shown`: whether the platform shows what a child
     has waited for; where it does not, time may arrive at any later moment.
     """
 
@@ -169,7 +169,7 @@ class _Child:
 
 
 def _look_at(process: psutil.Process) -> _Child | None:
-    """The child as of now; `None` if it has gone since it was listed, so that its time is with whoever waited for it."""
+    """The child as of now; `None` if it has gone since it was listed, so that its time is with the process that waited for it."""
     try:
         with process.oneshot():
             times = process.cpu_times()

@@ -24,7 +24,7 @@ class Installed:
 
 
 SILENT = Installed("", "", partitioned=True)
-"""In the place of one that does not answer: whether CUDA shows it, and the next ones one place further on, is not certain."""
+"""Stands for a GPU that does not answer: whether CUDA shows it, which shifts the numbers of the next ones, is not certain."""
 
 
 def visible(environment: Mapping[str, str], installed: Sequence[Installed]) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def _by_uuid(entries: Sequence[str], installed: Sequence[Installed]) -> tuple[st
     found: list[Installed] = []
     for entry in listed:
         matching = [gpu for gpu in installed if gpu.uuid.startswith(entry)]
-        # A beginning may be that of a silent one as well.
+        # A GPU that does not answer may begin with it as well.
         if len(matching) != 1 or (SILENT in installed and matching[0].uuid != entry):
             break
         found += matching

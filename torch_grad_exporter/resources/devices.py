@@ -1,7 +1,8 @@
 """`DeviceMemory`: what PyTorch's allocators say about the memory of CUDA devices, or of another accelerator.
 
-It belongs to the training thread, which looks at most once a second; any thread may read what was seen last. A device is
-neither initialised nor waited for: its allocator's own numbers are read, on the host, once the program has begun to use it.
+It belongs to the training thread, which reads at most once a second; any thread may take the values of the last reading. A
+device is neither initialised nor waited for: its allocator's own numbers are read, on the host, once the program has begun to
+use it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, Protocol
 import torch
 
 INTERVAL = 1.0
-"""Seconds from one look to the next, at least."""
+"""Seconds from one reading to the next, at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """The memory of one device in bytes, and two counts of allocations; `None` where nobody counts it."""
+    """The memory of one device in bytes, and two counts of allocations; `None` where it is not counted."""
 
     device: str
     """The device as PyTorch names it, such as `cuda:0`."""
@@ -35,14 +36,14 @@ class DeviceStatistics:
     retries: int | None
     ooms: int | None
     uuid: str | None
-    """Without a prefix, 36 characters; `None` where the device, or PyTorch, has none to tell."""
+    """Without a prefix, 36 characters; `None` where the device, or PyTorch, gives none."""
 
 
 class Cuda(Protocol):
-    """What is asked of `torch.cuda`. Only the first may be asked before the program has initialised it."""
+    """What is used of `torch.cuda`. Only the first may be called before the program has initialised it."""
 
     def is_initialized(self) -> bool:
-        """Whether this process may ask the others: false again in a child that was forked."""
+        """Whether this process may call the others: false again in a child that was forked."""
 
     def is_current_stream_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -61,23 +62,23 @@ class Cuda(Protocol):
 
 
 class Accelerator(Protocol):
-    """What is asked of `torch.accelerator`, which since PyTorch 2.9 also has `memory_stats(index)`."""
+    """What is used of `torch.accelerator`, which since PyTorch 2.9 also has `memory_stats(index)`."""
 
     def current_accelerator(self) -> torch.device | None:
         """The kind of accelerator that PyTorch was built for, whether or not there is one."""
 
 
 class _Backend(Protocol):
-    """One kind of device. Where it raises `RuntimeError`, it cannot tell."""
+    """One kind of device. Where it raises `RuntimeError`, it has no such numbers."""
 
     def state(self) -> bool | None:
-        """Whether its statistics may be asked for; `None`: not just now."""
+        """Whether its statistics may be read; `None`: not at this moment."""
 
     def kind(self) -> str:
         """The kind of device, as in the device's name."""
 
     def counts_everything(self) -> bool:
-        """Whether a number that was 0 from the start is one, rather than nobody's count."""
+        """Whether a number that was 0 from the start is a count, and not a number that is never counted."""
 
     def device_count(self) -> int:
         """How many devices there may be."""
@@ -98,11 +99,11 @@ def _module(kind: str) -> object:
 
 
 class DeviceMemory:
-    """The memory of the devices that this process uses, as of the last look.
+    """The memory of the devices that this process uses, as of the last reading.
 
-    A device is shown once PyTorch has reserved memory on it. A backend that cannot tell is left alone from then on.
-    `used`: the kinds of device on which gradients were read; such a one is known to be in use where its backend has no
-    word for it. `clock` in seconds.
+    A device is shown once PyTorch has reserved memory on it. A backend without numbers is not asked again.
+    `used`: the kinds of device on which gradients were read; such a one is known to be in use where its backend cannot
+    say so. `clock` in seconds.
     """
 
     def __init__(
@@ -128,30 +129,30 @@ class DeviceMemory:
         """What was seen last. Safe from any thread, and no call to a device."""
         return self._snapshot
 
-    def look(self) -> None:
-        """Looks again if the last look was a second ago. On the training thread only. If that fails there are no values."""
+    def refresh(self) -> None:
+        """Reads again if the last reading was a second ago. On the training thread only. If that fails there are no values."""
         now = self._clock()
         if now >= self._due:
             self._due = now + INTERVAL
-            self.look_at_once()
+            self.refresh_now()
 
-    def look_at_once(self) -> None:
-        """Looks again, however long ago the last look was; otherwise as `look`."""
+    def refresh_now(self) -> None:
+        """Reads again, however long ago the last reading was; otherwise as `refresh`."""
         with contextlib.ExitStack() as undone:
             undone.callback(self._forget)
-            self._look()
+            self._refresh()
             undone.pop_all()
 
     def _forget(self) -> None:
         self._seen, self._snapshot = {}, ()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         for backend in tuple(self._backends):
             try:
                 if (state := backend.state()) is not None:
                     self._seen[backend] = tuple(self._devices(backend)) if state else ()
             except RuntimeError:
-                # It has no such numbers, or its context is lost and with it everything that could be asked.
+                # It has no such numbers, or its context is lost and all numbers with it.
                 self._backends.remove(backend)
                 self._seen.pop(backend, None)
         self._snapshot = tuple(device for devices in self._seen.values() for device in devices)
@@ -178,7 +179,7 @@ class _Cuda:
     def state(self) -> bool | None:
         if not self._module.is_initialized():
             return False
-        # Nothing that is asked for disturbs a capture of a graph today. Waiting is safe whatever comes.
+        # None of these calls disturbs a capture of a graph today. Waiting is safe with any version.
         return None if self._module.is_current_stream_capturing() else True
 
     def kind(self) -> str:

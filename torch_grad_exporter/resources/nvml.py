@@ -1,7 +1,7 @@
 """NVML, the library of NVIDIA's driver, through the optional package nvidia-ml-py.
 
-Its calls are none to CUDA and touch no context, so any thread may make them. What a device or a driver refuses to tell is
-`None`; that a device or the library has gone raises.
+Its calls are not CUDA calls and touch no context, so any thread may make them. What a device or a driver refuses is `None`; a
+device or a library that has gone raises.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _NOT_HERE = ("LibraryNotFound", "DriverNotLoaded", "NoPermission", "FunctionNotF
 """At the start: there is no GPU of NVIDIA's, or none for this process."""
 
 _CLOSED = ("Uninitialized", "LibraryNotFound", "DriverNotLoaded")
-"""From any call: there is no use in another one before NVML has been opened anew."""
+"""From any call: further calls are useless before NVML has been opened anew."""
 
 _LOST = ("GpuIsLost",)
-"""When a device is asked: there is no use in another question."""
+"""From a call on a device: further calls on it are useless."""
 
 _STALE = ("InvalidArgument",)
 """MIG devices answer so to questions that only whole GPUs understand; and so does whatever has gone to any question."""
 
 _REFUSED = ("NotSupported", "NoPermission", "FunctionNotFound", "ArgumentVersionMismatch", "Deprecated")
-"""When a device is asked: it, its driver or the user's rights do not go that far."""
+"""From a call on a device: the device, its driver or the user's rights do not support it."""
 
 _NO_SUCH = ("NotFound", "InvalidArgument", "NotSupported", "NoPermission")
 """When a device is looked up by its UUID."""
@@ -78,31 +78,31 @@ class Library:
             return None
 
     def close(self) -> None:
-        """Gives the library back; a failure to do so changes nothing for anybody."""
+        """Gives the library back; a failure to do so has no effect."""
         with contextlib.suppress(self.error):
             self._module.nvmlShutdown()
 
     def ask(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - numbers and structures of NVML
-        """What a function of NVML says of a device, with arguments by name; `None` where there is no answer.
+        """What a function of NVML returns for a device, with arguments by name; `None` where there is no answer.
 
-        A device that is well may still fail to tell one value: only one that is lost raises, and a library that has gone.
+        A healthy device may still fail to give one value: only one that is lost raises, and a library that has gone.
         """
         return self._unless_gone(lambda: self._understood(function, gpu, *constants))
 
     def memory_used(self, gpu: Gpu) -> float | None:
         """Bytes in use; `None` where there is no answer, and raises, as `ask`."""
 
-        def told() -> Any | None:  # noqa: ANN401 - as `ask`
+        def used() -> Any | None:  # noqa: ANN401 - as `ask`
             second = self._understood("nvmlDeviceGetMemoryInfo", gpu, "nvmlMemory_v2")
             # Older drivers count what they keep for themselves as used.
             return second if second is not None else self._understood("nvmlDeviceGetMemoryInfo", gpu)
 
-        memory = self._unless_gone(told)
+        memory = self._unless_gone(used)
         return None if memory is None else float(memory.used)
 
     def probe(self, gpu: Gpu) -> None:
-        """Raises if the device does not answer at all: every kind of device can be asked for its memory."""
-        self._told("nvmlDeviceGetMemoryInfo", gpu)
+        """Raises if the device does not answer at all: every kind of device reports its memory."""
+        self._answer("nvmlDeviceGetMemoryInfo", gpu)
 
     def device(self, uuid: str) -> Gpu | None:
         """The device with a UUID, which may lack its prefix; `None` if there is none for this process."""
@@ -132,7 +132,7 @@ class Library:
 
     def _installed(self, index: int) -> Installed:
         gpu = self._gpu(self._module.nvmlDeviceGetHandleByIndex(index))
-        partitioned = self._told("nvmlDeviceGetMigMode", gpu)
+        partitioned = self._answer("nvmlDeviceGetMigMode", gpu)
         model = _text(self._module.nvmlDeviceGetName(gpu.handle))
         return Installed(gpu.uuid, model, bool(partitioned and partitioned[0]))
 
@@ -145,14 +145,14 @@ class Library:
             return None
 
     def _understood(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but whatever is no refusal, and does not say that the question makes no sense, raises."""
+        """As `ask`, but raises for all errors other than a refusal or a function that does not apply."""
         try:
-            return self._told(function, gpu, *constants)
+            return self._answer(function, gpu, *constants)
         except self._stale:
             return None
 
-    def _told(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but whatever is no refusal raises."""
+    def _answer(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
+        """As `ask`, but raises for all errors other than a refusal."""
         call = getattr(self._module, function, None)
         arguments = [getattr(self._module, name, None) for name in constants]
         if call is None or None in arguments:

@@ -1,4 +1,4 @@
-"""How values of the machine are read: counters that never fall, dear ones that are not read at each scrape, absent ones."""
+"""How values of the machine are read: counters that never fall, expensive ones that are not read at each scrape, absent ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ A zombie is a `psutil.Error`, a missing function an `AttributeError`, an empty f
 """
 
 KEPT = 1024
-"""Of so many counters that are gone the last value is kept."""
+"""The number of counters that are gone whose last value is kept."""
 
 SHARE = 2e-3
-"""Of all time, what reading one dear value may take of a processor."""
+"""The share of one processor's time that reading one expensive value may take."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -42,7 +42,7 @@ class Rising(Generic[_Key]):
     less than it had: then it is another one. That holds for the `KEPT` that went last; older ones are new ones.
 
     Threads that read for themselves hand over in the order in which they read: an older reading after a newer one
-    would have what lies between counted twice.
+    would count the difference twice.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Rising(Generic[_Key]):
 class Paced(Generic[_Value]):
     """A value that is read again only after `1 / SHARE` times as long as its last reading took.
 
-    So its reading takes a small share of a processor at most, however dear it is. `clock` says when, in seconds; `spent`
+    So its reading takes a small share of a processor at most, however expensive it is. `clock` says when, in seconds; `spent`
     how long, in seconds of this thread on a processor, for waiting costs nothing. Any thread may call it; one reading
     runs at a time.
     """

@@ -1,8 +1,9 @@
 """What is wrong right now, by the expressions of the shipped alert rules, from this process' own families.
 
-Prometheus does this better: it asks for how long, over all ranks, and wakes somebody up. This is for whoever has none yet, and
-for a look. Each rule here bears the name of an alert in `dashboards/prometheus/` and has all of its expression that one process can
-judge; a test asks promtool the same. Alerts that compare ranks, lives of a process or hours have none here.
+Prometheus does this better: it considers how long a state lasts, over all ranks, and notifies people. This is for users who have
+no Prometheus yet, and for a quick view. Each rule has the name of an alert in `dashboards/prometheus/` and judges all of its
+expression that one process can know; a test compares it with promtool. Alerts that compare ranks, restarts of a process or hours
+have no rule here.
 """
 
 from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext, rule

@@ -1,4 +1,4 @@
-"""What a rule is, and what it may look at."""
+"""What a rule is, and what it may read."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ THRESHOLDS: Mapping[str, float] = {
     "ExporterBlind": 4096,
     "ExporterSkippingSamples": 0.1,
 }
-"""The number in each alert's expression that is its threshold, in seconds, shares, factors or counts. Others stand by the rule."""
+"""The number in each alert's expression that is its threshold, in seconds, shares, factors or counts. The rules have the others."""
 
 LAYERS = 8
-"""Problems of one kind that are told layer by layer; more are summed up."""
+"""Problems of one kind that are listed layer by layer; more are summed up."""
 
 YOUNG = MINUTES_10
-"""So long after the start some counters count as a whole: their increase is not known from the first moment on."""
+"""The time after the start in which some counters count as a whole: their increase is not known from the first moment on."""
 
 BUSY = frozenset({"training", "evaluating", None})
-"""The states in which a run makes steps. `None`: it is not known, and judged as the process does at least live."""
+"""The states in which a run makes steps. `None`: it is not known, and is judged, since the process at least runs."""
 
 GOING = BUSY | {"initialising"}
 
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule has to say; the rule knows the alert."""
+    """What a rule has found; the rule knows the alert."""
 
     severity: str
     text: str
@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RuleContext:
-    """Everything that a rule may look at: a scrape, its time, the state of the run and what is remembered of the scrapes before."""
+    """Everything that a rule may read: a scrape, its time, the state of the run and what is remembered of the scrapes before."""
 
     values: Values
     now: float
@@ -78,7 +78,7 @@ class RuleContext:
     memories: Memories
 
     def age(self, spec: Spec) -> float | None:
-        """Seconds since the moment that a metric tells of."""
+        """Seconds since the moment that is a metric's value."""
         at = self.values.one(spec)
         return None if at is None else self.now - at
 
@@ -150,7 +150,7 @@ class RuleContext:
 class Rule:
     """Judges by the expression of an alert, in the states of the run that it is for.
 
-    `remembers`: metrics that it asks for the past of, and how many seconds back, beside those that are always remembered.
+    `remembers`: metrics whose past it needs, and how many seconds back, in addition to those that are always remembered.
     """
 
     alert: str
@@ -184,7 +184,7 @@ def either(first: Table, *others: Table) -> Table:
 
 
 def by_layer(severity: str, table: Table, chosen: BoolArray, what: str) -> Iterator[Finding]:
-    """One for each layer that is chosen, and one for all that are too many to be told."""
+    """One for each layer that is chosen, and one for all beyond `LAYERS`."""
     names = [table.rows[row][0] for row in np.flatnonzero(chosen).tolist()]
     for name in names[:LAYERS]:
         yield Finding(severity, f"Layer {name}: {what}.", name)

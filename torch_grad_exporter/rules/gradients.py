@@ -50,7 +50,7 @@ def nonfinite(context: RuleContext) -> Iterator[Finding]:
     """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
     taken = _sum(context.lately(GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
     if taken > 0:
-        text = f"Gradients were NaN or Inf in {times(taken)} that nobody skipped, {context.since(MINUTES_5)}"
+        text = f"Gradients were NaN or Inf in {times(taken, 'unskipped step')}, {context.since(MINUTES_5)}"
         yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
     elif _mostly_skipped(context):
         skipped, steps = context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(TRAIN_STEPS, MINUTES_10)
@@ -115,18 +115,18 @@ def _clipped(context: RuleContext) -> bool:
 
 @rule("GradientVanishing", BUSY)
 def vanishing(context: RuleContext) -> Iterator[Finding]:
-    """The largest norm of a layer within five minutes is next to nothing beside the global one, or else the largest layer's."""
+    """The largest norm of a layer within five minutes is negligible compared with the global one, or else the largest layer's."""
     layers = either(*(context.highest(spec, MINUTES_5) for spec in (GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM)))
-    whole, beside = context.values.table(GRAD_GLOBAL_NORM).largest(), "global norm"
+    whole, reference = context.values.table(GRAD_GLOBAL_NORM).largest(), "global norm"
     if whole is None:
         whole = either(context.values.table(GRAD_NORM), context.values.table(GRAD_SHARD_NORM)).largest()
-        beside = "largest layer's norm"
+        reference = "largest layer's norm"
     if whole is not None:
         small = layers.numbers < THRESHOLDS["GradientVanishing"] * whole
         missing = context.values.table(GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
         small, zero = small & ~missing, layers.numbers == 0
         yield from by_layer("warning", layers, small & zero, "its norm is zero")
-        yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {beside}")
+        yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {reference}")
 
 
 @rule("LayerDead", BUSY)

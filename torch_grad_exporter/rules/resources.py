@@ -51,7 +51,7 @@ def retries(context: RuleContext) -> Iterator[Finding]:
 
 @rule("CudaMemoryFragmented", GOING)
 def fragmented(context: RuleContext) -> Iterator[Finding]:
-    """Much of the reserved memory lies in rests of blocks."""
+    """Much of the reserved memory lies in unused parts of blocks."""
     for labels, split in context.values.rows(CUDA_MEMORY_INACTIVE_SPLIT):
         reserved = context.values.one(CUDA_MEMORY_RESERVED, *labels)
         if reserved and split / reserved > THRESHOLDS["CudaMemoryFragmented"]:
@@ -68,7 +68,7 @@ def throttled(context: RuleContext) -> Iterator[Finding]:
 
 @rule("GpuEccErrors", GOING)
 def ecc_errors(context: RuleContext) -> Iterator[Finding]:
-    """A GPU's memory had errors that nobody corrected."""
+    """A GPU's memory had errors that were not corrected."""
     for (device, _, kind), errors in context.increase(GPU_ECC_ERRORS, HOUR).items():
         if kind == "uncorrected" and errors > 0:
             yield Finding("critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {context.within(HOUR)}.")
@@ -76,7 +76,7 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
 
 @rule("GpuUnderused", BUSY)
 def underused(context: RuleContext) -> Iterator[Finding]:
-    """A GPU is idle most of the time though the run trains. Told only of five whole minutes: at the start every GPU is idle."""
+    """A GPU is idle most of the time though the run trains. Only after five whole minutes: at the start every GPU is idle."""
     trained = context.highest(TRAIN_STATE, MINUTES_10).at((("training",),))
     if trained[0] != 1 or not context.remembers(GPU_UTILIZATION, MINUTES_5):
         return

@@ -34,8 +34,8 @@ FED = 0.5
 
 
 @rule("TrainingFailed", frozenset({"failed"}))
-def failed(_look: RuleContext) -> Iterator[Finding]:
-    """The run has failed; as long as the process tells of it, it was not started again."""
+def failed(_context: RuleContext) -> Iterator[Finding]:
+    """The run has failed; as long as the process reports it, it was not started again."""
     yield Finding("critical", "An exception ended the training.")
 
 
@@ -49,10 +49,10 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
 
 @rule("TrainingStalled", BUSY)
 def stalled(context: RuleContext) -> Iterator[Finding]:
-    """Nothing has happened for longer than each of four times, of which those that are not known do not count."""
+    """Nothing has happened for longer than each of four limits, of which unknown ones do not count."""
     age = context.age(TRAIN_LAST_ACTIVITY_TIMESTAMP)
     last, start = context.values.one(TRAIN_LAST_STEP_TIMESTAMP), context.values.one(TRAIN_START_TIMESTAMP)
-    first = None if last is None or start is None else last - start  # stands for the slowest step until there were two
+    first = None if last is None or start is None else last - start  # in place of the slowest step until there were two
     slowest, of_a_day = context.values.one(TRAIN_SLOWEST_STEP), context.memories.slowest_step.seconds()
     usual = first if slowest is None else slowest
     longest = usual if of_a_day is None else max(of_a_day, slowest or 0.0)
@@ -80,7 +80,7 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
 
 @rule("DataLoaderStarvation", BUSY)
 def starvation(context: RuleContext) -> Iterator[Finding]:
-    """Much of the time goes by waiting for data, and no GPU is in use meanwhile."""
+    """Much of the time is spent waiting for data, and no GPU is in use meanwhile."""
     phases = dict(context.increase(TRAIN_PHASE_SECONDS, MINUTES_5).items())
     total = sum(phases.values())
     share = phases.get(("data",), 0.0) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""The families of one scrape, by metric and labels, as rules ask for them."""
+"""The families of one scrape, by metric and labels, as rules use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
 
 
 class Values:
-    """Families by metric and labels, as far as they are asked for. From any thread."""
+    """Families by metric and labels, indexed when first used. From any thread."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._by_spec = by_spec(families)
@@ -66,8 +66,8 @@ class Values:
         return found.get(labels) if labels else next(iter(found.values()), None)
 
     def table(self, spec: Spec) -> Table:
-        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth is no growth of the training's."""
-        tables = [_without_removed(Table(family.labels.rows, _numbers(family))) for family in self._by_spec.get(spec, ())]
+        """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
+        tables = [_without_removed(family) for family in self._by_spec.get(spec, ())]
         if len(tables) == 1:
             return tables[0]
         rows = tuple(row for table in tables for row in table.rows)
@@ -83,15 +83,14 @@ class Values:
         return found.get(labels)
 
     def state(self) -> str | None:
-        """The state of the run; `None` where nobody tells it, since the collector `training` is off or has failed."""
+        """The state of the run; `None` where it is not shown, since the collector `training` is off or has failed."""
         return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
 
 
-def _without_removed(table: Table) -> Table:
-    if not any(REMOVED in row for row in table.rows):
-        return table
-    kept = [REMOVED not in row for row in table.rows]
-    return Table(tuple(compress(table.rows, kept)), table.numbers[kept])
+def _without_removed(family: Family) -> Table:
+    rows, numbers, labels = family.labels.rows, _numbers(family), family.spec.labels
+    kept = [row[labels.index("layer")] != REMOVED for row in rows] if "layer" in labels else []
+    return Table(rows, numbers) if all(kept) else Table(tuple(compress(rows, kept)), numbers[kept])
 
 
 def _numbers(family: Family) -> FloatArray:

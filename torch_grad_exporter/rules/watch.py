@@ -13,16 +13,16 @@ from torch_grad_exporter.rules.registry import Rules
 from torch_grad_exporter.rules.values import Values
 
 RULES = Rules((*training.RULES, *gradients.RULES, *resources.RULES, *exporter.RULES))
-"""All of them; of the same severity the first one is told first."""
+"""All of them; of the same severity the first one is listed first."""
 
 SEVERITIES = ("critical", "warning", "info")
 
 LEAST_SECONDS = 3.0
-"""Over which a rate is taken."""
+"""Seconds over which a rate is taken."""
 
 
 def _remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
-    """What the rules ask for the past of, each for as long as the one that asks for most of it."""
+    """The metrics whose past the rules need, each for the longest time that a rule needs."""
     seconds: dict[Spec, float] = {}
     for spec, back in (one for rule in rules for one in rule.remembers.items()):
         seconds[spec] = max(back, seconds.get(spec, 0.0))
@@ -30,7 +30,7 @@ def _remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
 
 
 class Watch:
-    """Remembers what rules ask for and says what is wrong. To be used by one thread at a time. `now` is Unix time.
+    """Remembers what rules need and judges them. For one thread at a time. `now` is Unix time.
 
     `rules`: by default those that are registered when it is made.
     """
@@ -50,7 +50,7 @@ class Watch:
         return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 
     def rates(self, values: Values, now: float, seconds: float = 60.0) -> dict[str, float]:
-        """Steps, samples and tokens per second over the last minute, or for as long as is remembered."""
+        """Steps, training examples and tokens per second over the last minute, or for as long as is remembered."""
         found: dict[str, float] = {}
         for name, spec in (("steps", TRAIN_STEPS), ("samples", TRAIN_SAMPLES), ("tokens", TRAIN_TOKENS)):
             memory, table = self._memories.of(spec, MINUTES_10), values.table(spec)

@@ -1,11 +1,11 @@
 """Statistics of gradients, computed on the gradient's own device. Torch and numpy only, no metric names.
 
 `eager.py` is the door: it has the gradients prepared (sparse, complex, sharded) and the small ones put together
-(`batches.py`, `grouping.py`) and sends each device's share to `host.py` (CPU: may look at the data, and reads it once,
-in `blocks.py`) or `device.py` (any other device: never looks at the data, so that nobody waits). What a statistic is, is said in
-`declared.py`; `together.py` declares those that are always measured, in one pass, `moments.py` and files like it one more each.
-From the declarations follows the row of a gradient (`layout.py`). `reference.py` says the same in float64 loops, for the tests
-and for readers.
+(`batches.py`, `grouping.py`) and sends each device's share to `host.py` (CPU: may branch on the data, and reads it once,
+in `blocks.py`) or `device.py` (any other device: never branches on the data, so that the host never waits). `declared.py` defines
+what a statistic is; `together.py` declares those that are always measured, in one pass, `moments.py` and files like it one more
+each. From the declarations follows the row of a gradient (`layout.py`). `reference.py` computes the same in float64 loops, for
+the tests and for readers.
 """
 
 from __future__ import annotations

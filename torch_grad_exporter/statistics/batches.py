@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import ParameterTable, UnitLayout
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.model.units import UnitLayout
 
 STACKED_ELEMENTS = 1 << 17
 """Elements of a batch of several gradients at most: 512 KiB of float32 stay in a core's cache between the passes."""
@@ -85,7 +86,7 @@ def resolved(part: torch.Tensor) -> torch.Tensor:
     """A plain gradient, or a part of one, as a real tensor of a type that torch computes with; a view wherever it can be one."""
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj())
-    # Of the types of one byte torch knows little more than how to convert them; float32 holds each of their values.
+    # For types of one byte torch supports little more than conversion; float32 holds each of their values.
     return part.float() if part.element_size() == 1 else part.resolve_neg()
 
 
@@ -116,5 +117,5 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
 
 
 def is_ordinary(gradient: torch.Tensor) -> bool:
-    """Whether a gradient needs nothing to be made ready: where there are hundreds, asking `dense_local` costs too much."""
+    """Whether a gradient needs no preparation: where there are hundreds, calling `dense_local` costs too much."""
     return type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.dtype in _ORDINARY

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
-from torch_grad_exporter.model.layers import UnitLayout
+from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 
 BLOCK_ELEMENTS = 1 << 18
@@ -28,9 +28,9 @@ _Array = TypeVar("_Array", torch.Tensor, FloatArray)
 
 
 class Scratch(threading.local):
-    """Memory to work in, of each thread its own: for each type as much as the largest block that was asked for.
+    """Scratch memory of each thread: for each type as much as the largest block that was requested.
 
-    Made by numpy: a tensor that is made in somebody's inference mode could not be written to after it.
+    Made by numpy: a tensor that is made in inference mode could not be written to after it.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class ColumnSpec:
     """One number for each gradient. `combine`: how that of the whole comes from those of its parts.
 
     `power`: of the loss scale that it contains. Where it is not 0, a gradient times c has the value times c ** power.
-    `whole_only`: it says nothing of a layer of which this rank has only a part, and is left out there.
+    `whole_only`: it has no meaning for a layer of which this rank has only a part, and is left out there.
     """
 
     name: str
@@ -61,7 +61,7 @@ values are combined as the columns say; it has at least one element. What is rai
 DeviceMeasure = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 """The same by torch on another device, from a chunk of any real floating type, and the widest type that the device computes in.
 
-It never looks at the data, so that the host never waits for the device.
+It never branches on the data, so that the host never waits for the device.
 """
 
 
@@ -84,7 +84,7 @@ class Statistic:
 
 
 class Registration:
-    """That a statistic is registered; `close()`, which may be called again, or leaving the context ends it."""
+    """The registration of a statistic; `close()`, which may be called again, or leaving the context ends it."""
 
     def __init__(self, statistic: Statistic) -> None:
         self._statistic = statistic

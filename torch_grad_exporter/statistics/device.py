@@ -1,4 +1,4 @@
-"""Measuring on any device but the CPU, without ever looking at the data.
+"""Measuring on any device but the CPU, without ever branching on the data.
 
 Nothing here branches on a value, copies to the host or waits; it runs on `device="meta"`, where any of those would raise.
 A gradient is measured in chunks, so that no temporary is larger than `TEMPORARY_BYTES`; each gives a row, and the host combines
@@ -12,7 +12,7 @@ a norm is right to 1e-5: four levels of 64 additions, each off by 2**-24 at most
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch_grad_exporter.statistics.blocks import arranged, slices
 from torch_grad_exporter.statistics.layout import Layout, expected, homogeneous, zero_rows
 
 TEMPORARY_BYTES = 1 << 26
-"""Of a temporary, at most. Not bounded: what a sparse gradient is made of when it is coalesced or made dense."""
+"""Of a temporary, at most. Not bounded: a sparse gradient made dense or coalesced, and a few bytes for each output unit."""
 
 CHUNK_ELEMENTS = TEMPORARY_BYTES // 8
 """Of a chunk, at most: torch converts to eight bytes an element inside a reduction. Float32 counts as many exactly."""
@@ -52,42 +52,47 @@ class Measured:
     magnitudes: torch.Tensor
 
 
-def measure(batch: Batch, layout: Layout, accumulate: torch.dtype) -> Measured:
-    """Statistics of each tensor, all in this type."""
+def measure(batch: Batch, layout: Layout, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> Measured:
+    """Statistics of each tensor, all in this type, from chunks of at most so many elements."""
     rows, magnitudes = [], []
-    for chunk in chunks(batch):
+    for chunk in chunks(batch, most):
         low, high = _extremes(chunk, accumulate)
         rows.append(_row(chunk, low, high, layout, accumulate))
         magnitudes.append(torch.maximum(-low, high))
     if batch.implied_zeros:
         rows += torch.split(zero_rows(layout, batch.implied_zeros, rows[0]), 1)
-    units = torch.cat(magnitudes, dim=1)
+    units = _joined(magnitudes, dim=1)
     if batch.units and units.numel() > batch.rows * len(batch.tensors):  # of one tensor, whose units come in parts
         units = units.reshape(batch.rows, -1).amax(dim=1)
-    return Measured(torch.cat(rows), len(rows), units.reshape(-1))
+    return Measured(_joined(rows), len(rows), units.reshape(-1))
 
 
-def norms(batch: Batch, accumulate: torch.dtype) -> tuple[torch.Tensor, int]:
+def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> tuple[torch.Tensor, int]:
     """Only the norms, bit-equal to those of `measure` on equal gradients: rows of one column, and how many for each tensor."""
     rows = []
-    for chunk in chunks(batch):
+    for chunk in chunks(batch, most):
         flat = chunk.reshape(len(chunk), -1)
         scale = _scale(*_extremes(chunk, accumulate)) if _is_scaled(flat, accumulate) else None
-        rows.append(torch.stack(_norms(flat, scale, accumulate), dim=1))
-    return torch.cat(rows), len(rows)
+        rows.append(_joined([column[:, None] for column in _norms(flat, scale, accumulate)], dim=1))
+    return _joined(rows), len(rows)
 
 
-def chunks(batch: Batch) -> Iterator[torch.Tensor]:
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """All in one, without a launch where it is one already, as it mostly is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)
+
+
+def chunks(batch: Batch, most: int) -> Iterator[torch.Tensor]:
     """The batch in parts of shape (tensors, rows, columns), a row for each output unit or part of one; only small ones are copies.
 
     If a tensor is cut, it is the only one. A unit that is larger than a chunk comes in parts, as many for each.
     """
-    if batch.elements <= CHUNK_ELEMENTS:
+    if batch.elements <= most:
         yield batch.values
         return
     width = batch.elements // batch.rows if batch.units else batch.elements
     tensor = batch.tensors[0]
-    for part in slices(arranged(tensor, batch.layout), CHUNK_ELEMENTS // (4 if tensor.is_complex() else 2)):
+    for part in slices(arranged(tensor, batch.layout), most // (4 if tensor.is_complex() else 2)):
         values = resolved(part)
         yield values.reshape(1, max(1, values.numel() // width), -1)
 

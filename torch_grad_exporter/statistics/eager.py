@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.statistics import Column, device, host
-from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.grouping import Gradients, Group, Grouping
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
@@ -37,12 +37,12 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of some gradients on one device, before the past of their units is looked at.
+    """What was read of some gradients on one device, before the past of their units is considered.
 
     `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
-    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each. `rows`: shape (all pieces, columns), with a
-    scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose gradient is
-    exactly zero, and those that have a nonzero element.
+    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each, `None`: one. `rows`: shape (all pieces, columns),
+    with a scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose
+    gradient is exactly zero, and those that have a nonzero element.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class Reading:
     positions: IntArray
     elements: IntArray
     units: IntArray
-    pieces: IntArray
+    pieces: IntArray | None
     rows: torch.Tensor
     zero: torch.Tensor
     alive: torch.Tensor
@@ -60,7 +60,8 @@ class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
-    row it stands. `on_host`: kinds of devices whose data may be looked at. `wide`: the widest type that a device computes in.
+    row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
+    `chunk_elements`: elements that are measured at once on other devices.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
     gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
@@ -74,11 +75,13 @@ class EagerStatistics:
         *,
         on_host: frozenset[str] = frozenset({"cpu"}),
         wide: device.Wide = device.wide,
+        chunk_elements: int = device.CHUNK_ELEMENTS,
     ) -> None:
         self.layout = layout
         self._window = dead_window
         self._on_host = on_host
         self._wide = wide
+        self._most = max(chunk_elements, STACKED_ELEMENTS // 2)  # gradients that were put together are not cut
         self._units: dict[torch.device, UnitState] = {}
         self._to_read, self._to_compare = Grouping(), Grouping()
         self._scratch = Scratch()
@@ -112,7 +115,7 @@ class EagerStatistics:
                 vector = torch.from_numpy(host.norms(group.batches, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)
             else:
-                measured = [device.norms(batch, self._wide(group.device)) for batch in group.batches]
+                measured = [device.norms(batch, self._wide(group.device), self._most) for batch in group.batches]
                 pieces = _pieces(group.batches, [count for _, count in measured])
                 vector = torch.cat([rows for rows, _ in measured]).reshape(-1)
                 packing = self._packing(NORMS, pieces, group.device)
@@ -121,7 +124,7 @@ class EagerStatistics:
 
     @torch.no_grad()
     def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
-        """Takes back what the sample counted of the units of these parameters: it was none of theirs."""
+        """Subtracts what the sample counted of the units of these parameters: their optimizers did not step."""
         foreign = {table.tracked[position] for position in positions}
         for state in self._units.values():
             state.forget(foreign, sample)
@@ -132,23 +135,23 @@ class EagerStatistics:
             state = self._units.get(reading.device)
             if state is None:
                 state = self._units[reading.device] = UnitState(self._window, reading.device)
-            counts = _spread(state.update(members, reading.zero, reading.alive, sample).t(), reading.pieces[: len(members)])
+            counts = state.update(members, reading.zero, reading.alive, sample).t()
+            if reading.pieces is not None:
+                counts = _spread(counts, reading.pieces[: len(members)])
             rows[: len(counts), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.to(rows.dtype)
         packing = self._packing(self.layout, reading.pieces, reading.device)
         return Measurement(reading.positions, reading.elements, reading.units, rows.reshape(-1), packing)
 
-    def _packing(self, layout: Layout, pieces: IntArray, where: torch.device) -> Packing:
-        scaled = where.type not in self._on_host and self._wide(where) is torch.float32
-        return Packing(layout, pieces if (pieces > 1).any() else None, scaled)
+    def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device) -> Packing:
+        return Packing(layout, pieces, scaled=where.type not in self._on_host and self._wide(where) is torch.float32)
 
     def _read_on_host(self, group: Group) -> Reading:
         columns, flags = host.measure(group.batches, self._scratch, self.layout)
         rows, zero, alive = map(torch.from_numpy, (columns, flags.zero, flags.alive))
-        pieces = np.ones(len(columns), dtype=np.int64)
-        return Reading(group.device, group.members, group.positions, group.elements, group.units, pieces, rows, zero, alive)
+        return Reading(group.device, group.members, group.positions, group.elements, group.units, None, rows, zero, alive)
 
     def _read_on_device(self, group: Group) -> Reading:
-        measured = [device.measure(batch, self.layout, self._wide(group.device)) for batch in group.batches]
+        measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in group.batches]
         rows = torch.cat([one.rows for one in measured])
         magnitudes = [one.magnitudes for batch, one in zip(group.batches, measured, strict=True) if batch.units]
         together = torch.cat(magnitudes or [rows.new_zeros(0)])  # in the widest of their types, which rounds none of them to zero
@@ -157,8 +160,10 @@ class EagerStatistics:
         return Reading(*known, pieces, rows, together == 0, together > 0)
 
 
-def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray:
-    """Rows of each gradient from those of each batch."""
+def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
+    """Rows of each gradient from those of each batch; `None`: one."""
+    if max(pieces) == 1:
+        return None
     return np.repeat(np.array(pieces, dtype=np.int64), [len(batch.positions) for batch in batches])
 
 
@@ -167,8 +172,6 @@ def _spread(counts: torch.Tensor, pieces: IntArray) -> torch.Tensor:
 
     By views and one launch: an index made on the host would have to be copied to the device.
     """
-    if (pieces == 1).all():
-        return counts
     nothing = torch.zeros_like(counts[:1])
     parts = ([one] + [nothing] * (count - 1) for one, count in zip(torch.split(counts, 1), pieces.tolist(), strict=True))
     return torch.cat([part for one in parts for part in one])
@@ -179,22 +182,23 @@ def _together(parts: list[Reading]) -> Reading:
     if len(parts) == 1:
         return parts[0]
     ends = [len(part.members) for part in parts]
-    rows = [int(part.pieces[:end].sum()) for part, end in zip(parts, ends, strict=True)]
+    pieces = [np.ones(len(part.positions), dtype=np.int64) if part.pieces is None else part.pieces for part in parts]
+    rows = [int(one[:end].sum()) for one, end in zip(pieces, ends, strict=True)]
 
     def reordered(arrays: list[Any], ends: list[int]) -> list[Any]:
         return [a[:n] for a, n in zip(arrays, ends, strict=True)] + [a[n:] for a, n in zip(arrays, ends, strict=True)]
 
-    positions, elements, units, pieces = (
-        np.concatenate(reordered([getattr(part, name) for part in parts], ends))
-        for name in ("positions", "elements", "units", "pieces")
+    positions, elements, units = (
+        np.concatenate(reordered([getattr(part, name) for part in parts], ends)) for name in ("positions", "elements", "units")
     )
+    in_one_piece = all(part.pieces is None for part in parts)
     return Reading(
         parts[0].device,
         tuple(member for part in parts for member in part.members),
         positions,
         elements,
         units,
-        pieces,
+        None if in_one_piece else np.concatenate(reordered(pieces, ends)),
         torch.cat(reordered([part.rows for part in parts], rows)),
         torch.cat([part.zero for part in parts]),
         torch.cat([part.alive for part in parts]),

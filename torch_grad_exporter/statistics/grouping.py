@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.layers import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.sharding import is_partial
 from torch_grad_exporter.statistics.batches import Batch, batches, is_ordinary
 
@@ -69,7 +69,7 @@ class Grouping:
             by_position = dict(gradients)
             return [group.around(by_position) for group in known[2]]
         groups = [Group.of(device, table, parts) for device, part in _by_device(gradients) if (parts := list(batches(table, part)))]
-        # Of gradients that are not ordinary the kind does not tell how they are grouped.
+        # How gradients that are not ordinary are grouped does not follow from their kind.
         ordinary = all(is_ordinary(gradient) for _, gradient in gradients)
         self._known = (table, kinds, [group.around(None) for group in groups]) if ordinary else None
         return groups
@@ -79,6 +79,6 @@ def _by_device(gradients: Gradients) -> list[tuple[torch.device, Gradients]]:
     groups: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for position, gradient in gradients:
         if is_partial(gradient):
-            continue  # nobody can tell the norm of a sum from one summand
+            continue  # the norm of a sum does not follow from one summand
         groups.setdefault(gradient.device, []).append((position, gradient))
     return list(groups.items())

@@ -1,4 +1,4 @@
-"""Measuring on the CPU, where looking at the data costs nothing: one read of the memory, all else from the cache.
+"""Measuring on the CPU, where branching on the data costs nothing: one read of the memory, all else from the cache.
 
 Every block is squared and summed up, searched for its extremes and compared with zero. The extremes tell whether there
 is a NaN or Inf to count, the number of zeros whether a whole unit can be zero, and the sum of squares whether it is to be
@@ -62,7 +62,7 @@ class _Found:
 
 def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple[FloatArray, RowFlags]:
     """The rows of all tensors of the batches, shape (tensors, columns), and the flags of all units of those with units."""
-    with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are what is looked for here
+    with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are detected here
         found = _looked_at(batches, scratch, layout)
         columns = np.zeros((len(found.counts), layout.width))
         columns[:, Column.ZEROS] = found.of_tensors(found.zeros)

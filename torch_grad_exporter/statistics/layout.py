@@ -51,12 +51,8 @@ class Layout:
 
     @property
     def float64(self) -> bool:
-        """Whether a statistic wants blocks on the CPU in float64."""
+        """Whether a statistic needs blocks on the CPU in float64."""
         return any(one.float64 for one in self.apart)
-
-    def place(self, key: str) -> int:
-        """Where the column stands."""
-        return self._places[key]
 
     def places(self, statistic: Statistic) -> slice:
         """Where the columns of a statistic stand."""
@@ -96,7 +92,7 @@ _Values = TypeVar("_Values", torch.Tensor, FloatArray)
 
 
 def expected(statistic: Statistic, values: _Values) -> _Values:
-    """What a statistic's own measure gave, if it has the shape that its columns tell of; raises `ValueError` otherwise."""
+    """What a statistic's own measure gave, if its shape is that of its columns; raises `ValueError` otherwise."""
     if values.ndim != 2 or values.shape[1] != len(statistic.columns):
         wanted = f"(gradients, {len(statistic.columns)})"
         raise ValueError(f"statistic {statistic.name!r}: expected values of shape {wanted}, got {tuple(values.shape)}")
@@ -137,14 +133,14 @@ class Packing:
         """The rows of so many gradients, shape (gradients, columns), from a vector that begins with them; float64."""
         count = gradients if self.pieces is None else int(self.pieces.sum())
         rows = vector[: count * self.width].reshape(count, self.width)
-        if self.scaled:
-            rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # NaN and overflow are detected here
+            if self.scaled:
+                rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
                 for place, power in self.layout.scaled():
                     rows[:, place] *= scale**power
-        if self.pieces is None:
-            return rows
-        return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
+            if self.pieces is None:
+                return rows
+            return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
 
 
 def fits_float32(count: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.model.layers import UnitLayout
+from torch_grad_exporter.model.units import UnitLayout
 
 
 @dataclass(frozen=True, slots=True)

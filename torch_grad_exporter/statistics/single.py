@@ -20,32 +20,34 @@ Norm = float | torch.Tensor
 
 
 @torch.no_grad()
-def norms(gradient: torch.Tensor, added_to: torch.Tensor | None, scratch: Scratch) -> Iterator[Norm]:
-    """The norms of the parts of a gradient, or of its sum with the one that it is added to; nobody waits.
+def norms(
+    gradient: torch.Tensor, added_to: torch.Tensor | None, scratch: Scratch, wide: device.Wide = device.wide
+) -> Iterator[Norm]:
+    """The norms of the parts of a gradient, or of its sum with the one that it is added to; without synchronising.
 
     Their squares add up to the square of the whole. A large sum has many parts, and so has a large gradient on a device other than
     the CPU; all else has one, and what is empty none.
     """
     if added_to is None:
-        yield from _norm(gradient, scratch)
+        yield from _norm(gradient, scratch, wide)
         return
     most = BLOCK_ELEMENTS if gradient.device.type == "cpu" else device.CHUNK_ELEMENTS // 2
     dense = gradient.layout is torch.strided and added_to.layout is torch.strided
     if gradient.numel() <= most or not dense:
-        yield from _norm(gradient + added_to, scratch)
+        yield from _norm(gradient + added_to, scratch, wide)
         return
     if gradient.is_contiguous() and added_to.is_contiguous():  # many small rows are then one
         gradient, added_to = gradient.view(-1), added_to.view(-1)
     for part, other in zip(slices(gradient, most), slices(added_to, most), strict=True):
-        yield from _norm(part + other, scratch)
+        yield from _norm(part + other, scratch, wide)
 
 
-def _norm(gradient: torch.Tensor, scratch: Scratch) -> Iterator[Norm]:
+def _norm(gradient: torch.Tensor, scratch: Scratch, wide: device.Wide) -> Iterator[Norm]:
     values = gradient.detach() if is_ordinary(gradient) else plain_local(gradient, keep_sparse=True)
     if values.numel() == 0:
         return
     if values.device.type != "cpu":
-        rows, _ = device.norms(Batch((0,), (values,), None), device.wide(values.device))
+        rows, _ = device.norms(Batch((0,), (values,), None), wide(values.device))
         found = rows[:, 0] if rows.shape[1] == 1 else rows.prod(dim=1)  # without float64, times the scale
         yield from torch.split(found, 1)
         return

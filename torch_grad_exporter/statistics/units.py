@@ -2,9 +2,9 @@
 
 Each unit counts the samples since it last had a gradient that was not zero. It starts at `window - 1`, so
 that "zero in each of the last `window` samples", or in every sample so far while there are fewer, is one
-comparison. A unit with a NaN neither counts on nor starts anew: an overflow is no sign of life and no
-silence. A second capture of the same sample replaces the first, so the counts before it are kept; and so that what
-belongs to another's step, as a generator's backward through a discriminator, can be taken back.
+comparison. A unit with a NaN neither counts on nor starts anew: an overflow shows neither that it is active nor that it is
+dead. A second capture of the same sample replaces the first, so the counts before it are kept. With them, what belongs to the
+step of another optimizer can be subtracted, as of a generator's backward through a discriminator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from torch_grad_exporter.model.layers import TrackedParameter
+from torch_grad_exporter.model.parameters import TrackedParameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class UnitState:
         self._window = window
         self._device = device
         self._kept: weakref.WeakKeyDictionary[TrackedParameter, torch.Tensor] = weakref.WeakKeyDictionary()
-        """Of parameters that were members once, and may be again."""
+        """The counts of parameters that were members before, and may be again."""
         none = torch.zeros(0, dtype=torch.int32, device=device)
         self._counts = _Counts((), none.long(), none, none, -1)
 
@@ -66,7 +66,7 @@ class UnitState:
         return found
 
     def forget(self, foreign: Collection[TrackedParameter], sample: int) -> None:
-        """Takes back what the last sample counted of these parameters, if it is the one that is meant."""
+        """Subtracts what the last sample counted of these parameters, if it is the given one."""
         last = self._counts
         meant = [tracked in foreign for tracked, _ in last.members]
         if sample != last.sample or not any(meant):

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
-from torch_grad_exporter.model.layers import ParameterTable
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.transfer.outcomes import Outcome as Outcome  # noqa: PLC0414 - exported
 from torch_grad_exporter.transfer.tracing import TraceIds
@@ -67,8 +67,8 @@ class LocalPart:
 class Local:
     """This rank's own gradient in the backward of the `Captured` before, as it was before it was reduced over ranks.
 
-    `reduced`: shape (parameters,), which of the table's are. `samples`: of its forwards, `None` if unknown; `ranks`: over
-    how many the mean was taken, 0 if unknown.
+    `reduced`: shape (parameters,), which of the table's are. `samples`: training examples of its forwards, `None` if unknown;
+    `ranks`: over how many the mean was taken, 0 if unknown.
     """
 
     round: int
@@ -137,7 +137,7 @@ class OutcomeResolved:
 class Stepped:
     """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took.
 
-    `at`: Unix time. `trace`: the one that was active, if that was looked for.
+    `at`: Unix time. `trace`: the one that was active, if it was read.
     """
 
     seconds: float | None
@@ -167,12 +167,12 @@ class Observed:
 
 
 @dataclass(slots=True)
-class Hints:
-    """The one thing the host side tells the training thread: what to measure again before the next step.
+class Decisions:
+    """The only data that go from the host side to the training thread: what to measure again before the next step.
 
     Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
     `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale
-    value costs accuracy of nothing, only the choice of probes.
+    value affects only the choice of probes, never accuracy.
     """
 
     table: ParameterTable | None = None
@@ -180,7 +180,7 @@ class Hints:
     full: bool = False
 
     def tell(self, table: ParameterTable, probes: frozenset[int], *, full: bool) -> None:
-        """Replaces what was told before. The table comes last: with the old one, the training thread takes no probe of the new."""
+        """Replaces earlier hints. The table is set last: until then the training thread uses none of the new probes."""
         self.full, self.probes, self.table = full, probes, table
 
 

@@ -14,7 +14,7 @@ class Outcome(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """The rungs of the ladder: what tells that a backward began, and so where gradients are read."""
+    """The rungs of the ladder: how a backward is detected, and so where gradients are read."""
 
     OUTPUT = "output"
     PARAMETER = "parameter"

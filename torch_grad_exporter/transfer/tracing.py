@@ -10,7 +10,7 @@ TraceIds = tuple[bytes, bytes]
 
 def active_trace() -> TraceIds | None:
     """The active span of this thread, `None` where there is none that is recorded. Takes about a microsecond; imports nothing."""
-    api = sys.modules.get("opentelemetry.trace")  # whoever traces has imported it
+    api = sys.modules.get("opentelemetry.trace")  # a program that traces has imported it
     if api is None:
         return None
     context = api.get_current_span().get_span_context()

@@ -1,4 +1,4 @@
-"""HostTransfer: device vectors to the host, without anybody waiting and without CUDA calls elsewhere.
+"""HostTransfer: device vectors to the host, without synchronising and with CUDA calls on the training thread only.
 
 A vector is copied asynchronously into a pinned buffer that was filled with a sentinel, a NaN of a bit
 pattern that no arithmetic yields. The reader polls that plain memory: when no sentinel is left, the copy is
@@ -6,8 +6,8 @@ done. So a value arrives even if the training loop hangs right after it. A buffe
 its event has completed, which is queried on the training thread. Vectors that are on the CPU already are
 handed over as they are.
 
-Both kinds are bounded: where nobody takes the vectors, nothing more is sent. A vector that nobody can take any more, because
-its ticket is gone, counts no longer.
+Both kinds are bounded: while the vectors are not taken, no more are sent. A vector that can no longer be taken, because its
+ticket is gone, does not count.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Buffer:
     size: int = 0
 
     def free(self) -> bool:
-        """Whether nobody will read it any more, and no copy writes to it."""
+        """Whether no reader will use it any more, and no copy writes to it."""
         if self.taken and not self._given_up():
             return False
         return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class _Held:
-    """Vectors that were on the CPU and that somebody still holds."""
+    """Vectors that were on the CPU and are still referenced."""
 
     _tickets: deque[tuple[weakref.ref[Arrived], int]] = field(default_factory=deque)
     _bytes: int = 0

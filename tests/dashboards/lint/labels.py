@@ -18,7 +18,7 @@ NONE: Labels = frozenset()
 
 
 def of(node: Node, recorded: Recorded) -> Labels:
-    """Labels of the series that the node yields; none for a scalar, and for a metric that nobody knows."""
+    """Labels of the series that the node yields; none for a scalar, and for an unknown metric."""
     match node:
         case promql_parser.VectorSelector():
             return _of_selector(node, recorded)

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 Node = Any  # The classes of promql_parser's tree have no common type beside `object`.
 
 RATE_INTERVAL, INTERVAL, RANGE = "7919s", "7907s", "7901s"
-"""What stands for Grafana's own variables in a query: durations that nobody writes, so that they are recognised in the tree."""
+"""What stands for Grafana's own variables in a query: durations that are never written, so that they are recognised in the tree."""
 
 TARGET_LABELS = frozenset({"job", "instance", "run", "rank"})
 SYNTHETIC = (

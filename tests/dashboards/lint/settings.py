@@ -50,7 +50,7 @@ def datasource_variable(board: Board) -> Found:
 
 
 def datasource_everywhere(board: Board) -> Found:
-    """Whatever asks a data source asks the chosen one: no uid of somebody's Grafana, no null."""
+    """Whatever asks a data source asks the chosen one: no uid of one certain Grafana, no null."""
     for found in objects(board.json):
         built_in = found.get("datasource") in BUILT_IN and found.get("builtIn") == 1
         if "datasource" in found and found["datasource"] != DATASOURCE and not built_in:

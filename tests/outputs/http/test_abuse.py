@@ -28,7 +28,7 @@ from tests.support.tools import eventually
 from torch_grad_exporter.outputs.http.message import MAX_HEAD, Request, RequestError, complete_head, parse
 
 SEND_BUFFER = Path("/proc/sys/net/ipv4/tcp_wmem")
-"""The smallest, usual and largest size of what the kernel takes of an answer before anybody reads it."""
+"""The smallest, usual and largest size of what the kernel takes of an answer before the client reads it."""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def lines(url: str) -> list[bytes]:
 
 
 def test_a_scraper_says_what_failed() -> None:
-    """Whoever wants the moments of its scrapes alone is told that one was not answered with 200."""
+    """Asking for the moments of scrapes alone fails where one was not answered with 200."""
     with answering(b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n") as url:
         scraper = Scraper(url, 0.01)
         with scraper.on():
@@ -222,7 +222,7 @@ def answering(*answers: bytes) -> Iterator[str]:
 
 
 def test_what_becomes_of_a_scrape_is_told() -> None:
-    """A status, a body that is cut off, no answer and nobody there are told apart."""
+    """A status, a body that is cut off, no answer and no server are distinguished."""
     head = "HTTP/1.1 {} x\r\nContent-Length: {}\r\n\r\n"
     answers = [head.format(200, 2).encode() + b"ab", head.format(503, 0).encode(), head.format(200, 9).encode() + b"ab", b""]
     with answering(*answers) as url:

@@ -220,7 +220,7 @@ def test_a_wrong_password_stops_checks_for_nine_times_as_long() -> None:
     assert len(checks.made) == 3
 
 
-def test_a_right_password_stops_nobody() -> None:
+def test_a_right_password_delays_no_client() -> None:
     """Another user may be checked right after a check that succeeded."""
     checks = Checks(seconds=0.1)
     auth = checks.auth()
@@ -246,7 +246,7 @@ def test_guessing_takes_a_tenth_of_a_core() -> None:
     assert 90 < len(checks.made) * 0.07 <= 100
 
 
-def test_one_check_runs_at_a_time_and_nobody_waits_for_it() -> None:
+def test_one_check_runs_at_a_time_and_no_other_client_waits_for_it() -> None:
     """While a check runs, 8 others with unknown credentials are told to come back, and remembered ones pass."""
     checks = Checks()
     auth = checks.auth()
@@ -302,7 +302,7 @@ def test_a_bucket_gives_its_burst_and_then_one_token_per_interval() -> None:
 
 
 def test_another_limit_starts_with_a_full_bucket_and_none_lets_all_through() -> None:
-    """A limit that is changed counts from the change; without one nobody waits."""
+    """A limit that is changed counts from the change; without one no client waits."""
     bucket = TokenBucket(lambda: 0.0)
     assert [bucket.wait(RateLimit(1.0, 1)) for _ in range(2)] == [0.0, 1.0]
     assert [bucket.wait(RateLimit(1.0, 2)) for _ in range(3)] == [0.0, 0.0, 1.0]

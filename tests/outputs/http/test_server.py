@@ -382,7 +382,7 @@ def readable(clients: list[socket.socket]) -> int:
 
 
 @pytest.mark.parametrize("number", [4, 12, 64])
-def test_who_waits_for_a_scrape_holds_up_nobody_else(server: MetricsServer, training: Training, number: int) -> None:
+def test_a_client_that_waits_for_a_scrape_delays_no_other(server: MetricsServer, training: Training, number: int) -> None:
     """With as many as that waiting for a scrape that hangs, quick answers come within a second; then all get the one body."""
     training.may_go_on.clear()
     with scrapers(server, number) as clients:
@@ -437,7 +437,7 @@ def test_requests_beyond_the_cap_get_a_503(server: MetricsServer, training: Trai
 
 
 def test_waiting_has_a_time_of_its_own(training: Training) -> None:
-    """By a fake clock: whoever asks after 9 of its 10 seconds still waits at 12, and gets its body."""
+    """By a fake clock: a client that asks after 9 of its 10 seconds still waits at 12, and gets its body."""
     training.may_go_on.clear()
     with contextlib.closing(serve(training, clock=lambda: training.now)) as server, connect(server) as late:
         assert request(server, "/healthz").status == 200
@@ -463,7 +463,7 @@ class StuckDisk:
         self.looks += 1
         return self.looks == 1
 
-    def look(self, _on_error: object) -> None:
+    def reload(self, _on_error: object) -> None:
         self.training.entered.set()
         assert self.training.may_go_on.wait(60)
 
@@ -483,7 +483,7 @@ def test_a_disk_that_hangs_costs_one_client(training: Training) -> None:
 # Clients that do harm
 
 
-def test_300_half_open_connections_hold_nobody_up(server: MetricsServer) -> None:
+def test_300_half_open_connections_delay_no_other(server: MetricsServer) -> None:
     """With 300 silent connections the number of threads is what it was, the oldest are dropped, and a scrape works."""
     threads = len(server_threads())
     with contextlib.ExitStack() as stack:
@@ -502,7 +502,7 @@ def test_a_silent_client_is_dropped_at_the_timeout(training: Training) -> None:
 
 
 def test_a_dripping_client_is_dropped_at_the_timeout(training: Training) -> None:
-    """A byte now and then does not stretch the time for a request: the deadline is for the whole head."""
+    """A byte now and then does not extend the time for a request: the deadline is for the whole head."""
     with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as client:
 
         def dropped() -> bool:
@@ -518,7 +518,7 @@ def test_a_dripping_client_is_dropped_at_the_timeout(training: Training) -> None
         assert eventually(dropped, 10)
 
 
-def test_clients_that_do_not_read_hold_nobody_up(training: Training) -> None:
+def test_clients_that_do_not_read_delay_no_other(training: Training) -> None:
     """40 clients that ask for megabytes and read nothing leave the next scrape unhindered, and are dropped at the timeout."""
     training.rows = BIG_ROWS
     with contextlib.closing(serve(training, timeout=2.0)) as server, contextlib.ExitStack() as stack:
@@ -578,7 +578,7 @@ def test_running_out_of_file_descriptors_is_survived(training: Training) -> None
 
 
 class UnexpectedError(Exception):
-    """What nobody thought of."""
+    """An unexpected error."""
 
 
 @dataclass
@@ -604,7 +604,7 @@ class Troubled:
 
 
 @pytest.mark.parametrize("where", ["accepting", "beginning", "reading", "responding", "giving up"])
-def test_what_nobody_expects_costs_one_connection(training: Training, where: str) -> None:
+def test_an_unexpected_error_costs_one_connection(training: Training, where: str) -> None:
     """Wherever one connection fails, it is closed and that is counted, and the next one is served."""
     listener = open_listener("127.0.0.1", (0,))
     config = Troubled({"accepting": "due", "beginning": "current"}.get(where, ""))
@@ -646,7 +646,7 @@ def test_the_first_response_counts(training: Training) -> None:
     assert training.errors == []
 
 
-def test_a_client_that_speaks_while_it_is_dropped_harms_nobody(training: Training) -> None:
+def test_a_client_that_speaks_while_it_is_dropped_does_no_harm(training: Training) -> None:
     """A connection that makes room for a new one and has bytes waiting at that moment is forgotten, and the loop goes on."""
     listener = open_listener("127.0.0.1", (0,))
     address = listener.getsockname()
@@ -770,7 +770,7 @@ def test_who_asks_while_a_scrape_runs_gets_its_body() -> None:
 
 
 def test_who_asks_while_a_body_is_handed_out_gets_one_too() -> None:
-    """Nobody is left behind who comes between the end of a scrape and the end of its serving."""
+    """A client that comes between the end of a scrape and the end of its serving is answered."""
     shared = SharedScrape(list, Renderer({}))
     second: list[Future[bytes]] = []
     shared.ask(Format.TEXT, compressed=False, take=lambda _: second.append(asked(shared)))
@@ -791,7 +791,7 @@ def test_a_scrape_that_fails_does_so_for_all_who_wait(failure: BaseException) ->
 
 
 def test_a_format_that_fails_does_so_for_who_wants_it() -> None:
-    """If one body cannot be made, whoever wants the other one gets it."""
+    """If one body cannot be made, the clients of the other one get it."""
 
     class TextOnly(Renderer):
         def render(self, families: Iterable[Family], form: Format) -> bytes:
@@ -857,7 +857,7 @@ def test_ranks_of_one_host_share_no_candidate() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """A free port."""
     with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -1029,7 +1029,7 @@ def test_a_forked_child_does_not_keep_the_port(handling: str, taken: bool) -> No
 
 
 def can_bind(port: int) -> bool:
-    """Whether somebody else may have the port."""
+    """Whether the port is free."""
     try:
         open_listener("127.0.0.1", (port,)).close()
     except OSError:

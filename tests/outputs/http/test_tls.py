@@ -330,7 +330,7 @@ def test_an_empty_body_is_an_answer_like_any_other(training: Training, site: Sit
 
 
 def test_no_tickets_and_no_renegotiation(training: Training, site: Site) -> None:
-    """A client of TLS 1.3 gets no ticket, which nobody asks for at the next scrape, and no client may negotiate again."""
+    """A client of TLS 1.3 gets no ticket, which no scrape would use, and no client may negotiate again."""
     with serving(training, site, TLS) as server, tls_client(server) as client:
         client.sendall(GET_METRICS)
         while client.recv(4096):
@@ -396,7 +396,7 @@ def test_a_certificate_may_be_optional(training: Training, site: Site) -> None:
 
 
 def test_a_single_client_certificate_can_stand_in_for_a_ca(training: Training, site: Site) -> None:
-    """A client's own certificate as client_ca_file lets in that client and nobody else of its CA, as with Go."""
+    """A client's own certificate as client_ca_file lets in that client and no other of its CA, as with Go."""
     (site.directory / "ca.crt").write_text(site.client(by=authority("theirs"))[0].read_text())
     with serving(training, site, MUTUAL) as server:
         shown = (site.directory / "client.crt", site.directory / "client.key")
@@ -433,7 +433,7 @@ def test_the_names_of_a_certificate(training: Training, site: Site, names: tuple
 # Users, headers, rate limit
 
 
-def test_a_failure_while_a_request_is_judged_lets_nobody_in(training: Training) -> None:
+def test_a_failure_while_a_request_is_judged_admits_no_client(training: Training) -> None:
     """If judging raises, the answer is a 500 without a scrape, and it is counted."""
 
     def fail(_request: Request) -> None:
@@ -483,7 +483,7 @@ def test_guesses_are_told_to_come_later(training: Training, site: Site) -> None:
     assert training.scrapes == 0
 
 
-def test_a_slow_check_holds_up_nobody_else(training: Training, site: Site) -> None:
+def test_a_slow_check_delays_no_other_client(training: Training, site: Site) -> None:
     """While 20 clients guess against a slow hash, who is known already is served at once."""
     cost_14 = "$2y$14$" + hashed("x")[7:]  # a second on one core
     with serving(training, site, f"{ALICE}  bob: {cost_14}\n") as server:
@@ -532,7 +532,7 @@ def test_a_rate_limit_comes_before_passwords(training: Training, site: Site) -> 
 # Clients that do harm
 
 
-def test_100_silent_tls_clients_hold_nobody_up(training: Training, site: Site) -> None:
+def test_100_silent_tls_clients_delay_no_other(training: Training, site: Site) -> None:
     """Beside 100 clients that say nothing, or half of their first message, a scrape is answered within a second."""
     half = client_hello()[:100]
     with serving(training, site, TLS) as server, contextlib.ExitStack() as stack:
@@ -621,7 +621,7 @@ def reset(client: socket.socket) -> None:
     client.close()
 
 
-def test_resets_in_mid_body_harm_nobody(training: Training, site: Site) -> None:
+def test_resets_in_mid_body_do_no_harm(training: Training, site: Site) -> None:
     """20 clients that reset while they get megabytes over TLS leave the next scrape whole."""
     training.rows = BIG_ROWS
     with serving(training, site, TLS) as server:
@@ -635,7 +635,7 @@ def test_resets_in_mid_body_harm_nobody(training: Training, site: Site) -> None:
     assert training.errors == []
 
 
-def test_tls_clients_that_do_not_read_hold_nobody_up(training: Training, site: Site) -> None:
+def test_tls_clients_that_do_not_read_delay_no_other(training: Training, site: Site) -> None:
     """20 clients that ask for megabytes over TLS and read nothing leave the next scrape unhindered, and are dropped."""
     training.rows = BIG_ROWS
     with serving(training, site, TLS, timeout=3.0) as server, contextlib.ExitStack() as stack:
@@ -936,10 +936,10 @@ class SlowDisk(WebConfigFile):
     entered: threading.Event
     may_go_on: threading.Event
 
-    def look(self, on_error: Callable[[str, BaseException], None]) -> None:
+    def reload(self, on_error: Callable[[str, BaseException], None]) -> None:
         self.entered.set()
         assert self.may_go_on.wait(30)
-        super().look(on_error)
+        super().reload(on_error)
 
 
 def test_a_slow_disk_holds_up_no_other_client(training: Training, site: Site) -> None:
@@ -966,9 +966,9 @@ def test_two_threads_do_not_look_at_once(site: Site) -> None:
 
     def on_error(source: str, _error: BaseException) -> None:
         told.append(source)
-        config.look(on_error)
+        config.reload(on_error)
 
-    config.look(on_error)
+    config.reload(on_error)
     assert told == ["web_config"]
 
 
@@ -988,7 +988,7 @@ scrape_configs:
     tls_config: {{ca_file: ca.crt, cert_file: client.crt, key_file: client.key, server_name: localhost}}
     basic_auth: {{username: alice, password: secret}}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
-  - job_name: stranger
+  - job_name: unknown
     scheme: https
     tls_config: {{ca_file: ca.crt, server_name: localhost}}
     basic_auth: {{username: alice, password: secret}}
@@ -1011,7 +1011,7 @@ def test_a_real_prometheus_scrapes_over_mutual_tls_with_a_password(training: Tra
             assert eventually(lambda: known(real, "count by (job) (up)") == 3, 60)
             assert eventually(lambda: known(real, 'up{job="training"}') == 1, 60)
             assert real.value('count(norm{job="training"})') == len(training.rows)
-            assert real.value('up{job="stranger"}') == 0
+            assert real.value('up{job="unknown"}') == 0
             assert real.value('up{job="guesser"}') == 0
     assert training.errors == []
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.support.properties  # noqa: F401 - the profile
+from torch_grad_exporter.outputs.live import history as history_module
 from torch_grad_exporter.outputs.live.history import (
     LAYER_BYTES,
     LEAST,
@@ -152,7 +153,7 @@ class Client:
 def test_answers_one_after_the_other_make_the_whole(
     records: list[Row], pauses: list[int], together: Together, recent: int, whole: int
 ) -> None:
-    """Whoever asks again and again for what is new ends up with what one who asks once at the end gets."""
+    """Reading again and again what is new gives the same as one reading at the end."""
     track = Track(len(records[0]) if records else 1, together, recent=recent, whole=whole)
     client, asks = Client(), set(np.cumsum(pauses).tolist())
     for number, record in enumerate(records):
@@ -267,7 +268,7 @@ def test_a_record_a_second_however_often_it_looks() -> None:
     history = made.history()
     for _ in range(100):
         made.step(seconds=0.1)
-        history.look()
+        history.record_if_due()
     assert made.asked == len(run_records(history)) == len(layer_records(history))
     assert 10 <= made.asked <= 11
     times = history.run(whole=False).times
@@ -279,16 +280,42 @@ def test_nothing_is_recorded_without_a_new_step_or_sample() -> None:
     made = Made()
     history = made.history()
     for _ in range(3):
-        history.look()
+        history.record_if_due()
         made.now += 1
     assert (run_records(history), layer_records(history), history.layers) == ([], [], [])
     made.step()
     for _ in range(5):
-        history.look()
+        history.record_if_due()
         made.now += 1
     made.step(sampled=False)
-    history.look()
+    history.record_if_due()
     assert (run_records(history), layer_records(history)) == ([1, 2], [1])
+
+
+def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that come one after another a bounded number stays, each with its own values; who followed gets all anew."""
+    monkeypatch.setattr(history_module, "MOST_GONE", 10)
+    made = Made()
+    history = made.history()
+    seen = 0
+    for number in range(40):
+        made.names = ["base", f"task_{number}"]
+        made.step()
+        history.look()
+        names, part = history.grid("norm", whole=False)
+        assert len(names) <= 12
+        assert names[0] == "base"
+        assert names[-1] == f"task_{number}"
+        first = int(names[1].removeprefix("task_"))
+        assert names[1:] == [f"task_{one}" for one in range(first, number + 1)]
+        steps = np.arange(1, number + 2)
+        own = np.where(steps[:, None] == np.arange(first, number + 1) + 1, 1000.0 * steps[:, None] + len(QUANTITIES), np.nan)
+        assert np.array_equal(part.values, np.column_stack([1000.0 * steps, own]), equal_nan=True)
+        assert np.array_equal(history.quantity("norm", whole=True).values, part.values, equal_nan=True)
+        forgotten = number > 0 and first > seen
+        assert history.quantity("norm", whole=False, since=number).first == (0 if forgotten and number else number)
+        seen = first
+    assert seen > 25
 
 
 def test_a_clock_that_is_set_back_stops_no_records() -> None:
@@ -296,11 +323,11 @@ def test_a_clock_that_is_set_back_stops_no_records() -> None:
     made = Made(now=10_000.0)
     history = made.history()
     made.step()
-    history.look()
+    history.record_if_due()
     made.now -= 3600
     for _ in range(5):
         made.step()
-        history.look()
+        history.record_if_due()
     assert run_records(history) == layer_records(history) == [1, 2, 3, 4, 5, 6]
     for whole in (True, False):
         for part in (history.run(whole=whole), history.quantity("norm", whole=whole)):
@@ -313,16 +340,16 @@ def test_who_asks_for_what_is_new_learns_that_the_clock_was_set_back() -> None:
     history = made.history()
     for _ in range(3):
         made.step()
-        history.look()
+        history.record_if_due()
     made.now -= 3600
     made.step()
-    history.look()
+    history.record_if_due()
     for whole in (True, False):
         answer = history.run(whole=whole, since=2 if whole else 3, stride=1)
         assert (answer.first, answer.times.tolist()) == (0, [made.now - age for age in (3, 2, 1, 0)])
     for _ in range(2):
         made.step()
-        history.look()
+        history.record_if_due()
     assert [history.run(whole=whole, since=4, stride=1).steps.tolist() for whole in (True, False)] == [[5, 6]] * 2
 
 
@@ -336,7 +363,7 @@ def test_a_column_of_the_layers_is_at_the_step_of_its_sample() -> None:
         for _ in range(5):
             made.step(sampled=False, seconds=0.2)
         made.samples += 1
-        history.look()
+        history.record_if_due()
     assert layer_records(history) == [1, 7, 15, 20, 25, 40]
     assert run_records(history) == [5, 10, 15, 20, 25, 30]
 
@@ -360,7 +387,7 @@ def test_a_norm_that_comes_after_its_step_is_of_the_next_record() -> None:
     def look(values: np.ndarray, *, step: bool = False, sample: bool = False, flags: np.ndarray = NONE) -> list[float | None]:
         made.steps, made.samples, made.now = made.steps + step, made.samples + sample, made.now + 1
         shown[:] = values, flags
-        history.look()
+        history.record_if_due()
         return [None if math.isnan(norm) else norm for norm in history.run(whole=False).values[:, 1].tolist()]
 
     assert look(scalars(loss=1), step=True) == [None]
@@ -385,7 +412,7 @@ def test_each_layer_and_quantity_is_in_its_place() -> None:
     history = made.history()
     for _ in range(3):
         made.step()
-        history.look()
+        history.record_if_due()
     for whole in (True, False):
         for place, quantity in enumerate(QUANTITIES):
             found = history.quantity(quantity, whole=whole).values
@@ -407,7 +434,7 @@ def test_layers_that_come_and_go() -> None:
     for names in (["a", "b"], ["new", "a"], ["b", "new"]):
         made.names = names
         made.step()
-        history.look()
+        history.record_if_due()
     assert history.layers == ["a", "b", "new"]
     expected = [[1000, 1004, NAN], [2004, NAN, 2000], [NAN, 3000, 3004]]
     for whole in (True, False):
@@ -425,7 +452,7 @@ def allocated(layers: int, records: int) -> tuple[int, History]:
     )
     for _ in range(records):
         made.step()
-        history.look()
+        history.record_if_due()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak, history
@@ -457,7 +484,7 @@ def test_layers_that_come_later_stay_within_the_memory() -> None:
     for names in (["first"], [f"layers.{number}" for number in range(20_000)]):
         made.names = names
         made.step()
-        history.look()
+        history.record_if_due()
     assert history.nbytes <= LAYER_BYTES + 200_000
     assert history.layers[:2] == ["first", "layers.0"]
     assert history.layer("first", whole=True).values[0].tolist() == [1000, 1001, 1002, 1003]
@@ -495,7 +522,7 @@ def test_who_reads_while_it_is_written_sees_whole_records() -> None:
         if made.steps % 300 == 299:
             made.names = [*made.names, f"layer.{made.steps}"]
         made.step()
-        history.look()
+        history.record_if_due()
     over.set()
     for reader in readers:
         reader.join()

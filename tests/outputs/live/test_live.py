@@ -140,7 +140,7 @@ class Made:
         for _ in range(times):
             self.steps += 1
             self.now += 1
-            self.history.look()
+            self.history.record_if_due()
         return self
 
     def ask(self, target: str, **headers: str) -> Response:
@@ -434,7 +434,7 @@ def test_wrong_questions_cost_nothing_but_a_400(trained: Trained) -> None:
     "since", [10**6, 2**31, 2**63 - 1, 2**63, 10**30, 10**3000], ids=lambda since: f"{since.bit_length()} bits"
 )
 def test_who_is_ahead_is_told_where_the_records_end(trained: Trained, since: int) -> None:
-    """Whoever asks for more than there is, as after a restart on the same port, gets none and the number of the next one."""
+    """A request for more than there is, as after a restart on the same port, gives none and the number of the next one."""
     for what in ("run", "layers"):
         answer = trained.json(f"/api/v1/{what}?since={since}&stride=1")
         assert answer["steps"] == []
@@ -800,7 +800,7 @@ def held(made: Made) -> Iterator[threading.Thread]:
 
 
 def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
-    """Whoever looks meanwhile gets the values before, at once; and where there are none, is told after a second to come again."""
+    """A viewer meanwhile gets the values before, at once; and where there are none, after a second an answer to come again."""
     made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
     made.json("/api/v1/status")
     made.now += 60
@@ -816,7 +816,7 @@ def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
         assert new.json("/api/v1/run")["steps"] == [1]
 
 
-def test_a_page_whose_scrape_hangs_holds_up_nobody_else() -> None:
+def test_a_page_whose_scrape_hangs_delays_no_other() -> None:
     """Over HTTP: a 503 for who looks while the first scrape hangs, and `/metrics`, `/healthz` and the records for all others."""
     made, failures = Made().record(), list[str]()
     server = MetricsServer(

@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Visit]]:
-    """Opens windows. At the end none of them may have complained, broken its policy or asked anybody but where it came from."""
+    """Opens windows. At the end none of them may have complained, broken its policy or sent a request to another server."""
     opened: list[tuple[Visit, str, bool]] = []
     with contextlib.ExitStack() as stack:
 
@@ -299,7 +299,7 @@ def test_a_nan_and_a_dead_layer(training: Callable[..., Run], open_page: Callabl
     assert page.locator("#tile-nonfinite").get_attribute("data-level") == "critical"
     assert number(page, "nonfinite") == 1
     assert page.get_by_test_id("nonfinite-note").inner_text() == f"{run.model.second.weight.numel()} elements"
-    assert problem.locator(".text").inner_text().endswith("that nobody skipped, since the start, in second.")
+    assert problem.locator(".text").inner_text().endswith("in 1 unskipped step, since the start, in second.")
     assert problem.get_by_role("button", name="Show layer").get_attribute("data-layer") == "second"
     soon(page, lambda: nonfinite_pixels(page) > 0)
 
@@ -452,7 +452,7 @@ def test_quantities(training: Callable[..., Run], open_page: Callable[..., Visit
 
 
 def last_cell(page: Page) -> str:
-    """What is said of the first layer's last cell, to whoever goes there with the keys."""
+    """The description of the first layer's last cell, reached by the keys."""
     page.get_by_test_id("heatmap-overlay").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowUp")
@@ -510,7 +510,7 @@ def drawn_run() -> dict[str, Any]:
 
     history = History(moment, now=lambda: next(looks))
     for _ in range(N):
-        history.look()
+        history.record_if_due()
     found = json.loads(json.dumps(Live(Identity("drawn", 0, 1, "host", "1"), history, list, now=lambda: SECONDS[-1]).everything()))
     grid, run = found["layers"]["norm"]["whole"], found["run"]["whole"]
     assert (len(grid["times"]), len(run["times"])) == (N // 4, N // 2)
@@ -888,14 +888,14 @@ def test_tls_and_password(training: Callable[..., Run], open_page: Callable[...,
     for shown in (in_address, page):
         expect(shown.get_by_test_id("connection")).to_have_text("Live")
         assert number(shown, "step") == 3
-    stranger = page.context.browser.new_context(ignore_https_errors=True)
-    statuses = [stranger.request.get(run.page + path).status for path in ("", "static/page.js", "api/v1/status", "api/v1/layers")]
+    other = page.context.browser.new_context(ignore_https_errors=True)
+    statuses = [other.request.get(run.page + path).status for path in ("", "static/page.js", "api/v1/status", "api/v1/layers")]
     assert statuses == [401] * 4
-    stranger.close()
+    other.close()
 
 
 def test_saved(training: Callable[..., Run], open_page: Callable[..., Visit], tmp_path: Path) -> None:
-    """One HTML file, opened from disk, shows what the page showed, and asks nobody for anything."""
+    """One HTML file, opened from disk, shows what the page showed, and sends no request."""
     run = training(Perceptron())
     run.train(30)
     assert eventually(lambda: recorded(run) > 0 and run.total("torch_grad_captures_total") == 60)
@@ -940,14 +940,14 @@ def filled() -> History:
 
     history = History(moment, now=lambda: float(next(times)))
     for _ in range(4 * WHOLE):
-        history.look()
+        history.record_if_due()
     return history
 
 
 def test_weight_and_speed(training: Callable[..., Run], browser: Browser, record_property: Callable[[str, object], None]) -> None:
     """The first load is at most 150 kB, and 300 layers of a run of 100,000 steps are drawn, once, within a second of it.
 
-    The best of twelve loads counts, as somebody else may have the processors.
+    The best of twelve loads counts, as other processes may have the processors.
     """
     run = training(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(LAYERS))))
     run.train(3)

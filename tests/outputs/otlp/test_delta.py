@@ -348,3 +348,70 @@ def test_differences_that_arrive_add_up_to_the_totals(
     for truth in truths.values():
         begin = max(truth.before_first, 0) if spec.older else 0
         assert {key: value for key, value in truth.received.items() if value} == totals(spec, truth.observed[begin : truth.known])
+
+
+# Layers that are removed, whose totals go into one remainder
+
+BY_KIND = Spec("elements_total", Kind.COUNTER, "Elements.", ("layer", "kind"))
+
+
+class Model:
+    """Layers that count, are removed and come back; what they counted before is the remainder's."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.removed: int | None = None
+
+    def families(self) -> list[Family]:
+        """A counter, one with a second label, and a histogram with exponential counts beside it."""
+        totals = self.counts | ({} if self.removed is None else {REMOVED: self.removed})
+        numbers = np.array(list(totals.values()), dtype=np.float64)
+        kinds = LabelRows(tuple((layer, kind) for kind in ("nan", "inf") for layer in totals))
+        buckets = np.stack([numbers, np.zeros_like(numbers), np.zeros_like(numbers)], axis=1)
+        exponential = tuple({3: total} if total else {} for total in totals.values())
+        return [
+            Family(STEPS, numbers, rows(*totals)),
+            Family(BY_KIND, np.concatenate([numbers, 2 * numbers]), kinds),
+            Family(SECONDS, buckets, rows(*totals), sums=numbers / 10, exponential=exponential),
+        ]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "remove", "lost", "arrives"])), max_size=60))
+def test_what_removed_layers_counted_arrives_once(actions: list[tuple[str, str]]) -> None:
+    """Whatever layers come, count, go and come back, and whatever is lost: what arrives adds up to all that was counted."""
+    deltas, model, counted, arrived = Exports(BOTH), Model(), 0, Counter[str]()
+    for layer, action in [*actions, ("", "arrives")]:
+        if action == "count":
+            model.counts[layer] = model.counts.get(layer, 0) + 1
+            counted += 1
+        elif action == "remove" and layer in model.counts:
+            model.removed = (model.removed or 0) + model.counts.pop(layer)
+        elif action in ("lost", "arrives"):
+            families = deltas.of(model.families())
+            for family in families:
+                assert (family.values >= 0).all()
+            if action == "arrives":
+                deltas.arrived()
+                for family in families:
+                    arrived[family.spec.name] += family.values.sum()
+                    arrived["sum"] += 0 if family.sums is None else family.sums.sum()
+                    arrived["exponential"] += sum(sum(counts.values()) for counts in family.exponential or ())
+    assert {name: arrived[name] for name in (STEPS.name, BY_KIND.name, SECONDS.name, "exponential")} == {
+        STEPS.name: counted, BY_KIND.name: 3 * counted, SECONDS.name: counted, "exponential": counted,
+    }  # fmt: skip
+    assert arrived["sum"] == pytest.approx(counted / 10)
+
+
+def test_removed_layers_leave_nothing_behind() -> None:
+    """Of 1,000 layers, one after another, there are never more places than rows at one time."""
+    deltas, model = Exports(BOTH), Model()
+    for number in range(1000):
+        if number:
+            model.removed = (model.removed or 0) + model.counts.pop(str(number - 1))
+        model.counts[str(number)] = 1
+        deltas.of(model.families())
+        deltas.arrived()
+    tables = [deltas.deltas._tables[spec] for spec in (STEPS, SECONDS)]
+    assert [len(table.known) for table in tables] == [3, 3]
+    assert [len(table._rows) for table in tables] == [2, 2]
+    assert len(tables[1]._exponential) == 2

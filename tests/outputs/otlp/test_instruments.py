@@ -23,10 +23,11 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.view import View
 
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.otlp.instruments import SPECS
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 Values = dict[tuple[str, frozenset[tuple[str, object]]], float]
 
@@ -55,7 +56,7 @@ def expected(exporter: Exporter) -> Values:
     found: Values = {}
     for family in exporter.collect():
         if family.spec.name in names:
-            for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
+            for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
                 labels = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
                 found[family.spec.name, frozenset({**own, **labels}.items())] = value
     return found
@@ -188,7 +189,7 @@ def test_a_start_that_fails_leaves_no_values(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: object) -> None:
         raise RuntimeError("hooks")
 
-    monkeypatch.setattr(Exporter, "_install", fails)
+    monkeypatch.setattr(Capture, "watch_optimizers", fails)
     with pytest.raises(RuntimeError, match="hooks"):
         trained(provider)
     assert collected(reader) == {}
@@ -242,7 +243,7 @@ def test_exporters_that_follow_one_another_share_the_instruments(caplog: pytest.
 
 
 def test_the_global_provider_stays_as_it_was_and_ours_is_not_kept() -> None:
-    """Nobody's provider but the given one has instruments, and a provider that is dropped is gone."""
+    """No provider but the given one has instruments, and a provider that is dropped is gone."""
     before = metrics.get_meter_provider()
     provider = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
     trained(provider).close()

@@ -263,7 +263,7 @@ def test_what_is_refused_for_good_over_http() -> None:
         assert [is_permanent(way) for _ in range(3)] == [True, True, False]
         receiver.answer(Answer(400))
         assert is_permanent(way)
-    assert not is_permanent(way)  # nobody is there any more
+    assert not is_permanent(way)  # no receiver is there any more
 
 
 def test_what_is_refused_for_good_over_grpc() -> None:
@@ -408,7 +408,7 @@ def test_a_receiver_that_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("protocol", WAYS)
-def test_nobody_there(protocol: str) -> None:
+def test_no_receiver_there(protocol: str) -> None:
     """A refused connection is a failure at once, and what is told has no secret that is part of the endpoint."""
     start = time.monotonic()
     with closing(WAYS[protocol][1](refused())) as way:

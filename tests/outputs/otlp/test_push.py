@@ -1,4 +1,4 @@
-"""Push from a training: what arrives, when nobody takes it, at the end, and beside forked children."""
+"""Push from a training: what arrives, what happens without a receiver, the end, and forked children."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_failures_are_counted_and_told_once(name: str, caplog: pytest.LogCapture
     assert all(record.name == "torch_grad_exporter" and record.exc_info is None for record in caplog.records)
 
 
-# Nobody takes it
+# Without a receiver
 
 LIARS: dict[str, Callable[[Liar, socket.socket], None]] = {
     "black hole": liars.black_hole,
@@ -366,7 +366,7 @@ def test_exports_that_hang_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     push.start()
     assert eventually(lambda: len(failures) >= LEFT_BEHIND + 3)
     assert Hanging.sending == LEFT_BEHIND == len(ways)
-    assert "has not come to its end" in str(failures[0])
+    assert "did not finish within" in str(failures[0])
     assert "3 exports hang" in str(failures[-1])
     Hanging.over.set()
     assert eventually(lambda: len(ways) > LEFT_BEHIND)
@@ -557,7 +557,7 @@ def test_a_slow_receiver_has_its_time_for_each_request() -> None:
 def test_what_hangs_costs_what_had_arrived_before_it_nothing() -> None:
     """A second request that hangs: the first one is not sent again, and the third one by the next export alone.
 
-    That goes on with the second one, too: nobody knows that it arrives in the end.
+    That goes on with the second one, too: it is not known that it arrives in the end.
     """
     released, too_late = threading.Event(), threading.Event()
 
@@ -574,7 +574,7 @@ def test_what_hangs_costs_what_had_arrived_before_it_nothing() -> None:
     assert too_late.wait(5)
     assert eventually(lambda: len(ways.taken) > 8)
     push.close(5)
-    assert [str(one) for one in failures] == ["a request has not come to its end within 1.02 s"]
+    assert [str(one) for one in failures] == ["a request did not finish within 1.02 s"]
     assert ways.names() == ["a_total", "b_total", *[spec.name for spec in COUNTERS] * (len(counting.scraped) - 1)]
     assert summed(ways.taken) == counting.totals() | {"b_total": counting.totals()["b_total"] + 1}
     assert ways.closed == [1] * len(ways.closed)

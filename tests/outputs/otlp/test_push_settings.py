@@ -256,7 +256,7 @@ def test_a_wrong_variable_costs_the_push(name: str, text: str, fix: str, lines: 
 
 
 def test_a_wrong_variable_costs_the_push_also_to_an_endpoint_that_is_an_argument(lines: pytest.LogCaptureFixture) -> None:
-    """A certificate that cannot be read is not left out silently, whoever has given the endpoint."""
+    """A certificate that cannot be read is not left out silently, wherever the endpoint comes from."""
     assert resolve("https://h", environment={"OTEL_EXPORTER_OTLP_CERTIFICATE": "/no/such/file.pem"}) is None
     assert len(warnings(lines)) == 1
 
@@ -320,7 +320,7 @@ def test_right_headers_in_a_variable(text: str, lines: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("text", WRONG_HEADERS, ids=ascii)
 def test_wrong_headers_in_a_variable(text: str, lines: pytest.LogCaptureFixture) -> None:
-    """What is no header costs the push and one warning, which names the variable and shows no value, and nobody else says it."""
+    """What is no header costs the push and one warning, which names the variable and shows no value, and no other line follows."""
     assert resolve(environment={**WHERE, "OTEL_EXPORTER_OTLP_METRICS_HEADERS": text, "OTEL_EXPORTER_OTLP_HEADERS": "a=b"}) is None
     (warning,) = warnings(lines)
     assert "no metrics are pushed: environment variable OTEL_EXPORTER_OTLP_METRICS_HEADERS: expected header=value" in warning

@@ -24,7 +24,7 @@ from tests.support.tools import best_of, find
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
-from torch_grad_exporter.outputs.prometheus.samples import bound_text
+from torch_grad_exporter.outputs.prometheus.series import bound_text
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}

@@ -12,7 +12,7 @@ TIMED_SHARE = 0.2
 """Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
 
 HOOKS_SECONDS = 10e-6
-"""What PyTorch takes to call the hooks of a round, which no clock within them sees; as `make bench` measures it."""
+"""What PyTorch takes to call the hooks of a round, which a clock inside them cannot measure; as `make bench` measures it."""
 
 COUNTED_SECONDS = 7e-6
 """What a round costs that is only counted, as `make bench` measures it; a clock around its one hook would cost as much."""
@@ -101,14 +101,15 @@ class CountingBudget:
         return self._followed * self.floor() + (1 - self._followed) * counted
 
     def more(self) -> float:
-        """What a sampled round costs more than others, beside the sample: it is one that is followed."""
+        """What a sampled round costs more than others, in addition to the sample: it is one that is followed."""
         return self.floor() - self.rest()
 
     def floor(self) -> float:
         """What a round costs that is followed and not sampled; 0 while there was none.
 
-        The mean, without the most expensive one, and of many rounds: on a machine that others use, too, few of them are
-        interrupted in a hook, for a hundred times as long as they take, as steps are a hundred times by a hundredth.
+        The mean over many rounds, without the most expensive one. On a shared machine a few rounds are interrupted within a
+        hook, and the interruption takes a hundred times as long as the hook; steps are interrupted as often, but by a small
+        share of their duration.
         """
         if len(self._floors) < 2:
             return sum(self._floors)

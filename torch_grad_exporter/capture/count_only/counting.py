@@ -26,8 +26,8 @@ from torch_grad_exporter.capture.round_events import BackwardsCounted, NormObser
 from torch_grad_exporter.capture.round_executor import Rounds
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
-from torch_grad_exporter.model.layers import TrackedParameter
 from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.transfer.events import Counted, Mailbox, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
@@ -64,7 +64,7 @@ class _ExamplesPerBackward:
         return backwards
 
     def forget(self) -> None:
-        """What came up to now says nothing."""
+        """Starts anew: what came up to now is not comparable."""
         self._seen = self._clock.examples, self._clock.backward_passes
 
 
@@ -97,16 +97,11 @@ class CountOnly:
         self._counting: CountingHook | None = None
         self._node_hook: NodeHook | None = None
         self._witness: Witness | None = None
-        """Tells of backwards, in rounds that are only counted or on trial."""
+        """Reports backwards, in rounds that are only counted or on trial."""
         self._skipped = 0
         self._not_before = 0
         self._norm_at: tuple[int, int] | None = None
-        """Steps and backwards when the user gave a global norm whose outcome is not told yet."""
-
-    @property
-    def counting(self) -> bool:
-        """Whether rounds are only counted at present."""
-        return self._counting is not None
+        """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
     def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
@@ -127,7 +122,7 @@ class CountOnly:
             self._begin(found[0], rounds, over)
 
     def _on_trial(self, backwards: int) -> bool:
-        """Whether the witness has told of the round's backwards, no more and no less; calls another one if there is none."""
+        """Whether the witness has reported exactly the round's backwards; chooses another one if there is none."""
         witness = self._witness
         passed = witness is not None and witness.passed(backwards)
         if witness is not None and not passed:
@@ -139,7 +134,7 @@ class CountOnly:
         return passed
 
     def _candidate(self) -> TrackedParameter | None:
-        """A parameter that gets a gradient in each backward, as far as the last sample tells."""
+        """A parameter that gets a gradient in each backward, as far as the last sample shows."""
         for probe in self._probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
@@ -235,7 +230,7 @@ class CountOnly:
     # Norms that the user gives
 
     def norm_comes(self) -> None:
-        """The user gives the global norm of a round; what became of the one before is told first."""
+        """The user gives the global norm of a round; the outcome of the one before is reported first."""
         counting = self._counting
         if counting is not None and self._norm_at is not None:
             if len(counting.moments) == self._norm_at[0] and len(counting.backwards) > self._norm_at[1]:
@@ -254,7 +249,7 @@ class CountOnly:
             self._mailbox.append(OutcomeResolved(Outcome.STEPPED))
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
-        """Tells what became of the round of the norm that was observed last; whether that is not known yet."""
+        """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
         if self._norm_at is None:
             return False
         steps, backwards = self._norm_at
@@ -278,15 +273,15 @@ class CountOnly:
             self._hooks.wake_modules()
 
     def release(self) -> None:
-        """Lets go of the parameter that is a witness; idempotent."""
+        """Releases the parameter that is the witness; idempotent."""
         self._dismiss()
 
 
 def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool) -> int:
     """How many rounds ended without a step, of those with more backwards than their steps account for.
 
-    The witness' gradient tells: without a step since, it is gone, or another backward came on top. After a step it shows
-    whether more than one backward was added up in it. What cannot be told is not called skipped.
+    The witness' gradient shows it: without a step since, it is gone, or another backward was added to it. After a step it shows
+    whether more than one backward was added up in it. Where this cannot be known, no step counts as skipped.
     """
     surplus, to_a_step = max(0, counting.surplus), counting.to_a_step
     if after_step:

@@ -38,7 +38,7 @@ class CountingHook:
 
     `backwards`: has an item for each backward since; `to_a_step`: how many are expected to each step. `otherwise` is called with
     the arguments at the last of `rounds` steps, at the first after `until`, where there were more or fewer backwards, and where
-    this fails; also where another optimizer has stepped, unless `concerned` says that it is none of ours.
+    this fails; also where another optimizer has stepped, unless `concerned` says that it is a foreign one.
     """
 
     __slots__ = ("_clock", "_concerned", "_optimizer", "_otherwise", "_rounds", "_until", "backwards", "moments", "to_a_step")

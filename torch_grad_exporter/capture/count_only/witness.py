@@ -11,12 +11,12 @@ import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientVersion
 from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.layers import TrackedParameter
+from torch_grad_exporter.model.parameters import TrackedParameter
 
 
 @dataclass(slots=True)
 class Witness:
-    """A parameter that tells of backwards. `fired`: an item for each; `seen`: its gradient as it was after a round.
+    """A parameter that reports backwards. `fired`: an item for each; `seen`: its gradient as it was after a round.
 
     It is one only after a trial: in a round that was followed closely it fired once for each backward.
     """
@@ -29,7 +29,7 @@ class Witness:
 
     @classmethod
     def on_trial(cls, called: TrackedParameter) -> Witness | None:
-        """Calls a parameter, right after a round; `None` if it is not in its place."""
+        """Makes a parameter the witness, right after a round; `None` if it is not in its place."""
         parameter, fired = called.parameter(), list[object]()
         return None if parameter is None else cls(fired, _append_at_backwards(parameter, fired), GradientVersion.of(called))
 
@@ -39,11 +39,11 @@ class Witness:
         self.fired.clear()
 
     def passed(self, backwards: int) -> bool:
-        """Whether it has told of all backwards of the round that is over. Begins anew."""
-        told, before = len(self.fired), self.seen
+        """Whether it has reported all backwards of the round that is over. Begins anew."""
+        reported, before = len(self.fired), self.seen
         self.begin()
         self.growth = self.seen.version - before.version if self.seen.gradient == before.gradient else None
-        return told == backwards
+        return reported == backwards
 
     def added_up(self, steps: int, surplus: int) -> bool:
         """Whether `surplus` backwards more than the last of so many steps accounts for went into the same gradient.
@@ -57,7 +57,7 @@ class Witness:
         return self.growth is None or now.version - self.seen.version - steps * self.growth <= surplus
 
     def dismiss(self) -> None:
-        """Takes its hook back; what it has told stays as many items, none of which keeps the parameter."""
+        """Removes its hook; what it has reported stays as many items, none of which keeps the parameter."""
         self.handle.remove()
         self.fired[:] = [None] * len(self.fired)
 

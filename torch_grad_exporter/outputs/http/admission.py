@@ -1,4 +1,4 @@
-"""Who is let through to the endpoints: first the rate limit, then authentication, for every path and method."""
+"""Which requests reach the endpoints: first the rate limit, then authentication, for every path and method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="
 
 
 class Admission:
-    """Applies the settings as they are at the moment of a request. To be asked in a worker: a check takes its time."""
+    """Applies the settings as they are at the moment of a request. Called in a worker, since a check is slow."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Admission:
         self._bucket = TokenBucket(clock)
 
     def refusal(self, request: Request) -> Response | None:
-        """The answer to a request that is let no further, `None` to all others."""
+        """The answer to a request that is refused, `None` for all others."""
         settings = self._settings()
         wait = self._bucket.wait(settings.rate_limit)
         if wait:

@@ -2,8 +2,8 @@
 
 A check of a password costs 50 ms of a core and more, on purpose. Guarantees: credentials that were right are
 remembered, so that a scraper costs one check and not one per scrape; one check runs at a time, and after
-one that failed none for nine times as long, so that guessing takes a tenth of one core at most; nobody
-waits for a check but who asked for it. Whether a user exists shows in no answer and in no duration.
+one that failed none for nine times as long, so that guessing takes a tenth of one core at most; no client
+waits for the check of another. Whether a user exists shows in no answer and in no duration.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 _REST = 9
 _REMEMBERED = 256
-# bcrypt itself looks at no more than these; its Python package raises beyond them, Go's ignores the rest.
+# bcrypt itself uses no more than these; its Python package raises beyond them, Go's ignores the rest.
 _BCRYPT_BYTES = 72
-# The form of a hash that belongs to no password known to anybody; what it says never decides.
-_NOBODYS_HASH = "$2b${cost}$" + "." * 53
+# A well-formed hash of no known password; the result of comparing with it is ignored.
+_DECOY_HASH = "$2b${cost}$" + "." * 53
 
 
 def matches(password: bytes, hashed: bytes) -> bool:
     """Whether the hash is that of the password, with the package `bcrypt`."""
-    import bcrypt  # noqa: PLC0415 - optional, and nobody without users needs it
+    import bcrypt  # noqa: PLC0415 - optional, and only needed where there are users
 
     return bcrypt.checkpw(password[:_BCRYPT_BYTES], hashed)
 
@@ -62,7 +62,7 @@ class BasicAuth:
         if credentials is None:
             return Verdict(passes=False)
         name, password = credentials
-        hashed = users.get(name, self._nobody(name, users))
+        hashed = users.get(name, self._decoy(name, users))
         digest = self._digest(name, hashed, password)
         with self._lock:
             if digest in self._remembered:
@@ -95,11 +95,11 @@ class BasicAuth:
         while len(self._remembered) > _REMEMBERED:
             self._remembered.popitem(last=False)
 
-    def _nobody(self, name: str, users: Mapping[str, str]) -> str:
+    def _decoy(self, name: str, users: Mapping[str, str]) -> str:
         """A hash for an unknown name, at the cost that one of the users has: always the same one for a name."""
         costs = sorted(hashed.split("$")[2] for hashed in users.values())
         chosen = int.from_bytes(self._digest(name)) % len(costs)
-        return _NOBODYS_HASH.format(cost=costs[chosen])
+        return _DECOY_HASH.format(cost=costs[chosen])
 
     def _digest(self, *parts: str | bytes) -> bytes:
         """A fingerprint that is of no use outside of this process: no password can be found from it."""

@@ -20,7 +20,7 @@ class Phase(enum.IntEnum):
     READING = 2
     SENDING = 3
     WORKING = 4
-    """Others are at work on it, and the selector does not know it. They have until its deadline too."""
+    """Other threads work on it, and the selector does not have it. They have until its deadline too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Connection:
 
     @property
     def reluctance(self) -> Phase:
-        """How reluctantly room is made at its cost: a handshake is a request that is yet to come."""
+        """How late the connection is dropped to make room: a handshake counts as a request that is yet to come."""
         return Phase.READING if self.phase is Phase.HANDSHAKE else self.phase
 
     def receive(self, data: bytes) -> bytes | None:

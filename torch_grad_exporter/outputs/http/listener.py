@@ -26,7 +26,7 @@ def candidate_ports(port: int, local_rank: int, local_world_size: int) -> tuple[
 
 
 def open_listener(addr: str, ports: Iterable[int]) -> socket.socket:
-    """A non-blocking socket that listens on the first free port; a warning tells if that is not the first.
+    """A non-blocking socket that listens on the first free port; a warning is logged if that is not the first.
 
     `addr`: "" and "0.0.0.0" for all IPv4 interfaces, "::" for all of IPv6 and IPv4, else one address or
     host name. Raises OSError if no port is free, and at once for an address that this host does not have.

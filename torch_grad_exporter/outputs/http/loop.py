@@ -1,7 +1,7 @@
 """The one thread that talks to clients: it accepts, reads request heads and writes responses, never blocking.
 
 Because no other thread waits for a client, a client that is silent, sends a byte now and then or does not
-read its answer costs a table entry and holds nobody up, with TLS as without. Guarantees: at most
+read its answer costs a table entry and delays no other client, with TLS as without. Guarantees: at most
 `max_connections` at a time, beyond that the longest idle one is dropped; each phase of a connection ends after
 `timeout` seconds, the TLS handshake and the request together, and also the one in which others compute the answer;
 what one connection raises costs that connection alone; no TLS byte is sent by closing.
@@ -37,7 +37,7 @@ class ConnectionLoop:
 
     `dispatch` takes a request and has `respond` called with its connection, from any thread; it returns False where
     there is no room, and the client gets a 503, as it does when time is up. It takes `None` for a request when it is
-    time to look for changes of `web_config`, and has `begin` called instead. `timeout` and `clock` in seconds.
+    time to check `web_config` for changes, and has `begin` called instead. `timeout` and `clock` in seconds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ConnectionLoop:
     def abandon(self) -> None:
         """Closes every socket of this process. Idempotent, takes no lock and leaves the selector's entries alone.
 
-        In a forked child the entries are the parent's: taking one out there would deafen the parent.
+        In a forked child the entries are the parent's: removing one there would remove it in the parent.
         """
         for connection in list(self._connections):
             connection.sock.close()
@@ -114,7 +114,7 @@ class ConnectionLoop:
             self._on_error("request", error)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody is there to wake
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: there is no thread to wake
             self._wake_sender.send(b"\0")
 
     def _done(self) -> bool:
@@ -187,7 +187,7 @@ class ConnectionLoop:
         self._attempt(self._welcome, connection)
 
     def _welcome(self, connection: Connection) -> None:
-        # Files are read elsewhere, as a disk may be slow; this client is the first one that has what they hold now.
+        # Another thread reads the files, since a disk may be slow; this client is the first to get their present content.
         if self._web_config is None or not self._web_config.due(self._clock()) or not self._dispatch(connection, None):
             self._begin(connection)
 
@@ -208,14 +208,14 @@ class ConnectionLoop:
             connection.sock.close()
 
     def _give_up(self, connection: Connection) -> None:
-        """Ends a phase whose time is up: who has asked and waits for others is told so."""
+        """Ends a phase whose time is up: a client that waits for its answer gets a response that says so."""
         if connection.phase is Phase.WORKING and connection.received:
             self._send(connection, plain(HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time, as when a scrape hangs"))
         else:
             self._drop(connection)
 
     def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
-        """A step of one connection, which alone pays for what that raises."""
+        """A step of one connection; what it raises costs that connection alone."""
         dropped = connection not in self._connections  # earlier in this turn, to make room
         if not dropped and not self._guard(step, connection):
             self._drop(connection)
@@ -249,7 +249,7 @@ class ConnectionLoop:
             sock.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
-        except ssl.SSLError:  # the client's fault, and the alert that tells it so is out
+        except ssl.SSLError:  # the client's fault, and the alert that says so has been sent
             self._take_leave(connection)
             return
         connection.phase = Phase.READING
@@ -257,7 +257,7 @@ class ConnectionLoop:
         self._read(connection)
 
     def _secured(self, connection: Connection, secure: tls.Tls) -> ssl.SSLSocket | None:
-        """The socket with TLS; `None` where the client does not speak it, which is told so."""
+        """The socket with TLS; `None` where the client does not speak it, which gets an answer that says so."""
         first = connection.sock.recv(1, socket.MSG_PEEK)
         if not first:
             self._drop(connection)
@@ -326,6 +326,6 @@ class ConnectionLoop:
         connection.phase = phase
 
     def _await(self, connection: Connection, event: int) -> None:
-        """Has the selector tell when the socket is ready for this."""
+        """Makes the selector report when the socket is ready for this."""
         if self._selector.get_key(connection.sock).events != event:
             self._selector.modify(connection.sock, event, connection)

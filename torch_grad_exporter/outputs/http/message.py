@@ -61,18 +61,18 @@ class Response:
 
 
 def plain(status: HTTPStatus, text: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
-    """A one-line answer for people; without a text the status says it all."""
+    """A one-line answer for people; without a text the status alone."""
     return Response(status, "text/plain; charset=utf-8", f"{text or status.phrase}\n".encode(), headers)
 
 
 def complete_head(received: bytes | bytearray, scanned: int = 0) -> bytes | None:
     """The request's head once all of it is there, `None` before that. Raises `RequestError` beyond the limits.
 
-    `scanned`: so many of the bytes were there when the last answer was `None`; they are not looked at again, as a
+    `scanned`: so many of the bytes were there when the last answer was `None`; they are not searched again, as a
     client that sends byte by byte would else cost a time that grows with their square.
     """
     if received.startswith(_TLS_HANDSHAKE):
-        # An answer in plain HTTP makes the client say what is wrong: that it spoke TLS to a server without.
+        # With an answer in plain HTTP the client reports what is wrong: it spoke TLS to a server without.
         raise RequestError(HTTPStatus.BAD_REQUEST)
     if scanned <= MAX_REQUEST_LINE < len(received) and received.find(b"\n", 0, MAX_REQUEST_LINE) < 0:
         raise RequestError(HTTPStatus.REQUEST_URI_TOO_LONG)

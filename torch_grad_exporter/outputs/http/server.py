@@ -39,7 +39,7 @@ class MetricsServer:
     order, see `open_listener`, whose OSError this raises. `on_error` gets each failure with the source
     `"request"` or `"web_config"`, from any thread, and must not raise. `timeout`: seconds that a client has for
     sending its request, again for waiting, which then ends with a 503, and again for reading the answer.
-    `web_config`: TLS, users and the rest; without it plain HTTP is served to everybody.
+    `web_config`: TLS, users and the rest; without it plain HTTP is served to every client.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MetricsServer:
     def after_fork_in_child(self) -> None:
         """Closes the sockets that a forked child inherits, else the port stays taken when the parent is gone.
 
-        Touches no lock and no thread: the child has none of the threads, and a lock may be held for ever.
+        Touches no lock and no thread: the child has none of the threads, and a lock may be held permanently.
         """
         self._closed = True
         self._loop.abandon()
@@ -129,7 +129,7 @@ class MetricsServer:
             return False
         connection, request = job
         if request is None:
-            self._guard(self._look, connection)
+            self._guard(self._reload, connection)
         else:
             self._guard(self._answer, connection, request)
         return True
@@ -141,10 +141,10 @@ class MetricsServer:
             self._loop.respond(connection, None)  # also where this thread ends: the client must not wait for it
             raise
 
-    def _look(self, connection: Connection) -> None:
+    def _reload(self, connection: Connection) -> None:
         try:
             if self._web_config is not None:
-                self._web_config.look(self._on_error)
+                self._web_config.reload(self._on_error)
         finally:
             self._loop.begin(connection)
 

@@ -1,7 +1,7 @@
-"""One rendering for all scrapers, and nobody who waits for it holds up anybody else.
+"""One rendering for all scrapers; a client that waits for it delays no other client.
 
-Guarantees: one scrape runs at a time, in the thread of the one who asked first; whoever asks while it runs is called
-with its outcome when it is over, and waits without a thread; a body is handed out for `max_age` seconds at
+Guarantees: one scrape runs at a time, in the thread of the first request; requests that come while it runs are called
+with its outcome when it is over, and wait without a thread; a body is handed out for `max_age` seconds at
 most; a scrape that raises leaves nothing behind and the next one starts anew.
 """
 
@@ -20,12 +20,12 @@ from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 
 class ScrapeBusyError(Exception):
-    """As many as may are waiting for a scrape already."""
+    """The largest number of clients waits for a scrape already."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    """Who wants which body, and until when; `take` gets it, or what was raised instead."""
+    """A request for a body, and until when it waits; `take` gets the body, or what was raised instead."""
 
     form: Format
     compressed: bool
@@ -37,7 +37,7 @@ class SharedScrape:
     """The bodies of the last scrape, by format and encoding, made when first asked for.
 
     `max_age` and `patience` in seconds; `max_waiting` clients wait at a time, each for `patience` at most: those beyond
-    their time are forgotten where there is somebody new, and are to be answered by others.
+    their time are dropped where a new one comes, and their connections answer them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SharedScrape:
     def ask(self, form: Format, *, compressed: bool, take: Callable[[bytes | BaseException], None]) -> None:
         """Has `take` called with the body, or with what the scrape has raised: from here, or from a thread that scrapes already.
 
-        Raises `ScrapeBusyError` instead, at once, where too many wait; and what is no `Exception`, after all have been told.
+        Raises `ScrapeBusyError` instead, at once, where too many wait; and what is no `Exception`, after all have been called.
         """
         if not self._enlist(_Waiter(form, compressed, take, self._clock() + self._patience)):
             return
@@ -80,7 +80,7 @@ class SharedScrape:
             raise
 
     def _enlist(self, waiter: _Waiter) -> bool:
-        """Whether the caller is the one to serve those who wait."""
+        """Whether the caller has to serve the waiting requests."""
         with self._lock:
             while self._waiting and self._waiting[0].until <= self._clock():
                 self._waiting.popleft()
@@ -91,13 +91,13 @@ class SharedScrape:
             return not served
 
     def _dismiss(self) -> deque[_Waiter]:
-        """All who wait; the next one who asks serves."""
+        """All waiting requests; the next request serves."""
         with self._lock:
             waiting, self._waiting, self._serving = self._waiting, deque(), False
         return waiting
 
     def _serve(self, form: Format) -> bool:
-        """A scrape if the last one is too old, for all who wait at its end; whether there are others by now."""
+        """A scrape if the last one is too old, for all that wait at its end; whether there are others by now."""
         failure = caught(self._refresh, form)
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
@@ -120,7 +120,7 @@ class SharedScrape:
         self._bodies = {}
         self._families = list(self._scrape())
         self._made(form, compressed=False)
-        # The age counts from the end, else a scrape of more than a second would be too old for the first who comes after it.
+        # The age counts from the end, else a scrape of more than a second would be too old for the first request after it.
         self._finished = self._clock()
 
     def _made(self, form: Format, *, compressed: bool) -> bytes:

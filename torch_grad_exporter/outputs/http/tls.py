@@ -55,7 +55,7 @@ _CERTIFICATE = re.compile(rf"{_BEGIN}.+?-----END CERTIFICATE-----", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What a connection needs: the context, and whom it may belong to."""
+    """What a connection needs: the context, and which clients are allowed."""
 
     context: ssl.SSLContext
     allowed_sans: frozenset[str] | None = None
@@ -100,7 +100,7 @@ def load(settings: TlsSettings) -> Tls:
 
 
 def close_notify(sock: ssl.SSLSocket) -> None:
-    """Tells the client that all has been sent, without waiting for its answer.
+    """Signals to the client that all has been sent, without waiting for its answer.
 
     Raises `SSLWantWriteError` where there is no room for that, and is to be called again then.
     """
@@ -178,7 +178,7 @@ def _file_of(pem: Pem) -> Iterator[str]:
             file.flush()
             yield f"/proc/self/fd/{file.fileno()}"
         return
-    with tempfile.TemporaryDirectory() as directory:  # nobody else's business, and gone at once
+    with tempfile.TemporaryDirectory() as directory:  # readable by this user only, and removed at once
         path = Path(directory, "pem")
         path.write_text(pem.text)
         yield str(path)

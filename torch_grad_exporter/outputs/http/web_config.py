@@ -18,7 +18,7 @@ from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.outputs.http import tls
 from torch_grad_exporter.outputs.http.web_settings import WebSettings
 
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 _log = logging.getLogger("torch_grad_exporter")
 
@@ -41,8 +41,8 @@ class WebConfigFile:
         """Reads everything. Raises ValueError with the file, the line and the fix."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - the same file after a chdir, and symbolic links stay
         self._seen: dict[str, _Stamp] = {}
-        self._looking = threading.Lock()
-        self._look_again_at: float | None = None
+        self._reloading = threading.Lock()
+        self._check_again_at: float | None = None
         self._refused = False
         self.current = self._load()
 
@@ -52,28 +52,28 @@ class WebConfigFile:
         return any(_protection(self.current.settings).values())
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a `look`: once in a second at most. By one thread only."""
-        if self._look_again_at is not None and now < self._look_again_at:
+        """Whether it is time for a `reload`: once in a second at most. By one thread only."""
+        if self._check_again_at is not None and now < self._check_again_at:
             return False
-        self._look_again_at = now + _LOOK_SECONDS
+        self._check_again_at = now + _CHECK_SECONDS
         return True
 
-    def look(self, on_error: Callable[[str, BaseException], None]) -> None:
-        """Loads what has changed since the last look; a failure goes to `on_error` with the source `"web_config"`.
+    def reload(self, on_error: Callable[[str, BaseException], None]) -> None:
+        """Loads what has changed since the last check; a failure goes to `on_error` with the source `"web_config"`.
 
-        Reads files, which may take its time; while one thread does so, others return at once.
+        Reads files, which may be slow; while one thread does so, others return at once.
         """
 
         def refused(error: Exception) -> None:
             self._refused = True
             on_error("web_config", error)
 
-        if not self._looking.acquire(blocking=False):
+        if not self._reloading.acquire(blocking=False):
             return
         try:
-            Guard(refused)(self._follow)  # the server goes on with what it had
+            Guard(refused)(self._follow)  # the server keeps the configuration that it has
         finally:
-            self._looking.release()
+            self._reloading.release()
 
     def _follow(self) -> None:
         """Loads what has changed, if anything has."""
@@ -86,8 +86,8 @@ class WebConfigFile:
                 say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
 
     def _load(self) -> Loaded:
-        # Stamped before they are read: what changes meanwhile is then another change. If this fails, what was
-        # watched before is watched on, and with it what the new state names: a file of it may yet appear.
+        # Stamped before they are read: what changes meanwhile is then another change. If this fails, the files that were
+        # watched before stay watched, and with them those that the new state names: one of them may appear later.
         self._seen = {path: _stamp(path) for path in (self.path, *self._seen)}
         settings = _parse(self.path)
         self._seen = {self.path: self._seen[self.path], **{path: _stamp(path) for path in settings.files()}}

@@ -1,4 +1,4 @@
-"""What a web configuration file says, checked and complete: the seam between reading it and acting on it."""
+"""The content of a web configuration file, checked and complete: the seam between reading it and acting on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TlsSettings:
     """The section `tls_server_config`, with the names that OpenSSL uses; `place` is where it stands.
 
     `ciphers` are those of TLS 1.2; `None` leaves the choice to Python. `client_ca` is there exactly where
-    `verify` is not `CERT_NONE`. Without `allowed_sans` any certificate of the CA is good.
+    `verify` is not `CERT_NONE`. Without `allowed_sans` any certificate of the CA is accepted.
     """
 
     place: str

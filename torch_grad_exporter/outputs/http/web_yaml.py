@@ -29,7 +29,7 @@ _ANY = (
 )
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
-    # Asks for a certificate and looks at nothing in it: not asking comes to the same.
+    # Asks for a certificate and checks nothing in it: not asking is equivalent.
     "RequestClientCert": ssl.CERT_NONE,
     "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
@@ -140,7 +140,7 @@ def _sans(document: Document, fields: Fields, verify: ssl.VerifyMode) -> frozens
     if verify is not ssl.CERT_REQUIRED:
         raise document.error(node, "client_allowed_sans needs client_auth_type: RequireAndVerifyClientCert")
     if not names:
-        raise document.error(node, "client_allowed_sans is empty, so that nobody could connect; name one, or remove the key")
+        raise document.error(node, "client_allowed_sans is empty, so that no client could connect; name one, or remove the key")
     return names
 
 
@@ -212,7 +212,7 @@ def _hash(document: Document, name: str, node: yaml.Node) -> str:
     if form is None:
         raise document.error(node, f"the hash of {name!r} is no bcrypt hash; make one, e.g. with `htpasswd -nBC 10 USER`")
     if not _LOWEST_COST <= int(form[1]) <= _HIGHEST_COST:
-        # Anybody who reaches the port can cause a check, and nothing can end one: at 15 it takes seconds of a core.
+        # Any client that reaches the port can cause a check, and nothing can end one: at 15 it takes seconds of a core.
         raise document.error(
             node,
             f"the hash of {name!r} has the cost {int(form[1])}; make one with a cost from 10 to {_HIGHEST_COST}, "
@@ -228,7 +228,7 @@ def _rate_limit(document: Document, node: yaml.Node | None) -> RateLimit | None:
     if node is None or not interval:
         return None
     if burst < 1:
-        raise document.error(node, "rate_limit without a burst of 1 or more lets nobody through; add burst: 20")
+        raise document.error(node, "rate_limit without a burst of 1 or more refuses every request; add burst: 20")
     return RateLimit(interval, burst)
 
 

@@ -1,4 +1,4 @@
-"""A YAML file as nodes that know their line.
+"""A YAML file as nodes with their line numbers.
 
 Nothing is constructed from the file but text, numbers, switches and lists of text, so that no tag in it can run
 code. Every error is a `ValueError` that names the file and the line, and shows no value that may be a secret.
@@ -72,7 +72,7 @@ class Document:
         return {name: value for name, value in found.items() if not is_null(value)}
 
     def text(self, node: yaml.Node, where: str) -> str:
-        """A single value as it is written, also where it looks like a number or a switch."""
+        """A single value as it is written, also where it could be a number or a switch."""
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS:
             raise self.error(node, f"{where} takes text; put it in quotes if it has a special meaning in YAML")
         value: str = node.value
@@ -109,7 +109,7 @@ def is_null(node: yaml.Node) -> bool:
 
 def _text_of(path: str) -> str:
     try:
-        # A pipe would be waited for, here and again at each look for changes.
+        # Opening a pipe would wait for a writer, here and again at each check for changes.
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ValueError(f"{path}: not a regular file; give the path of a web configuration in YAML")
         return Path(path).read_bytes().decode("utf-8-sig")

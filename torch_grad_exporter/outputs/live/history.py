@@ -1,8 +1,8 @@
-"""History: what the samples said over the whole run, in memory of a fixed size, for the live page and for pictures.
+"""History: the values of the samples over the whole run, in memory of a fixed size, for the live page and for pictures.
 
 It is written by a thread of its own, at most once a second and only when there is a new sample, and does not depend on scrapes.
 The recent part is kept as it was; the whole run in bins of equal numbers of records, of which two become one when there is
-no more room, so that a run of any length has between `WHOLE` / 2 and `WHOLE` of them.
+no space left, so that a run of any length has between `WHOLE` / 2 and `WHOLE` of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYER_BYTES = 16 * 2**20
 """For the records of layers: where there are very many, fewer of them are kept."""
 
 MOST_GONE = 1000
-"""Layers that are kept though they are in no record any more, at most; beyond, the first half of them is forgotten."""
+"""Layers that are kept though no record has them any more, at most; beyond that, the first half of them is forgotten."""
 
 LEAST = 32
 """Records and bins that are kept, however many layers there are."""
@@ -177,14 +177,14 @@ class Track:
         self._stride *= 2
 
     def widen(self, width: int) -> None:
-        """Makes room for more values to each record; earlier records have none of them."""
+        """Adds more values to each record; earlier records have none of them."""
         self._recent.widen(width)
         self._whole.widen(width)
         if self._together is Together.MEAN:
             self._weights = np.pad(self._weights, ((0, 0), (0, width - self._weights.shape[1])))
 
     def select(self, columns: NDArray[np.int64]) -> None:
-        """Keeps these values of each record, in this order; whoever asks for what is new gets all of it, as long as nothing is."""
+        """Keeps these values of each record, in this order; until the next record, reading what is new gives all records."""
         self._recent.select(columns)
         self._whole.select(columns)
         if self._together is Together.MEAN:
@@ -209,7 +209,7 @@ class Track:
             self._weights = self._weights[:whole].copy()
 
     def shift(self, seconds: float) -> None:
-        """Moves the times of all records; whoever asks for what is new gets all of it, as long as nothing is."""
+        """Moves the times of all records; until the next record, reading what is new gives all records."""
         self._recent.at[:, 0] += seconds
         self._whole.at[:, 0] += seconds
         self._moved = self.count
@@ -275,16 +275,16 @@ class Moment:
 
 
 class History:
-    """Records moments. `look` belongs to one thread, everything else to any.
+    """Records moments. `record_if_due` belongs to one thread, everything else to any.
 
-    `moment` says what there is now, `now` what time it is, in seconds since 1970.
+    `moment` gives the present values, `now` the time, in seconds since 1970.
     """
 
     def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float]) -> None:
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()
-        self._looked = self._next = float("-inf")
+        self._checked = self._next = float("-inf")
         self._seen = (0, 0)
         self._sample_step = 0
         self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
@@ -314,27 +314,27 @@ class History:
         """The memory of all records."""
         return self._scalars.nbytes + (0 if self._layers is None else self._layers.nbytes)
 
-    def look(self) -> None:
-        """Records what there is, if it is time and if there is anything new."""
+    def record_if_due(self) -> None:
+        """Records the present values, if it is time and if there is anything new."""
         now = self._clock()
         if now >= self._next:
             self._record(now)
 
     def finish(self) -> None:
-        """Records what there is at the end, if there is anything new, however short the time since the last record."""
+        """Records the values at the end, if there is anything new, however short the time since the last record."""
         self._record(self._clock(), last=True)
 
     def _clock(self) -> float:
-        """The time. If it was set back, what is recorded was then as long ago as it is, since the last look as long as usual."""
+        """The time. If the clock was set back, all records move with it, as if one usual interval had passed since the last."""
         now = self._now()
-        if now < self._looked:
-            back = self._looked + RECORD_SECONDS - now
+        if now < self._checked:
+            back = self._checked + RECORD_SECONDS - now
             self._next -= back
             with self._lock:
                 for track in (self._scalars, self._layers):
                     if track is not None:
                         track.shift(-back)
-        self._looked = now
+        self._checked = now
         return now
 
     def _record(self, now: float, *, last: bool = False) -> None:
@@ -348,7 +348,7 @@ class History:
             self._seen = moment.samples, moment.steps
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
-        """A sample may come after its step: it is of the next record then, unless it tells of what is not finite."""
+        """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""
         scalars, flags = _farther(self._late, moment.scalars), moment.scalars_nonfinite
         if new:
             self._late = np.where(OF_SAMPLES, scalars, np.float32(np.nan))
@@ -383,7 +383,7 @@ class History:
         self._column = {name: column for column, name in enumerate(kept)}
 
     def _room(self) -> Track:
-        """The track of the layers, with room for all that there are."""
+        """The track of the layers, with a place for each of them."""
         width = len(QUANTITIES) * len(self._column)
         fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
         recent, whole = min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2)
@@ -395,7 +395,7 @@ class History:
         return self._layers
 
     def _step_of(self, moment: Moment) -> int:
-        """The step of the last sample; that of now where no step followed it, or where nobody knows."""
+        """The step of the last sample; the present one where no step followed it, or where it is not known."""
         sampled = moment.sample_step or 0
         self._sample_step = sampled if sampled > self._sample_step else max(self._sample_step, moment.steps)
         return self._sample_step
@@ -410,7 +410,7 @@ class History:
         return self.grid(name, whole=whole, since=since, stride=stride)[1]
 
     def grid(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> tuple[list[str], Part]:
-        """The layers, and the same. Another record may forget layers: names and values that were asked for apart may not fit."""
+        """The layers, and the same. Another record may forget layers: names and values that are read separately may not match."""
         place = QUANTITIES.index(name)
         with self._lock:
             names = list(self._column)

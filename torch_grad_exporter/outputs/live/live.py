@@ -1,6 +1,6 @@
 """The JSON behind the live page; its shape is in `docs/live.md`.
 
-Everything is read-only and comes from the history and from one scrape that all who look share for a second.
+Everything is read-only and comes from the history and from one scrape that all viewers share for a second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MAX_AGE = 1.0
 """Seconds for which a scrape is shown."""
 
 FIRST_SECONDS = 1.0
-"""That somebody waits for the first scrape, if another one is at it."""
+"""How long a request waits for the first scrape, if another request runs it."""
 
 LOG = frozenset({"norm"})
 """Quantities that are shown by their logarithm."""
@@ -76,7 +76,7 @@ ZERO = 1
 """The code of 0 where the scale is logarithmic."""
 
 LONGER = 1.001
-"""A clip coefficient above this is none of clipping, but of something that makes gradients longer."""
+"""A clip coefficient above this comes not from clipping, but from something that makes gradients longer."""
 
 FORMAT = "torch_grad_exporter history"
 VERSION = 1
@@ -90,7 +90,7 @@ class UnknownLayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Whose page it is. `targets`: the ranks as http_sd has them, as JSON."""
+    """Which process the page shows. `targets`: the ranks as http_sd has them, as JSON."""
 
     name: str
     rank: int
@@ -102,7 +102,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is asked for: the whole run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
+    """What a request selects: the run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
 
     whole: bool
     since: int = 0
@@ -128,12 +128,12 @@ class Live:
         self._ended_by: str | None = None
 
     def end(self, error: str | None = None) -> None:
-        """Says that the run ends now, by an exception of type `error` if there is one; it may still be looked at. Idempotent."""
+        """Marks the run as ended, by an exception of type `error` if there is one; the page stays readable. Idempotent."""
         if self._ended is None:
             self._ended, self._ended_by = self._now(), error
 
     def remember(self) -> None:
-        """Has the counters remembered by which problems are judged, whether anybody looks or not."""
+        """Remembers the counters by which problems are judged, whether the page is open or not."""
         self._latest()
 
     def status(self) -> Json:
@@ -218,7 +218,7 @@ class Live:
     def _clipped(self, part: Part) -> Part:
         """The same, with norms that are no smaller than those after clipping, unless what is there makes gradients longer.
 
-        Not all that has the one norm has the other, and the sample that tells the other may be of the record before.
+        A record may have one of the norms without the other, and the other may come with the record before.
         """
         coefficient = None if self._values is None else self._values.one(GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
@@ -229,13 +229,13 @@ class Live:
         return replace(part, values=values)
 
     def _of_layer(self, values: Values, name: str) -> Json:
-        """What is known of a layer beside its history."""
+        """What is known of a layer in addition to its history."""
         return {**_of_layer(values, name), "sharded": name in self._history.sharded}
 
     def _latest(self) -> Values:
-        """The values of a scrape that is no older than `MAX_AGE`, or of the one before while somebody else scrapes.
+        """The values of a scrape that is no older than `MAX_AGE`, or of the one before while another thread scrapes.
 
-        Raises `ScrapeBusyError` where there was none yet and the first one takes its time: the server has few workers.
+        Raises `ScrapeBusyError` where there was none yet and the first one is slow: the server has few workers.
         """
         now, values = self._now(), self._values
         if values is not None and 0 <= now - self._taken < MAX_AGE:
@@ -254,7 +254,7 @@ class Live:
             self._scraping.release()
 
     def _others(self) -> Iterable[Json]:
-        """The other ranks as links, by what they said of themselves."""
+        """The other ranks as links, as they have published themselves."""
         for group in json.loads(self._run.targets()):
             labels = group["labels"]
             if labels.get("rank") != str(self._run.rank):
@@ -369,7 +369,7 @@ _LAYER_NUMBERS: Mapping[str, Spec] = {
 
 
 def _resources(values: Values) -> Iterable[Json]:
-    """Name, value, limit and unit of what the machine around the training has."""
+    """Name, value, limit and unit of each resource of the machine."""
 
     def row(name: str, value: float | None, limit: float | None, unit: str) -> Iterable[Json]:
         if value is not None:

@@ -21,7 +21,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere, nothing inline, and nobody who frames it."""
+"""Nothing from elsewhere, nothing inline, and no page may frame it."""
 
 HEADERS = (("Content-Security-Policy", CSP), ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Opener-Policy", "same-origin"))
 
@@ -47,7 +47,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 
 @cache
 def names() -> frozenset[str]:
-    """All that can be asked for."""
+    """The names of all files that are served."""
     here = files(__package__).joinpath(FOLDER)
     return frozenset(one.name for one in here.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
 
@@ -66,7 +66,7 @@ def served(name: str) -> tuple[bytes, bytes] | None:
 
 
 def _made(name: str) -> bytes | None:
-    """The page with one script and one style, which are all of its own one after the other: a request costs more than bytes."""
+    """A file of the page with one script and one style, which join all of its own: a request costs more than bytes."""
     index = (source(INDEX) or b"").decode()
     body = index.index("<body")
     if name == INDEX:
@@ -80,7 +80,7 @@ def _made(name: str) -> bytes | None:
 
 
 def _first(pattern: re.Pattern[str], text: str, page: str) -> str:
-    """The page with `text` in the place of the first match, and without the others."""
+    """The page with `text` in place of the first match, and without the others."""
     number = itertools.count()
     return pattern.sub(lambda _: "" if next(number) else text, page)
 
@@ -156,7 +156,7 @@ def _window(query: Mapping[str, str]) -> Window:
 
 
 def _file(request: Request, name: str) -> Response:
-    found = served(name) if name in names() else None  # which keeps what it is asked for
+    found = served(name) if name in names() else None  # which caches each name that it is called with
     if found is None:
         return plain(HTTPStatus.NOT_FOUND, headers=HEADERS)
     kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")

@@ -1,4 +1,4 @@
-"""Recorder: fills the history, in a thread of its own, whether anybody looks at it or not."""
+"""Recorder: fills the history, in a thread of its own, whether the page is open or not."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS,
 from torch_grad_exporter.transfer.events import Outcome
 
 REMEMBER_SECONDS = 15.0
-"""Between two looks at the counters by which problems are judged."""
+"""Between two readings of the counters by which problems are judged."""
 
 _ROUNDS = round(REMEMBER_SECONDS / RECORD_SECONDS)
 
 
 class Recorder:
-    """Calls `look` each second and `remember` each fifteen, from `start` until `close`, and then `last`.
+    """Calls `record` each second and `remember` each fifteen, from `start` until `close`, and then `last`.
 
     `on_error` takes what they raise.
     """
 
     def __init__(
         self,
-        look: Callable[[], None],
+        record: Callable[[], None],
         remember: Callable[[], None],
         *,
         on_error: Callable[[BaseException], None],
@@ -41,8 +41,8 @@ class Recorder:
         self._remember = remember
         self._on_error = on_error
         self._rounds = 0
-        guard, last = Guard(self._failed), last or look
-        self._thread = BackgroundLoop("history", look, self._remember_now_and_then, guard=guard, pause=interval, last=last)
+        guard, last = Guard(self._failed), last or record
+        self._thread = BackgroundLoop("history", record, self._remember_now_and_then, guard=guard, pause=interval, last=last)
 
     def start(self) -> None:
         """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
@@ -58,15 +58,15 @@ class Recorder:
             self._remember()
 
     def _failed(self, error: Exception) -> None:
-        # Somebody else takes long with the same values, as on a machine that is busy: the next record has them.
+        # Another thread is busy with the same values, as on a machine under load: the next record has them.
         if not isinstance(error, TimeoutError):
             self._on_error(error)
 
 
 class Moments:
-    """What a reading says for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
+    """The moment of a reading for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
 
-    What is of samples is only there if there was one since the moment before: the largest norm and z-score, the last ratios.
+    Values of samples are only there if there was one since the moment before: the largest norm and z-score, the last ratios.
     """
 
     def __init__(self, dead_from: int) -> None:
@@ -140,7 +140,7 @@ class Moments:
 
 
 class _Growth:
-    """Says which counters have grown since they were looked at last, at first since they were 0.
+    """Says which counters have grown since they were last read, at first since they were 0.
 
     One that has fallen began anew, as that of a layer that was removed and added again. It forgets those that are gone.
     """

@@ -1,4 +1,4 @@
-"""A run's history from a running exporter or from a file of `exporter.save`: nothing is drawn of what has not been checked."""
+"""A run's history from a running exporter or from a file of `exporter.save`: only what has been checked is drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlotError(Exception):
 
 
 def loaded(source: str, cacert: str | None = None) -> Saved:
-    """What is saved in a file, or what a running exporter says: of this shape, so that it can be drawn. Raises `PlotError`."""
+    """The content of a file, or the answer of a running exporter, of a shape that can be drawn. Raises `PlotError`."""
     content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(Path(source))
     try:
         text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
@@ -59,7 +59,7 @@ def loaded(source: str, cacert: str | None = None) -> Saved:
 
 
 def _refused(name: str) -> Never:
-    """What Python alone takes for JSON would be none for the page."""
+    """Refuses what only Python accepts as JSON: the page could not read it."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -126,7 +126,7 @@ def _context(cacert: str | None) -> ssl.SSLContext:
     return context
 
 
-# What is in it. Its shape is in `docs/live.md`.
+# The content. Its shape is in `docs/live.md`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def lines(saved: Saved, view: str) -> Lines:
         nonfinite[name] = np.array([value is not None for value in column], dtype=bool) & ~np.isfinite(found)
         places = np.array(_list(flagged.get(name, []), "nonfinite"), dtype=np.float64)
         if not np.isin(places, np.arange(len(steps))).all():
-            raise ValueError(f"there is no such place in {name}")
+            raise ValueError(f"nonfinite has a place beyond the end of {name}")
         nonfinite[name][places.astype(int)] = True
         values[name] = np.where(np.isfinite(found), found, np.nan)
     return Lines(steps, values, nonfinite)
@@ -206,7 +206,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     low, high = _finite([answer["low"], answer["high"]], "low and high")
     log = {"log": True, "linear": False}[answer["scale"]]
     if log and not -400 < low <= high < 300:
-        raise ValueError("its scale has no such norms")
+        raise ValueError("low and high are beyond the range of a logarithmic scale")
     values = low + (codes.astype(np.float64) - 1) / (NONFINITE - 2) * (high - low)
     values = np.where((codes == 0) | (codes == NONFINITE), np.nan, 10**values if log else values)
     if log:
@@ -230,7 +230,7 @@ def _check(saved: Saved) -> None:
         lines(saved, view)
         for quantity in QUANTITIES:
             if not known.issuperset(grid(saved, quantity, view).layers):
-                raise ValueError("it has layers of which it tells nothing")
+                raise ValueError("a layer of the heatmaps has no entry of its own")
 
 
 def _flags(text: str, shape: tuple[int, int]) -> BoolArray:

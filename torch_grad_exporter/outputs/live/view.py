@@ -20,7 +20,7 @@ from torch_grad_exporter.outputs.live.recorder import Moments, Recorder
 
 
 class Readings(Protocol):
-    """Gives out cursors, and what is new to each; both raise `TimeoutError` where it is not to be had in time."""
+    """Gives out cursors, and what is new to each; both raise `TimeoutError` where that is not possible in time."""
 
     def cursor(self) -> Cursor:
         """A cursor to which everything from now on is new."""
@@ -30,7 +30,7 @@ class Readings(Protocol):
 
 
 class View:
-    """Records from `start` until `close`, and shows what it has recorded as long as it is there.
+    """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
     `steps`: of the optimizer that took the most. `scrape`: all metrics. `now`: Unix time.
     `dead_from`: samples from which on a dead ratio means anything.
@@ -51,14 +51,14 @@ class View:
         self.history = History(lambda: moments.of(readings.read(cursor), steps()), now=now)
         self.live = Live(run, self.history, scrape, now=now)
         self._pages = Pages(self.live)
-        self._recorder = Recorder(self.history.look, self.live.remember, on_error=on_error, last=self.history.finish)
+        self._recorder = Recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
 
     def start(self) -> None:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
         self._recorder.start()
 
     def close(self, error: str | None = None) -> None:
-        """Says that the run has ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
+        """Marks the run as ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
         self.live.end(error)
         self._recorder.close()
 

@@ -1,8 +1,8 @@
 """Requests on their way to a receiver, by OpenTelemetry's own exporters: their tries, timeouts, certificates and variables.
 
-The exporters want to encode what they send, which takes them sixteen microseconds a point. So each is asked to send nothing, and
-finished bytes take the place of that nothing at the last moment: over HTTP in the session that it is given, over gRPC where it
-turns its data into a message. A version that does without these places is noticed, not believed.
+The exporters encode what they send, which takes them sixteen microseconds a point. So each is called with empty data, and
+finished bytes replace those at the last moment: over HTTP in the session that it is given, over gRPC where it turns its data
+into a message. A version that works in another way is detected and reported as a failure.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     import requests
 
 ANSWER_BYTES = 65536
-"""Of an answer that are read, at most."""
+"""Bytes of an answer that are read, at most."""
 
 _COMPRESSED = {"gzip": lambda body: gzip.compress(body, 1, mtime=0), "deflate": lambda body: zlib.compress(body, 1)}
 
 
 class DeliveryError(Exception):
-    """A request has not arrived, as far as is known. `permanent`: the receiver refuses this one for good, not any request now."""
+    """A request has not arrived, as far as is known. `permanent`: the receiver refuses it permanently; else a retry may work."""
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Delivery(Protocol):
 
 
 class _Official:
-    """Sends by an exporter that knows no better than to ask `_Body` what to send."""
+    """Sends by an exporter that takes from `_Body` what to send."""
 
     def __init__(self, exporter: MetricExporter, body: _Body) -> None:
         self._exporter = exporter
@@ -83,7 +83,7 @@ class _Official:
             why = self._body.failure or " / ".join(said[-1:]) or "no reason was given"
             raise DeliveryError(_shown(why), permanent=self._body.permanent)
         if not self._body.taken:
-            raise DeliveryError(f"{type(self._exporter).__module__} has not asked for what to send: this version is not known")
+            raise DeliveryError(f"{type(self._exporter).__module__} did not send the request: this version is not supported")
         if self._body.rejected:
             raise RejectedError(self._body.rejected)
 
@@ -96,7 +96,7 @@ class _Official:
 class _Body:
     """What is to be sent, and what became of it. `failure`, `rejected`: texts for the user, empty for none.
 
-    `permanent`: whether the receiver has refused it for good.
+    `permanent`: whether the receiver has refused it permanently.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Body:
 
 def http(endpoint: str, headers: Mapping[str, str], *, timeout: float, compression: str) -> Delivery:
     """Delivery over HTTP. `headers`: no others are sent, whatever the environment says; `timeout`: of a request with all tries."""
-    from opentelemetry.exporter.otlp.proto.http import Compression  # noqa: PLC0415 - only who pushes needs it
+    from opentelemetry.exporter.otlp.proto.http import Compression  # noqa: PLC0415 - only push needs it
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415
 
     body = _Body()
@@ -144,7 +144,7 @@ def http(endpoint: str, headers: Mapping[str, str], *, timeout: float, compressi
 
 
 def _unmeasured(exporter: type[MetricExporter]) -> dict[str, Any]:
-    """For newer versions, which may measure themselves: not in the global provider, where nobody expects anything of ours."""
+    """For newer versions, which may measure themselves: not in the global provider, which belongs to the user."""
     known = "meter_provider" in inspect.signature(exporter).parameters
     return {"meter_provider": NoOpMeterProvider()} if known else {}
 
@@ -157,7 +157,7 @@ def _shown(text: str) -> str:
 def _session(endpoint: str, body: _Body, headers: frozenset[str], timeout: float) -> requests.Session:
     """A session that sends `body` whatever it is asked to post, and gives up an answer after `timeout` seconds.
 
-    Of the environment's headers, which the exporter adds to its own, only `headers` are sent: they may be meant for somebody else.
+    Of the environment's headers, which the exporter adds to its own, only `headers` are sent: others may be for another receiver.
     """
     import requests  # noqa: PLC0415 - a dependency of the exporter
 
@@ -182,7 +182,7 @@ def _session(endpoint: str, body: _Body, headers: frozenset[str], timeout: float
                 raise
 
     session = Session()
-    # Else one from `~/.netrc` would take the place of what somebody has chosen to send.
+    # Else a password from `~/.netrc` would replace the chosen header.
     user = requests.utils.get_auth_from_url(endpoint)
     if "authorization" in headers:
         session.auth = _as_it_is
@@ -197,7 +197,7 @@ def _as_it_is(request: requests.PreparedRequest) -> requests.PreparedRequest:
 
 
 _PASSING = frozenset({408, 429})
-"""The statuses below 500 that say nothing of the request."""
+"""The statuses below 500 that do not concern the request itself."""
 
 _OWN = frozenset({"content-type", "content-encoding", "content-length", "user-agent", "host"})
 
@@ -233,7 +233,7 @@ def _checked(response: requests.Response, give_up_at: float, body: _Body) -> req
 
 
 def _pieces(response: requests.Response) -> Iterator[bytes]:
-    """The content of an answer as it comes in: who asks for more at a time waits for it."""
+    """The content of an answer as it comes in: reading more at a time would wait for it."""
     if not hasattr(response.raw, "read1"):  # older versions of urllib3
         yield from response.iter_content(1)
         return
@@ -242,7 +242,7 @@ def _pieces(response: requests.Response) -> Iterator[bytes]:
 
 
 def _refusal(response: requests.Response, content: bytes) -> str:
-    """What is told of a status: which address answered, and the beginning of what it said."""
+    """What a failure says of a status: which address answered, and the beginning of its answer."""
     said = " ".join(content[:200].decode("utf-8", "replace").split())
     hint = "; is this the path of OTLP's metrics?" if response.status_code in (404, 405) else ""
     answered = f"HTTP {response.status_code} {response.reason or ''}".strip()
@@ -250,7 +250,7 @@ def _refusal(response: requests.Response, content: bytes) -> str:
 
 
 def _check_success(response: requests.Response, content: bytes, body: _Body) -> None:
-    """Looks for points that were rejected, and for a server that is no receiver."""
+    """Detects points that were rejected, and a server that is no receiver."""
     import requests  # noqa: PLC0415
     from google.protobuf import json_format  # noqa: PLC0415
     from google.protobuf.message import DecodeError  # noqa: PLC0415
@@ -301,18 +301,18 @@ def grpc(endpoint: str, headers: Mapping[str, str], *, timeout: float, compressi
             compression={"gzip": Compression.Gzip, "deflate": Compression.Deflate}.get(compression, Compression.NoCompression),
             **_unmeasured(OTLPMetricExporter),
         )
-    exporter._headers = tuple(headers.items())  # it takes none for a wish for those of the environment
+    exporter._headers = tuple(headers.items())  # without headers it takes those of the environment
     return _Official(exporter, body)
 
 
 _UNREAD = frozenset({"OTEL_EXPORTER_OTLP_METRICS_TIMEOUT"})
-"""Variables that the exporter for gRPC reads, and cannot if they are wrong, also where it is told otherwise."""
+"""Variables that the exporter for gRPC reads, and fails on if they are wrong, even where arguments replace them."""
 
 
 def _of_clean_environment(function: Callable[..., None]) -> Callable[..., None]:
-    """The same function, for which variables that are empty or that nobody is to read are not set.
+    """The same function, for which variables that are empty or must not be read are not set.
 
-    It is a copy that has another `environ` among its global names: the process' own belongs to all of its threads.
+    It is a copy that has another `environ` among its global names: all threads share that of the process.
     """
     there = {name: text for name, text in os.environ.items() if text.strip() and name not in _UNREAD}
     original: Any = inspect.unwrap(function)
@@ -323,11 +323,11 @@ def _of_clean_environment(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_insecure(endpoint: str) -> bool:
-    """Whether there is no TLS: as the scheme says, and only of an address that has none as OpenTelemetry's variables do."""
+    """Whether there is no TLS: by the scheme, or for an address without one by OpenTelemetry's variables."""
     scheme = endpoint.partition("://")[0].lower() if "://" in endpoint else ""
     names = ("OTEL_EXPORTER_OTLP_METRICS_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
-    told = next((text for name in names if (text := os.environ.get(name, "").strip())), "")
-    return scheme == "http" or (scheme != "https" and told.lower() == "true")
+    insecure = next((text for name in names if (text := os.environ.get(name, "").strip())), "")
+    return scheme == "http" or (scheme != "https" and insecure.lower() == "true")
 
 
 class _Listening:
@@ -356,7 +356,7 @@ _RETRYABLE = frozenset({"CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RAN
 
 
 def _is_permanent(error: Any) -> bool:  # noqa: ANN401 - an `RpcError`, whose type has not what it has
-    """Whether a call was refused for good. A receiver that is out of something says when to come again, or that it is too much."""
+    """Whether a call was refused permanently, as by a receiver that is out of resources and does not say when to retry."""
     if error.code().name == "RESOURCE_EXHAUSTED":
         trailers = dict(error.trailing_metadata() or ())
         details = trailers.get("grpc-status-details-bin", b"")
@@ -368,7 +368,7 @@ def _is_permanent(error: Any) -> bool:  # noqa: ANN401 - an `RpcError`, whose ty
 
 
 class _Unheard(logging.Filter):
-    """Takes the lines that are logged while one of our threads is at it: a dead receiver would fill the log of the training."""
+    """Takes the lines that are logged while one of our threads exports: a dead receiver would fill the log of the training."""
 
     def __init__(self) -> None:
         super().__init__()

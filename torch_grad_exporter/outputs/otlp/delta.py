@@ -1,4 +1,4 @@
-"""Families as what was added since the last export that arrived, for receivers that want differences."""
+"""Families as what was added since the last export that arrived, for receivers that take differences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Deltas:
 
     `kinds`: the kinds of metrics that are differences; the others pass as they are. `began`: when everything began to be counted.
     Times are in nanoseconds since 1970. A row of a counter that is older than the exporter begins with its second export: what it
-    counted before the first one is nobody's difference. Of the remainder of removed layers that part has arrived which has
-    arrived of these layers, so that all differences add up to what was counted, each thing once.
+    counted before the first one is in no difference. What has arrived of removed layers counts as arrived of their remainder, so
+    that all differences add up to what was counted, each thing once.
     """
 
     def __init__(self, kinds: Collection[Kind], *, began: int) -> None:
@@ -42,9 +42,9 @@ class Deltas:
         return self._sent[family][2]
 
     def arrived(self, family: Family, rows: slice) -> None:
-        """Says that rows of a family have arrived, by their numbers among the present ones.
+        """Notes that rows of a family have arrived, by their numbers among the present ones.
 
-        Of a family that `of` has not given last, or not as a difference, it says nothing.
+        Without effect for a family that `of` has not given last, or not as a difference.
         """
         if family in self._sent:
             table, part, _ = self._sent[family]
@@ -53,7 +53,7 @@ class Deltas:
     def _difference(self, family: Family, at: int) -> Family:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
         places, now = table.places(family.labels, self._at), _numbers(family)
-        if any(REMOVED in row for row in family.labels.rows):
+        if "layer" in family.spec.labels:
             table.settle_removed(family.labels, family.spec.labels.index("layer"), places, now)
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
@@ -131,11 +131,13 @@ class _Table:
         return found
 
     def settle_removed(self, labels: LabelRows, layer: int, places: IntArray, now: FloatArray) -> None:
-        """Takes what has arrived of removed layers for what has arrived of the remainder, and forgets them.
+        """Counts what has arrived of removed layers as arrived of the remainder, and forgets these layers.
 
         Removed is a layer whose row is gone, or has begun anew. `layer`: which of the labels is the layer. `now`: the numbers of
         the present rows.
         """
+        if all(row[layer] != REMOVED for row in labels.rows):
+            return
         here = dict(zip(labels.rows, range(len(labels)), strict=True))
         anew = self.known[places] & (self.numbers[places, :-1] > now[:, :-1]).any(axis=1)
         removed = [row for row in self._rows if row not in here] + [labels.rows[row] for row in np.flatnonzero(anew).tolist()]

@@ -1,8 +1,8 @@
 """A few values as observable instruments of a `MeterProvider` of the user's: global ones, progress and resources.
 
 Nothing per layer is among them: OpenTelemetry's SDKs fold what has more than 2000 sets of attributes. A provider keeps an
-instrument for good, so there is one of each name per provider, for all exporters that come and go. The last values of one that has
-gone are shown once more: a provider whose readers collect every minute, or only at its end, has no others of a short run.
+instrument permanently, so there is one of each name per provider, for all exporters. The last values of an exporter that has ended
+are shown once more: a provider whose readers collect every minute, or only at its end, has no others of a short run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch_grad_exporter.collectors.training import (
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 
 SPECS = (
@@ -80,7 +80,7 @@ MAX_AGE = 1.0
 
 
 class Source(Protocol):
-    """Somebody whose values the instruments of a provider show."""
+    """A source of the values that the instruments of a provider show."""
 
     def observations(self, spec: Spec) -> Iterable[Observation]:
         """The values of one metric as of now; never raises."""
@@ -88,7 +88,7 @@ class Source(Protocol):
 
 _of_provider: WeakKeyDictionary[MeterProvider, list[Source]] = WeakKeyDictionary()
 
-# Reentrant: a signal's handler may close while its own thread is at it.
+# Reentrant: a signal's handler may close while its own thread is in here.
 _lock = threading.RLock()
 
 
@@ -144,7 +144,7 @@ class Instruments:
             return self._families
 
     def _last_values(self) -> dict[Spec, list[Observation]]:
-        # Without our own lock: whoever holds it may be what this one has interrupted.
+        # Without our own lock: the code that holds it may be what this one has interrupted.
         families = by_spec(self._scrape())
         return {spec: self._of(families, spec) for spec in SPECS}
 
@@ -152,7 +152,7 @@ class Instruments:
         return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
     def _observed(self, family: Family) -> Iterable[Observation]:
-        for row, (value,) in zip(samples.present_rows(family), samples.table(family).tolist(), strict=True):
+        for row, (value,) in zip(series.present_rows(family), series.table(family).tolist(), strict=True):
             own = {name: text for name, text in zip(family.spec.labels, row, strict=True) if text}
             yield Observation(value, {**self._labels, **own})
 
@@ -169,7 +169,7 @@ class _Last:
         self._process = os.getpid()
 
     def observations(self, spec: Spec) -> list[Observation]:
-        """As of `Source`. A forked child has nothing to say of its parent."""
+        """As of `Source`. A forked child reports nothing of its parent."""
         if os.getpid() != self._process:
             return []
         with _lock:
@@ -181,13 +181,13 @@ class _Last:
 
 
 def _forget(sources: list[Source], labels: Mapping[str, str]) -> None:
-    """Drops the last values of the same rank of the same run: who comes after it has newer ones."""
+    """Drops the last values of the same rank of the same run: the next exporter has newer ones."""
     who = labels.get("run"), labels.get("rank")
     sources[:] = [one for one in sources if not (isinstance(one, _Last) and (one.labels.get("run"), one.labels.get("rank")) == who)]
 
 
 def _readers(provider: MeterProvider | None) -> int:
-    """How many readers a provider has that its end collects for: 1 where it does not say, as the interface has no word for it."""
+    """How many readers a provider has that its end collects for: 1 where that is not known: the interface does not say."""
     older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
     return max(1, len(getattr(provider, "_metric_readers", older)))
 

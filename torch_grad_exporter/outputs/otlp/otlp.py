@@ -28,10 +28,10 @@ SCOPE = "torch_grad_exporter"
 """The name of the instrumentation scope."""
 
 REQUEST_BYTES = 3_000_000
-"""Of one request, at most: a Collector takes 4 MiB over gRPC by default."""
+"""Bytes of one request, at most: a Collector takes 4 MiB over gRPC by default."""
 
 BLOCK_BYTES = 1_000_000
-"""Of points that stay together."""
+"""Bytes of points that stay together."""
 
 WIDTH = 160
 """Buckets of an exponential histogram, at most, as in OpenTelemetry's SDKs; beyond, two neighbours become one."""
@@ -190,7 +190,7 @@ class Encoder:
         return found if family.present is None else list(itertools.compress(found, family.present.tolist()))
 
     def _since(self, spec: Spec) -> Temporality | None:
-        """From when on the metric counts; `None` where nobody knows, and for a gauge."""
+        """From when on the metric counts; `None` where that is not known, and for a gauge."""
         temporality = self._temporality.get(spec.kind)
         return None if spec.older and temporality is Temporality.CUMULATIVE else temporality
 

@@ -1,7 +1,7 @@
 """Push: the metrics on their way to an OTLP receiver, in a thread of their own.
 
-A receiver may be dead, slow or full of lies: each export is left to a thread that may hang, and what takes longer than an
-export may is left behind. No export waits in a queue: the next one carries the same totals, and newer ones. An export of several
+A receiver may be dead, slow or faulty: each export runs in a thread that may hang, and one that takes longer than allowed
+is left behind. No export waits in a queue: the next one carries the same totals, and newer ones. An export of several
 requests may arrive in part; of differences the next one carries what has not. The end of the run has its own, which carries how
 the run ended.
 """
@@ -35,22 +35,22 @@ from torch_grad_exporter.version import __version__
 logger = logging.getLogger("torch_grad_exporter")
 
 SERVICE = "training"
-"""The `service.name` of a process to which nobody gave one, as the job is called in the shipped configuration of Prometheus."""
+"""The `service.name` of a process that has none, as the job is called in the shipped configuration of Prometheus."""
 
 FIRST_SECONDS = 2.0
-"""Until the first export, where the interval is longer: a wrong endpoint is told while somebody still looks at the run."""
+"""Until the first export, where the interval is longer: a wrong endpoint is logged while the user still watches the start."""
 
 LAST_SECONDS = 1.1
 """For the last export of a run, all of its requests together."""
 
 LAST_REQUEST_SECONDS = 0.05
-"""What has to be left of them for one more request."""
+"""The seconds of these that one more request needs."""
 
 GRACE = 0.25
 """For an export that is under way when the run ends: differences that it carries are not to be sent twice."""
 
 LEFT_BEHIND = 3
-"""Exports that hang, at most; where there are so many, there is no further one until one of them has come to its end."""
+"""Exports that hang, at most; where there are so many, no further one begins until one of them has finished."""
 
 _inherited: list[object] = []
 """In a forked child: connections of the parent, which gRPC must not end here."""
@@ -105,7 +105,7 @@ class Push:
         )
 
     def end(self) -> None:
-        """Says that the run is over; the last export begins, with the values as of now."""
+        """Marks the run as over; the last export begins, with the values as of now."""
         self._thread.stop()
 
     def close(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class Push:
         self._thread.close(seconds)
 
     def after_fork_in_child(self) -> None:
-        """The child has no thread that would send anything, and keeps its hands off the parent's connection."""
+        """The child has no thread that would send anything, and does not touch the parent's connection."""
         _inherited.append(self._delivery)
 
     # The thread
@@ -146,14 +146,14 @@ class Push:
             if not self._over():  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
-                transfer.failed(TimeoutError(f"a request has not come to its end within {limit:g} s"))
+                transfer.failed(TimeoutError(f"a request did not finish within {limit:g} s"))
         self._judge(transfer)
 
     def _export_last(self) -> None:
-        """The end of the run: first what there is of the whole process, with its state, and then what there is of each layer.
+        """The end of the run: first the metrics of the whole process, with its state, and then those of each layer.
 
-        Each request goes over a connection of its own, which has what is left of the time: the one of the exports before may be at
-        it, or have a pause between two tries.
+        Each request goes over a connection of its own, which has what is left of the time: the one of the exports before may be
+        in use, or in a pause between two tries.
         """
         transfer = _Transfer(self._over)
         with ExitStack() as ways:
@@ -198,7 +198,7 @@ class Push:
 class _Transfer:
     """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: whether the run is.
 
-    `settled`: those that are not to be sent again, as they have arrived or are refused for good; `failure`: the first one;
+    `settled`: those that are not to be sent again, as they have arrived or are refused permanently; `failure`: the first one;
     `began_at`: since when the one that is on its way is, in monotonic time.
     """
 
@@ -219,7 +219,7 @@ class _Transfer:
             self._ended = True
 
     def sent(self, way: Delivery, request: Request) -> bool:
-        """Sends a request. False where the next one would have no better luck."""
+        """Sends a request. False where the next one would fail as well."""
         self.began_at = time.monotonic()
         failure = caught(way.send, request.body)
         settled = failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
@@ -259,5 +259,5 @@ def resource(run: str, rank: str) -> dict[str, object]:
         "process.runtime.name": platform.python_implementation().lower(),
         "process.runtime.version": platform.python_version(),
     }
-    told = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if value != ""}
-    return {**own, **told, "run": run, "rank": rank}
+    detected = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if value != ""}
+    return {**own, **detected, "run": run, "rank": rank}

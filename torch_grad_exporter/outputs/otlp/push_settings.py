@@ -1,7 +1,7 @@
 """What to push and where: OpenTelemetry's own environment variables, and the arguments that win over them.
 
 Push is on where an endpoint is given. What is wrong in an argument raises, before anything is registered; what is wrong in a
-variable costs the push and a warning, or, if it is no more than a number or a choice, itself: a run must not die of a variable.
+variable costs the push and a warning, or, if it is only a number or a choice, just that variable: a variable must not end a run.
 Variables of the form `OTEL_EXPORTER_OTLP_METRICS_<NAME>` win over `OTEL_EXPORTER_OTLP_<NAME>`.
 """
 
@@ -191,7 +191,7 @@ def grpc_installed() -> bool:
 
 
 def without_password(endpoint: str) -> str:
-    """An endpoint as it may be shown, without user and query. Of what is no URL nobody knows where in it a password begins."""
+    """An endpoint as it may be shown, without user and query. In what is no URL all before the last `@` may be a password."""
     user = r"^([a-z]+://)[^/?#]*@" if _is_url(endpoint) else r"^([a-z]+:/+)?.*@"
     return re.sub(user, r"\1...@", endpoint, flags=re.IGNORECASE | re.DOTALL).partition("?")[0]
 
@@ -233,7 +233,7 @@ def _is_header(name: str, value: str) -> bool:
 
 
 class _Variables:
-    """OpenTelemetry's variables for an exporter of metrics over OTLP. An empty one is as good as none."""
+    """OpenTelemetry's variables for an exporter of metrics over OTLP. An empty one counts as unset."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -249,7 +249,7 @@ class _Variables:
         return variable, self.text(variable)
 
     def number(self, variable: str, text: str, default: float) -> float:
-        """A number above 0; of another text a warning is all that becomes."""
+        """A number above 0; any other text logs a warning."""
         try:
             number = float(text) if text else default
         except ValueError:
@@ -260,13 +260,13 @@ class _Variables:
         return number
 
     def choice(self, variable: str, text: str, choices: Mapping[str, _Value], default: _Value) -> _Value:
-        """One of several texts, in whatever case; of another one a warning is all that becomes."""
+        """One of several texts, in whatever case; any other logs a warning."""
         if text and text.lower() not in choices:
             self._ignored(variable, text, f"expected one of {', '.join(choices)}")
         return choices.get(text.lower(), default)
 
     def unused(self, variable: str, why: str) -> None:
-        """Says of a variable that the official exporters know that it counts for nothing here, if it is set."""
+        """Warns that a variable that the official exporters know has no effect here, if it is set."""
         if text := self.text(variable):
             self._ignored(variable, text, why)
 
@@ -355,11 +355,11 @@ def _check_metadata(headers: Mapping[str, str], given: _Given) -> None:
 
 
 def _headers_of_variable(variable: str, text: str) -> dict[str, str]:
-    from opentelemetry.util.re import parse_env_headers  # noqa: PLC0415 - only who pushes needs it
+    from opentelemetry.util.re import parse_env_headers  # noqa: PLC0415 - only push needs it
 
     pairs = [pair for pair in text.split(",") if pair.strip()]
     quiet = logging.getLogger("opentelemetry.util.re")
-    was, quiet.disabled = quiet.disabled, True  # what it would say shows the values, which may be passwords
+    was, quiet.disabled = quiet.disabled, True  # its message shows the values, which may be passwords
     try:
         found = [header for pair in pairs for header in parse_env_headers(pair, liberal=True).items()]
     finally:

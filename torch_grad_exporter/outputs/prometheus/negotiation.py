@@ -20,7 +20,7 @@ class _Offer(NamedTuple):
 def negotiate(accept_header: str) -> Format:
     """The format that the client prefers, by quality, then by how exactly it is named, then by order.
 
-    The older text format where nothing else is asked for, or nothing that we have: an answer that the
+    The older text format where nothing else is requested, or nothing that we have: an answer that the
     client may understand is better than a 406.
     """
     offers = list(_offers(accept_header))

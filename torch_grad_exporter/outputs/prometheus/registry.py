@@ -12,11 +12,11 @@ from prometheus_client.metrics_core import Metric
 
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Exemplar, Family, Spec, by_spec
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 
 class RegistryCollector:
-    """Shows the same samples as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
+    """Shows the same series as `/metrics` in a `CollectorRegistry`, from `register` until `close`.
 
     A scrape that raises yields nothing here and goes to `on_error` with the source `"request"`: the
     user's own metrics in the registry stay. Where a family has a label of the same name as a constant
@@ -56,7 +56,7 @@ class RegistryCollector:
             registry.unregister(self)
 
     def describe(self) -> Iterable[Metric]:
-        """All metrics that may come, without samples: the registry asks for the names and must not start a scrape."""
+        """All metrics that may come, without series: the registry needs the names and must not start a scrape."""
         return [_metric(spec) for spec in self._specs]
 
     def collect(self) -> Iterable[Metric]:
@@ -71,16 +71,16 @@ class RegistryCollector:
     def _filled(self, spec: Spec, members: list[Family]) -> Metric:
         metric = _metric(spec)
         for family in members:
-            exemplars, place = samples.exemplars(family), itertools.count()
-            for labels, values in zip(self._labels(family), samples.table(family).tolist(), strict=True):
-                for (suffix, le), value in zip(samples.columns(spec), values, strict=True):
+            exemplars, place = series.exemplars(family), itertools.count()
+            for labels, values in zip(self._labels(family), series.table(family).tolist(), strict=True):
+                for (suffix, le), value in zip(series.columns(spec), values, strict=True):
                     exemplar = _exemplar(exemplars.get(next(place)))
                     own = labels if le is None else {**labels, "le": le}
                     metric.add_sample(spec.name + suffix, own, value, exemplar=exemplar)
         return metric
 
     def _labels(self, family: Family) -> Iterator[dict[str, str]]:
-        for row in samples.present_rows(family):
+        for row in series.present_rows(family):
             own = {name: value for name, value in zip(family.spec.labels, row, strict=True) if value}
             yield {**self._constant_labels, **own}
 
@@ -93,4 +93,4 @@ def _exemplar(one: Exemplar | None) -> prometheus_client.samples.Exemplar | None
 
 
 def _metric(spec: Spec) -> Metric:
-    return Metric(samples.family_name(spec), spec.help, spec.kind.value, samples.unit(spec))
+    return Metric(series.family_name(spec), spec.help, spec.kind.value, series.unit(spec))

@@ -1,8 +1,8 @@
 """Families as Prometheus text 0.0.4 and OpenMetrics 1.0.0.
 
 The text before each value (`name{run="…",layer="…"} `) changes only when the label rows do, so it is
-prepared once per metric and `LabelRows` object; a scrape formats the numbers and nothing else. Sample
-lines are equal in both formats but for exemplars, which only OpenMetrics has, and the comment lines differ.
+prepared once per metric and `LabelRows` object; a scrape formats the numbers and nothing else. The lines of
+series are equal in both formats but for exemplars, which only OpenMetrics has, and the comment lines differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, LabelRows, Spec, by_spec
-from torch_grad_exporter.outputs.prometheus import samples
+from torch_grad_exporter.outputs.prometheus import series
 
 
 class Format(enum.Enum):
@@ -29,7 +29,7 @@ _NON_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
 class Renderer:
-    """Renders families, each sample with the constant labels first and the family's own labels after.
+    """Renders families, each series with the constant labels first and the family's own labels after.
 
     Every metric's lines stand together, even if several families bring them. A metric without a
     present row does not appear at all. Where a family has a label of the same name as a constant one,
@@ -54,11 +54,11 @@ class Renderer:
     def _lines(self, family: Family, form: Format) -> str:
         prefixes = self._prefixes(family.spec, family.labels)
         if family.present is not None:
-            mask = np.repeat(family.present, len(samples.columns(family.spec)))
+            mask = np.repeat(family.present, len(series.columns(family.spec)))
             prefixes = list(compress(prefixes, mask.tolist()))
-        numbers = _numbers(samples.table(family).ravel())
+        numbers = _numbers(series.table(family).ravel())
         if form is Format.OPENMETRICS:
-            for place, exemplar in samples.exemplars(family).items():
+            for place, exemplar in series.exemplars(family).items():
                 numbers[place] += _exemplar(exemplar)
         parts = [""] * (2 * len(numbers))
         parts[0::2] = prefixes
@@ -86,10 +86,10 @@ class Renderer:
 def _frames(spec: Spec, *, labelled: bool) -> list[tuple[str, str]]:
     """What stands before and after the labels of a row, per column.
 
-    Each line begins with the line break that ends the one before: one piece less to join per sample.
+    Each line begins with the line break that ends the one before: one piece less to join per series.
     """
     frames = []
-    for suffix, le in samples.columns(spec):
+    for suffix, le in series.columns(spec):
         bucket = "" if le is None else _pair("le", le)
         opening, closing = ("{", "} ") if labelled or bucket else ("", " ")
         comma = "," if labelled and bucket else ""
@@ -108,10 +108,10 @@ def _escape(text: str, *, quotes: bool) -> str:
 
 def _header(spec: Spec, form: Format) -> str:
     openmetrics = form is Format.OPENMETRICS
-    name = samples.family_name(spec) if openmetrics else spec.name
+    name = series.family_name(spec) if openmetrics else spec.name
     # OpenMetrics wants quotes in HELP escaped; in the older format a backslash before a quote would be shown.
     help_line = f"# HELP {name} {_escape(spec.help, quotes=openmetrics)}\n"
-    unit = samples.unit(spec) if openmetrics else ""
+    unit = series.unit(spec) if openmetrics else ""
     return f"{help_line}# TYPE {name} {spec.kind.value}" + (f"\n# UNIT {name} {unit}" if unit else "")
 
 

@@ -1,6 +1,6 @@
 """The last metrics of a run as a file for node_exporter's textfile collector, which goes on serving them when the run is over.
 
-`node_exporter --collector.textfile.directory=DIRECTORY` reads every `*.prom` there, whoever wrote it, until somebody removes it.
+`node_exporter --collector.textfile.directory=DIRECTORY` reads every `*.prom` there, until it is removed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TextFile:
         files.write(self.path, content)
 
     def remove(self) -> None:
-        """Removes what an earlier process of the same run and rank has left: it speaks of another one. Raises `OSError`."""
-        if self.path.exists():  # a folder that is none yet, or cannot be, is told when there is something to write
+        """Removes what an earlier process of the same run and rank has left, since its values are outdated. Raises `OSError`."""
+        if self.path.exists():  # a directory that does not exist yet, or cannot, is reported when there is something to write
             self.path.unlink()
 
 
@@ -48,7 +48,7 @@ class LastValues:
         self._thread.start()
 
     def end(self) -> None:
-        """Says that the run is over: the values as of now are written."""
+        """Marks the run as over: the values as of now are written."""
         self._thread.stop()
 
     def close(self, seconds: float) -> None:

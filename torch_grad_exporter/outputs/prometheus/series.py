@@ -1,6 +1,6 @@
-"""How a family becomes samples: what the Prometheus outputs have in common.
+"""How a family becomes series: what the Prometheus outputs have in common.
 
-A row of a family yields one sample per column: one for a gauge or a counter, and for a histogram its
+A row of a family yields one series per column: one for a gauge or a counter, and for a histogram its
 cumulated buckets, `_sum` and `_count`.
 """
 
@@ -17,7 +17,7 @@ from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, K
 
 
 class Column(NamedTuple):
-    """One sample of a row: what is added to the metric's name, and the `le` label of a bucket."""
+    """One series of a row: what is added to the metric's name, and the `le` label of a bucket."""
 
     suffix: str
     le: str | None = None
@@ -25,7 +25,7 @@ class Column(NamedTuple):
 
 @cache
 def columns(spec: Spec) -> tuple[Column, ...]:
-    """The samples that each row of the metric yields, in the order of the scrape."""
+    """The series that each row of the metric yields, in the order of the scrape."""
     if spec.kind is not Kind.HISTOGRAM:
         return (Column(""),)
     bounds = (*(bound_text(bound) for bound in spec.buckets), "+Inf")

@@ -1,0 +1,44 @@
+"""Names of layers: without the prefixes that wrappers add, and filtered."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from torch_grad_exporter.torch_compat import parameters_in
+
+WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
+
+
+def clean(name: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+@dataclass(slots=True)
+class LayerFilter:
+    """Which layers are tracked: those that an `include` pattern finds and no `exclude` pattern does."""
+
+    include: tuple[re.Pattern[str], ...] = ()
+    exclude: tuple[re.Pattern[str], ...] = ()
+
+    def accepts(self, layer: str) -> bool:
+        """Whether the layer of this name is tracked; patterns are searched, not matched in full."""
+        wanted = not self.include or any(pattern.search(layer) for pattern in self.include)
+        return wanted and not any(pattern.search(layer) for pattern in self.exclude)
+
+
+def layer_names(root: torch.nn.Module) -> dict[tuple[str, str], str]:
+    """The label of each module's parameters by module name and attribute, without what wrappers add.
+
+    Where two modules would share a label, both have their full names.
+    """
+    owned = {raw: parameters_in(module) for raw, module in root.named_modules()}
+    names = {(raw, attribute): clean(raw) or attribute for raw, attributes in owned.items() for attribute in attributes}
+    modules: dict[str, set[str]] = {}
+    for (raw, _), label in names.items():
+        modules.setdefault(label, set()).add(raw)
+    return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}

@@ -1,0 +1,168 @@
+"""ParameterTable: the parameters that are followed, by position, and which layers they belong to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.model.folding import fold
+from torch_grad_exporter.model.replicas import Replicas
+from torch_grad_exporter.model.sharding import is_copy, is_sharded
+from torch_grad_exporter.model.units import UnitLayout, unit_layout
+from torch_grad_exporter.torch_compat import local, parameters_in
+
+
+@dataclass(slots=True)
+class Place:
+    """A parameter and the place where it stands: `module._parameters[attribute]`."""
+
+    parameter: torch.nn.Parameter
+    module: torch.nn.Module
+    attribute: str
+    model: int
+    layer: str
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class TrackedParameter:
+    """One parameter that the exporter follows; the object stays the same as long as the parameter does.
+
+    Identified by its place and its `identity`, the parameter's `id`, and not by a weak reference: `torch.utils.swap_tensors`, and
+    so `model.to()` with some kinds of parameters, raises where there is one.
+    """
+
+    identity: int
+    module: weakref.ref[torch.nn.Module]
+    attribute: str
+    model: int
+    layer: str
+    shape: tuple[int, ...]
+    elements: int
+    units: UnitLayout | None
+    sharded: bool
+    copy: bool
+    """Whether another rank has the same part and counts it in sums over ranks."""
+
+    @classmethod
+    def at(cls, place: Place) -> TrackedParameter:
+        """The parameter that stands there now."""
+        parameter = place.parameter
+        elements, sharded, copy = _part(parameter)
+        return cls(
+            identity=id(parameter),
+            module=weakref.ref(place.module),
+            attribute=place.attribute,
+            model=place.model,
+            layer=place.layer,
+            shape=tuple(parameter.shape),
+            elements=elements,
+            units=unit_layout(place.module, parameter),
+            sharded=sharded,
+            copy=copy,
+        )
+
+    def parameter(self) -> torch.nn.Parameter | None:
+        """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
+        module = self.module()
+        parameter = None if module is None else parameters_in(module).get(self.attribute)
+        return parameter if parameter is not None and id(parameter) == self.identity else None
+
+    def gradient(self) -> torch.Tensor | None:
+        """The parameter's gradient, if there are both."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
+    def stands_at(self, place: Place) -> bool:
+        """Whether this is the parameter of that place, under the same label."""
+        same_place = (self.attribute, self.layer, self.shape) == (place.attribute, place.layer, tuple(place.parameter.shape))
+        part = (self.elements, self.sharded, self.copy)
+        return same_place and self.module() is place.module and part == _part(place.parameter)
+
+
+def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
+    """`parameter()` of each, in one go: a sample needs those of the whole model several times."""
+    owned = parameters_in
+    return [
+        p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None
+        for t in tracked
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterTable:
+    """What is tracked at present: parameters by position, layers by index, and which belongs where.
+
+    `layer_of`, `elements`, `units`, `counts`: shape (parameters,). `folded`: layers that share a label. `sharded`, `shown`:
+    shape (layers,). The table is replaced, never changed.
+    """
+
+    tracked: tuple[TrackedParameter, ...]
+    layers: tuple[str, ...]
+    layer_of: IntArray
+    elements: IntArray
+    units: IntArray
+    folded: int
+    sharded: BoolArray
+    """Whether this rank has only a part of the layer's parameters."""
+    counts: BoolArray
+    """Whether sums over ranks take this rank's part of a parameter: of copies, one counts."""
+    shown: BoolArray
+    """Whether this rank reports the layer: it has a part of it, or the first of the copies."""
+    frozen: frozenset[str] = frozenset()
+    """The names of the layers that exist, none of whose parameters is tracked: they are frozen, or yet to be initialised."""
+
+    def parameters(self) -> list[torch.nn.Parameter] | None:
+        """The parameters by position, or `None` if one of them is not in its place."""
+        parameters = parameters_of(self.tracked)
+        return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
+
+
+def make_table(
+    tracked: Sequence[TrackedParameter],
+    max_layers: int,
+    replicas: Replicas | None = None,
+    *,
+    behind: Collection[int] = (),
+    frozen: frozenset[str] = frozenset(),
+) -> ParameterTable:
+    """A table over `tracked`, with layers folded by depth where there are more than `max_layers`.
+
+    `behind`: the models with parallel layers of which this rank is not the first.
+    """
+    replicas = replicas or Replicas()
+    labels = fold([t.layer for t in tracked], max_layers)
+    layers = tuple(dict.fromkeys(labels))
+    index = {label: position for position, label in enumerate(layers)}
+    members: dict[str, set[str]] = {}
+    for label, one in zip(labels, tracked, strict=True):
+        members.setdefault(label, set()).add(one.layer)
+    sharded, shown = np.zeros((2, len(layers)), dtype=np.bool_)
+    copies = [
+        one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
+    ]
+    counts = ~np.array(copies, dtype=np.bool_)
+    for label, one, counted in zip(labels, tracked, counts, strict=True):
+        sharded[index[label]] |= one.sharded
+        shown[index[label]] |= one.sharded or counted or replicas.all_shown
+    return ParameterTable(
+        tracked=tuple(tracked),
+        layers=layers,
+        layer_of=np.array([index[label] for label in labels], dtype=np.int64),
+        elements=np.array([t.elements for t in tracked], dtype=np.int64),
+        units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
+        folded=sum(len(names) for names in members.values() if len(names) > 1),
+        sharded=sharded,
+        counts=counts,
+        shown=shown,
+        frozen=frozen,
+    )
+
+
+def _part(parameter: torch.Tensor) -> tuple[int, bool, bool]:
+    """What this rank has of a parameter: how many elements, whether others have more of it, and whether others count them."""
+    return local(parameter).numel() * (2 if parameter.is_complex() else 1), is_sharded(parameter), is_copy(parameter)
