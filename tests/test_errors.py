@@ -134,3 +134,18 @@ def test_a_guard_of_any_other_log() -> None:
     for _ in range(2 * LIMIT):
         guard(fail)
     assert [str(failure) for failure in failures] == ["broken"] * 2 * LIMIT
+
+
+def test_a_boundary_that_is_off_says_so_once() -> None:
+    """Further failures of one that is tried now and then are only counted; after a success it can be switched off anew."""
+    failures: list[Exception] = []
+    told: list[int] = []
+    guard = Guard(failures.append, limit=3, gave_up=lambda: told.append(len(failures)))
+    for _ in range(6):
+        guard.failed(ValueError("again"))
+    assert (guard.off, told) == (True, [3])
+    guard.succeeded()
+    assert not guard.off
+    for _ in range(4):
+        guard.failed(ValueError("again"))
+    assert (len(failures), told) == (10, [3, 9])

@@ -126,6 +126,46 @@ def test_a_rule_may_ask_for_the_past_of_a_metric_of_its_own() -> None:
     assert found == [told[:1], told[1:2], [], [], told[2:]]
 
 
+@pytest.mark.parametrize("longest_first", [True, False])
+def test_a_metric_is_remembered_for_the_rule_that_asks_for_most_of_it(*, longest_first: bool) -> None:
+    """A second rule, content with a minute of the same counter, takes nothing from the one that looks twenty back."""
+    other = replace(toy_rule.RULE, alert="ToyAskedLately", remembers={toy_collector.TOY_QUESTIONS: 60.0})
+    watch = Watch([toy_rule.RULE, other] if longest_first else [other, toy_rule.RULE])
+    for minute, questions in ((0, 1000.0), (1, 1001.0), (20, 1001.0), (22, 1001.0), (23, 1003.0)):
+        asked = Family(toy_collector.TOY_QUESTIONS, np.array([questions]), LabelRows((("red",),)))
+        state = Family(TRAIN_STATE, np.ones(1), LabelRows((("training",),)))
+        values = Values([scalar(toy_collector.TOY_LAYERS, 2), asked, state])
+        watch.remember(values, NOW + 60 * minute)
+    found = [problem.text for problem in watch.problems(values, NOW + 60 * 23)]
+    assert found == ["Asked 2 times about 2 layers."] * 2
+
+
+def test_a_collector_that_holds_something_gives_it_back_at_the_end() -> None:
+    """`close` of the exporter closes the collectors that can be closed, once, when nothing is shown any more."""
+
+    class Holding(toy_collector.ToyCollector):
+        """Holds a library, say."""
+
+        closed = 0
+
+        def close(self) -> None:
+            """Gives it back."""
+            self.closed += 1
+
+    made: list[Holding] = []
+
+    def make(context: CollectorContext) -> Collector:
+        made.append(Holding(context.snapshots))
+        return made[-1]
+
+    with contextlib.closing(REGISTRY.register(replace(toy_collector.COLLECTOR, make=make))):
+        exporter = trained()
+        assert [one.closed for one in made] == [0]
+        exporter.close()
+        exporter.close()
+    assert [one.closed for one in made] == [1]
+
+
 def test_what_was_registered_goes_again() -> None:
     """After `close`, which may be called twice, a new exporter has neither, and their names are free."""
     for registration in (REGISTRY.register(toy_collector.COLLECTOR), RULES.register(toy_rule.RULE)):

@@ -208,6 +208,20 @@ def test_what_others_read_takes_nothing_from_the_history() -> None:
     assert (of(moment, "norm")[0], scalar(moment, "loss")) == (9.0, (1.5, False))
 
 
+def test_a_consumer_that_begins_takes_nothing_from_the_others() -> None:
+    """What came before it began is still new to the history, and nothing of that is new to it."""
+    it, other = Run(), Cursor()
+    it.sample(9.0, loss=1.0)
+    it.gradients.follow(other)
+    it.totals.follow(other)
+    it.sample(1.0, loss=2.0)
+    found = it.read(other)
+    assert (found.gradients.samples, found.gradients.peaks[0, 0], found.losses.mean) == (1, 1.0, 2.0)
+    found = it.read(it.cursor)
+    assert (found.gradients.samples, found.gradients.peaks[0, 0], found.losses.mean) == (2, 9.0, 1.5)
+    assert found.gradients.peaks_of_totals[0, 0] == 9.0
+
+
 def test_norms_that_32_bits_cannot_hold_stay_numbers() -> None:
     """A finite norm of 1e39 is the largest number there is, and not infinity."""
     it = Run()

@@ -21,6 +21,7 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Packing
 from torch_grad_exporter.transfer.events import (
+    ROOM,
     AfterClip,
     Captured,
     Closed,
@@ -105,6 +106,17 @@ class Scene:
 def late(norm: float) -> Late:
     """A measurement of one parameter that is still under way."""
     return Late(norm, *[0.0] * (len(Column) - 1))
+
+
+def test_each_record_without_room_is_counted() -> None:
+    """Three records more than the mailbox takes, and two more later, are five failures of the worker."""
+    scene = Scene()
+    for more, failures in ((3, 3), (2, 5)):
+        for _ in range(ROOM + more):
+            scene.post.append(Stepped(1.0, 0.0))
+        scene.host.drain()
+        assert scene.errors.counts() == {"worker": failures}
+    assert scene.host.snapshot().totals.duration_sum == 2 * ROOM
 
 
 def test_a_snapshot_has_everything_that_was_posted_before_it() -> None:

@@ -14,6 +14,7 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.capture.cost import PAIRS, SAMPLES, DeviceTimer, SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.transfer.events import Stepped, mailbox
 
 CUDA = torch.device("cuda", 0)
 
@@ -109,3 +110,15 @@ def test_device_time_counts_as_overhead_and_lengthens_the_interval() -> None:
         assert value(exporter, "torch_grad_exporter_sampling_interval_steps") == 4096
         assert value(exporter, "torch_grad_exporter_overhead_seconds_total") > samples - 1
         assert not errors(exporter)
+
+
+def test_what_the_exporter_took_is_told_with_one_step() -> None:
+    """The time on the training thread and on devices since the step before, together, and none of it again."""
+    post = mailbox()
+    clock = StepClock(post, clock=lambda: 0.0)
+    for host, devices in ((0.25, 0.5), (0.0, 0.0), (0.5, 1.0)):
+        clock.spent(host)
+        clock.spent_on_devices(devices)
+        clock.step_ended(first_of_round=True)
+        clock.step_ended(first_of_round=False)
+    assert [event.own_seconds for event in post if isinstance(event, Stepped)] == [0.75, 0.0, 1.5]

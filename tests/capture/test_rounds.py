@@ -385,6 +385,20 @@ def test_two_clearings_in_a_round_may_be_passes_of_one_step_the_third_is_none() 
     assert decided == [CountSkipped(3), BeginRound(1, after_step=False)]
 
 
+def test_passes_of_several_backwards_are_no_skipped_steps() -> None:
+    """Two passes of two backwards to each step, cleared in between; that nothing is cleared within the second changes nothing."""
+    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
+    decided: list[object] = []
+    for _ in range(6):
+        for cleared in (False, False, True, False):
+            decided += tracker.handle(BackwardBegan(evidence=ClearingEvidence(gone=cleared)))
+            decided += tracker.handle(BackwardEnded())
+        for event in (StepBegan(0), RoundOfStep(0), StepEnded(0)):
+            decided += tracker.handle(event)
+    assert [one for one in decided if isinstance(one, CountSkipped)] == []
+    assert tracker.current.number == 5
+
+
 def test_a_skipped_step_in_counted_rounds_is_remembered_until_a_round_begins() -> None:
     """Counted rounds without a skip that follow do not make it forgotten: the next round is sampled."""
     tracker = RoundTracker(lambda number: number == 0, lambda: UNSEEN)

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, object]]] = {
     "unused parameters": (Perceptron, {"find_unused_parameters": True}),
     "checkpoint": (lambda: Checkpointed(use_reentrant=False), {}),
     "no_sync": (Perceptron, {}),
+    "each backward reduces": (Perceptron, {}),
     "reentrant checkpoint": (lambda: Checkpointed(use_reentrant=True), {}),
     "alone": (Perceptron, {}),
 }
@@ -59,7 +60,7 @@ def train(kind: str, rank: int, every: int = 1) -> dict[str, object]:
                 with wrapped.no_sync() if later else contextlib.nullcontext():
                     loss = wrapped(torch.ones(5, 6)).square().mean()
                     time.sleep(SLOW * rank * (part == 1))
-                    if later or part == 1:
+                    if later or part == 1 or kind == "each backward reduces":
                         loss.backward()
             optimizer.step()
         found.append([value(exporter, name) for name in names])

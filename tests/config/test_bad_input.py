@@ -192,6 +192,24 @@ def test_model_names_whose_layers_would_collide() -> None:
         start_exporter({"g": torch.nn.Linear(2, 2), "g.x": torch.nn.Linear(2, 2)}, None)
 
 
+def test_a_model_name_may_begin_with_another_one() -> None:
+    """Without a dot between them the layers of both can be told apart."""
+    with start_exporter({"gen": torch.nn.Linear(2, 2), "generator": torch.nn.Linear(2, 2)}, None) as exporter:
+        shown = next(family for family in exporter.collect() if family.spec.name == "torch_grad_captures_total")
+    assert {layer.partition(".")[0] for (layer,) in shown.labels.rows} == {"gen", "generator"}
+
+
+def test_a_rank_of_0_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument wins over what the launcher says, also where it is 0."""
+    for name, text in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, text)
+    for given in (0, 2):
+        with start_exporter(MODEL, None, run="r1", rank=given) as exporter:
+            assert exporter.rank == given
+    with start_exporter(MODEL, None, run="r1") as exporter:
+        assert exporter.rank == 3
+
+
 def test_a_model_that_is_all_frozen_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing to watch yet is said in the log, and is no error: the layers may be unfrozen later."""
     with start_exporter(torch.nn.Linear(2, 2).requires_grad_(False), None):

@@ -200,3 +200,16 @@ def test_two_trainings_in_two_threads() -> None:
             assert value(exporter, "torch_train_backward_passes_total") == steps[name]
             assert value(exporter, "torch_train_skipped_steps_total") == 0
             assert sum(errors(exporter).values()) == 0
+
+
+def test_a_named_optimizer_that_steps_wraps_no_other_one() -> None:
+    """Another optimizer over the same parameters has steps, and a name, of its own."""
+    model = Perceptron()
+    first, second = sgd(model), sgd(model)
+    with start_exporter(model, port=None, every=1, optimizers={"main": first}) as exporter:
+        for optimizer in (first, first, second):
+            optimizer.zero_grad()
+            model(batch()).square().mean().backward()
+            optimizer.step()
+        assert value(exporter, "torch_train_steps_total", optimizer="main") == 2
+        assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 1

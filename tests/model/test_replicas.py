@@ -66,6 +66,18 @@ def wrapped_later() -> Iterator[Exporter]:
 
 
 @contextmanager
+def alone_at_the_end() -> Iterator[Exporter]:
+    """The model is trained within its wrapper, and then goes on without it."""
+    model = Perceptron()
+    with watching(model) as exporter:
+        train(DistributedDataParallel(model))
+        with torch.no_grad():
+            model(batch())
+        train(model)
+        yield exporter
+
+
+@contextmanager
 def parts_called() -> Iterator[Exporter]:
     """The model's own forward never runs; the wrapper is around what calls its parts."""
     model = Perceptron()
@@ -140,6 +152,7 @@ def parts_by_themselves() -> Iterator[Exporter]:
 
 CASES: dict[str, Callable[[], object]] = {
     "wrapped_later": wrapped_later,
+    "alone_at_the_end": alone_at_the_end,
     "parts_called": parts_called,
     "composed": composed,
     "in_evaluation_mode": in_evaluation_mode,
@@ -177,7 +190,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[str]]]
 LAYERS = {"first", "second"}
 
 
-@pytest.mark.parametrize("case", ["wrapped_later", "parts_called", "composed", "in_evaluation_mode"])
+@pytest.mark.parametrize("case", ["wrapped_later", "alone_at_the_end", "parts_called", "composed", "in_evaluation_mode"])
 def test_one_of_two_copies_is_shown(shown: list[dict[str, set[str]]], case: str) -> None:
     """By rank 0."""
     assert [ranks[case] for ranks in shown] == [LAYERS, set()]

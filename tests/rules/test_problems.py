@@ -842,6 +842,18 @@ def test_the_slowest_step_of_a_day_is_forgotten_then() -> None:
         assert longest.seconds() == (3600.0 if hour <= 24 else 1.0)
 
 
+def test_the_slowest_step_of_an_hour_is_the_slowest_of_all_its_moments() -> None:
+    """Fast steps a minute later, in the same hour, make a pause of twenty minutes no stall; one of half an hour is one."""
+    start = NOW // 3600 * 3600
+    for pause, stalled in ((1200.0, []), (1800.0, ["TrainingStalled"])):
+        watch = Watch()
+        for minute, slowest in ((0, 1.0), (1, 1000.0), (2, 1.0)):
+            now = start + 60 * minute
+            values = made(TRAIN_LAST_ACTIVITY_TIMESTAMP=now - pause, TRAIN_SLOWEST_STEP=slowest)
+            watch.remember(values, now)
+        assert [problem.alert for problem in watch.problems(values, now)] == stalled
+
+
 def test_a_clock_that_is_set_back_makes_nothing_wrong() -> None:
     """Old failures are not told as new ones when the clock was set back by an hour, and new ones are told."""
     watch, old = Watch(), made(TRAIN_START_TIMESTAMP=NOW - 9e4, TRAIN_LOSS_NONFINITE=4.0)

@@ -73,6 +73,18 @@ def test_gradients_that_come_and_go() -> None:
         assert dict(zip(measured.positions.tolist(), norms, strict=True)) == expected
 
 
+def test_units_of_another_model_have_a_past_of_their_own() -> None:
+    """Two models with gradients of the same kinds: that units of the one were alive is nothing to silent ones of the other."""
+    statistics = EagerStatistics(5)
+    first, second = (plan_of(Bare((3, 2))) for _ in range(2))
+    alive, silent = torch.ones(3, 2), torch.zeros(3, 2)
+    found = [
+        rows_of(statistics, table, [gradient], sample)[0][Column.DEAD_UNITS]
+        for sample, (table, gradient) in enumerate([(first, alive), (second, silent), (first, silent)])
+    ]
+    assert found == [0, 3, 0]
+
+
 def test_no_gradient_is_kept() -> None:
     """When the gradients of a sample are thrown away, nothing of the statistics holds them or their memory."""
     shapes = [(4, 6), (4, 6), (7,), (600, 700), (600, 700)]

@@ -248,6 +248,22 @@ def test_equal_rows_of_two_metrics_are_two() -> None:
     assert [shown(one) for one in deltas.of([counter(STEPS, {"a": 6.0}), counter(other, {"a": 52.0})])] == [{"a": 1.0}, {"a": 2.0}]
 
 
+def test_what_a_removed_layer_had_sent_is_taken_off_once() -> None:
+    """A layer in the place of a removed one is removed before anything of it has arrived: all of it comes with the remainder."""
+    deltas = Exports(BOTH)
+    deltas.of([histogram({"a": ([5, 0, 0], 5.0, {0: 5})})])
+    deltas.arrived()
+    (found,) = deltas.of([histogram({"b": ([2, 0, 0], 2.0, {0: 2}), REMOVED: ([5, 0, 0], 5.0, {0: 5})})])
+    assert found.exponential == ({0: 2}, {})
+    deltas.arrived()
+    lost = {"b": ([2, 0, 0], 2.0, {0: 2}), "c": ([3, 0, 0], 3.0, {0: 3}), REMOVED: ([5, 0, 0], 5.0, {0: 5})}
+    assert deltas.of([histogram(lost)])[0].exponential == ({}, {0: 3}, {})
+    (found,) = deltas.of([histogram({"b": ([2, 0, 0], 2.0, {0: 2}), REMOVED: ([8, 0, 0], 8.0, {0: 8})})])
+    assert found.sums is not None
+    assert (found.values.tolist(), found.sums.tolist()) == ([[0.0, 0.0, 0.0], [3.0, 0.0, 0.0]], [0.0, 3.0])
+    assert found.exponential == ({}, {0: 3})
+
+
 NAMES = ("a", "b", "c", "d")
 
 
