@@ -119,7 +119,7 @@ def test_the_exporter_is_sampled_in_the_blocks_that_are_measured(monkeypatch: py
     """Measured blocks are whole intervals of the exporter's, which took samples in them by its own count."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET", "0.5")  # samples often, so that a block can be short
     monkeypatch.setattr(overhead, "BLOCK_SECONDS", 0.05)
-    cell = overhead.measure(overhead.ParameterTable("mlp", "exporter", seconds=0.5, settling=0.5))
+    cell = overhead.measure(overhead.Plan("mlp", "exporter", seconds=0.5, settling=0.5))
     seen = cell["exporter"]
     assert cell["steps_per_block"] % seen["interval_at_start"] == 0
     assert seen["samples"] >= cell["monitored"]["rounds"] / 2
@@ -160,7 +160,7 @@ def test_monitors_leave_the_training_trained(name: str, one_thread: None) -> Non
 def test_a_monitor_whose_package_is_missing_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither dropped nor measured."""
     monkeypatch.setitem(MONITORS, "exporter", Entry("gone", Plain, "nothing", "no-such-package-anywhere"))
-    cells = overhead.measure_all([overhead.ParameterTable("mlp", "exporter", seconds=1.0, settling=1.0)])
+    cells = overhead.measure_all([overhead.Plan("mlp", "exporter", seconds=1.0, settling=1.0)])
     table = overhead_tables.tables(cells)[1]
     assert ["gone", "nothing", "not installed"] in table["rows"]
     assert "gone on MLP 784-256-128-10: not installed: no-such-package-anywhere." in table["notes"]
