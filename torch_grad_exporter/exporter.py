@@ -319,7 +319,8 @@ class Exporter:
 
         `loss` and `epoch` replace the value before, `samples` and `tokens` are added up. `grad_norm`: the global
         norm before clipping, as `clip_grad_norm_` returns it; with several optimizers it is ignored, since it is not known
-        whose norm it is.
+        whose norm it is. May be called from any thread, except with `grad_norm`,
+        which belongs to the step of the thread that trains: from another one it is counted as an error and changes nothing.
         """
         values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         for name, value in values.items():
@@ -329,7 +330,7 @@ class Exporter:
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
 
-        Call it after the step and before the gradients are cleared. `number` numbers the step, so that ranks
+        Call it on the thread that trains, after the step and before the gradients are cleared. `number` numbers the step, so that ranks
         or restarted runs count alike.
         """
         if not self._ending.closed:
