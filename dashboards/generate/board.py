@@ -20,7 +20,7 @@ EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading. Those of a collapsed row are not asked for before somebody opens it."""
+    """Panels under a heading. Those of a collapsed row are not queried before it is opened."""
 
     title: str
     panels: Sequence[Panel]

@@ -112,7 +112,7 @@ def steadily_top(count: int, expression: str, by: str, *selectors: str) -> str:
 
 
 def global_norm() -> str:
-    """The norm before clipping, by run and optimizer; of sharded gradients whose norm nobody observed, the mean of 5 minutes."""
+    """The norm before clipping, by run and optimizer; of sharded gradients whose norm was not observed, the mean of 5 minutes."""
     exact = highest(of_run("torch_grad_global_norm"), "run, optimizer")
     return f"({exact} or on (run) {recorded('run:torch_grad_norm:rms5m')})"
 

@@ -99,7 +99,7 @@ def test_history_push_and_page_side_by_side() -> None:
         scene.sample(norm)
         paged.append(scene.host.read(of_page).gradients.samples)
         if number % 3 == 0:
-            history.look()
+            history.record_if_due()
         if number % 7 == 0:
             found = {family.spec.name: family for family in deltas.of(collector.collect(), at=number)}
             for family in found.values():

@@ -12,7 +12,8 @@ import torch
 
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.statistics import WITH_MOMENTS, Made, by_position
-from torch_grad_exporter.model.layers import LayerIndex, UnitLayout
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import Column, device, single
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS
 from torch_grad_exporter.statistics.blocks import Scratch

@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from torch_grad_exporter.aggregation.ledger import GradientLedger, GradientSnapshot
 
-from tests.aggregation.test_ledger import PLAN, captured, closed
+from tests.aggregation.test_gradients import PLAN, captured, closed
 from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.scrape import errors, value, values
 from tests.support.statistics import by_position
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation.declared import DeclaredValues
-from torch_grad_exporter.metrics.families import Family, FloatArray, Kind, LabelRows, Spec
+from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.catalogue import Section
+from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows
 from torch_grad_exporter.statistics import Column, declared, moments, reference
 from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic, found_in, register
@@ -76,8 +80,10 @@ TOY = Statistic(
 
 # Its metric
 
+METRICS = Section("A toy statistic")
+
 SPECS = {
-    column: Spec(f"toy_{column}", Kind.GAUGE, f"Toy column {column} of the layer.", ("layer",))
+    column: METRICS.gauge(f"toy_{column}", f"Toy column {column} of the layer.", "layer")
     for column in ("positive", "tiny", "steepest", "cubes", "absolute")
 }
 
@@ -87,21 +93,22 @@ class ToyCollector:
 
     name = "toy"
 
-    def __init__(self, snapshot: Callable[[], GradientSnapshot]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
 
     def collect(self) -> Iterator[Family]:
-        snapshot = self._snapshot()
+        snapshot = self._snapshots.latest.gradients
         rows = LabelRows(tuple((layer,) for layer in snapshot.table.layers))
         for column, spec in SPECS.items():
             shown = snapshot.declared[f"toy.{column}"]
             yield Family(spec, shown, rows, ~np.isnan(shown))
 
 
-def show(exporter: Exporter) -> None:
-    """Has the exporter show what the toy measured, as a registered collector would."""
-    scrape = exporter._scrape
-    scrape._collectors = [*scrape._collectors, ToyCollector(lambda: exporter._snapshot.gradients)]
+def _make(context: CollectorContext) -> ToyCollector:
+    return ToyCollector(context.snapshots)
+
+
+COLLECTOR = Declaration("toy", (METRICS,), _make)
 
 
 def scraped(exporter: Exporter) -> dict[tuple[str, str], float]:
@@ -154,8 +161,11 @@ def test_a_statistic_of_ones_own_is_in_the_scrape() -> None:
     """Registered from outside, it is measured for each layer on each sampled round, and `/metrics` shows what it is."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    with register(TOY), start_exporter(module, 0, addr="127.0.0.1", every=1) as exporter:
-        show(exporter)
+    with (
+        register(TOY),
+        contextlib.closing(REGISTRY.register(COLLECTOR)),
+        start_exporter(module, 0, addr="127.0.0.1", every=1) as exporter,
+    ):
         assert collected(exporter) == {}
         for steps in (1, 1, 3):
             expected = by_layer(train(module, optimizer, steps))
@@ -356,23 +366,23 @@ def test_the_places_of_the_packages_own_columns_follow_from_their_declarations()
 # By layer
 
 
-def ledger_of(rows: Mapping[int, Sequence[float]], sharded: Sequence[bool] = (False, False)) -> GradientSnapshot:
+def snapshot_of(rows: Mapping[int, Sequence[float]], sharded: Sequence[bool] = (False, False)) -> GradientSnapshot:
     """What the toy's columns of some parameters, of layers `a`, `a` and `b`, add up to."""
     layout = Layout.of([TOY])
     table = replace(PLAN, sharded=np.array(sharded))
-    ledger = GradientLedger(9, Decisions(), None, DeclaredValues(layout))
-    ledger.use(table)
+    gradients = GradientAggregation(Decisions(), None, DeclaredValues(layout))
+    gradients.use(table)
     positions = np.array(list(rows), dtype=np.int64)
     vector = np.concatenate([np.concatenate([np.zeros(len(Column)), row]) for row in rows.values()])
     part = Part(positions, PLAN.elements[positions], PLAN.units[positions], Arrived(vector), Packing(layout))
-    ledger.apply(replace(captured(1, {}, table=table), parts=(part,)))
-    ledger.apply(closed(1))
-    return ledger.snapshot(1_800_000_000.0)
+    gradients.apply(replace(captured(1, {}, table=table), parts=(part,)))
+    gradients.apply(closed(1))
+    return gradients.snapshot(1_800_000_000.0)
 
 
 def test_parameters_combine_to_layers_as_declared() -> None:
     """Sums are added, the largest of a maximum is taken, and a layer that was not in the sample has no value."""
-    found = ledger_of({0: [3, 1, -5.0, 10, 20], 1: [4, 2, -7.0, 1, 2]}).declared
+    found = snapshot_of({0: [3, 1, -5.0, 10, 20], 1: [4, 2, -7.0, 1, 2]}).declared
     assert {key: column[0] for key, column in found.items()} == {
         "toy.positive": 7, "toy.tiny": 3, "toy.steepest": -5.0, "toy.cubes": 11, "toy.absolute": 22,
     }  # fmt: skip
@@ -381,6 +391,6 @@ def test_parameters_combine_to_layers_as_declared() -> None:
 
 def test_what_is_said_of_the_whole_only_is_not_said_of_a_part() -> None:
     """Where this rank has a part of a layer, such a column has no value there, and the others have theirs."""
-    found = ledger_of({0: [3, 1, -5.0, 10, 20], 2: [1, 1, 2.0, 1, 1]}, sharded=(True, False)).declared
+    found = snapshot_of({0: [3, 1, -5.0, 10, 20], 2: [1, 1, 2.0, 1, 1]}, sharded=(True, False)).declared
     assert found["toy.steepest"].tolist() == [pytest.approx(NAN, nan_ok=True), 2.0]
     assert found["toy.positive"].tolist() == [3, 1]

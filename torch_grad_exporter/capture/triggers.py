@@ -54,7 +54,7 @@ class Trigger(Protocol):
         """After a sample in which `fired` got gradients: chooses the probes until the next one. `hooks`: by model."""
 
     def release(self) -> None:
-        """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+        """Releases everything that keeps a parameter alive; idempotent, from any thread."""
 
 
 def hook_output(output: object, hook: GuardedHook) -> None:
@@ -211,7 +211,7 @@ class Ladder:
             self.release()
 
     def release(self) -> None:
-        """Lets go of everything that keeps a parameter alive; idempotent, from any thread."""
+        """Releases everything that keeps a parameter alive; idempotent, from any thread."""
         self._nodes.disarm()
         for rung in self._rungs.values():
             rung.release()

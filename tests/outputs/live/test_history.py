@@ -301,7 +301,7 @@ def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.Monke
     for number in range(40):
         made.names = ["base", f"task_{number}"]
         made.step()
-        history.look()
+        history.record_if_due()
         names, part = history.grid("norm", whole=False)
         assert len(names) <= 12
         assert names[0] == "base"

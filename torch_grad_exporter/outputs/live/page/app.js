@@ -145,7 +145,7 @@
       const { history } = this;
       const run = history.run[view];
       const first = !run.known;
-      // First what is small, so that the heatmap, which is dear, is drawn only once, when all that its axis is of is known.
+      // The small parts first, so that the heatmap, which is expensive, is drawn only once, when all values of its axis are known.
       let changed = history.addRun(await get(`run?view=${view}${history.since(run, view)}`));
       const asked = get(`layers?quantity=${quantity}&view=${view}${history.since(history.layers[quantity][view], view)}`);
       if (first) this.draw();

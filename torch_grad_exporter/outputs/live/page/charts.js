@@ -5,7 +5,7 @@
   const { numbers } = page;
   const FONT = "11px system-ui, sans-serif";
 
-  // Where the cursor is, in steps or Unix time; null: nowhere. Whoever moves it tells all the others.
+  // Where the cursor is, in steps or Unix time; null: nowhere. The chart that moves it notifies all the others.
   const cursor = {
     x: null,
     listeners: [],

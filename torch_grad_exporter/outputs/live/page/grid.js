@@ -1,4 +1,4 @@
-// From columns of values to pixels: which columns and rows fall on a pixel, the largest of them, and its colour. Beside the values there
+// From columns of values to pixels: which columns and rows fall on a pixel, the largest of them, and its colour. With the values there
 // are flags: for each column null, or an array that says which rows had something that is not finite among what became their value.
 (function (page) {
   "use strict";

@@ -19,9 +19,9 @@
   const MARKS = { critical: "critical", warning: "warning", info: "info" };
 
   class Heatmap {
-    // `spec`: host elements. `opened(layer)`; `told(text)` for screen readers.
-    constructor(spec, opened, told) {
-      Object.assign(this, spec, { opened, told });
+    // `spec`: host elements. `opened(layer)`; `announce(text)` for screen readers.
+    constructor(spec, opened, announce) {
+      Object.assign(this, spec, { opened, announce });
       this.context = this.canvas.getContext("2d", { alpha: false });
       this.over = this.overlay.getContext("2d");
       this.part = null;
@@ -177,7 +177,7 @@
       this._strips(left, left + width);
     }
 
-    // Above the columns and beside the rows in which anything was not finite, which may be too narrow to show it themselves.
+    // Above the columns and to the right of the rows in which anything was not finite, which may be too narrow to show it themselves.
     _strips(left, right) {
       const { context, ratio } = this;
       const [least, thick, top] = [Math.ceil(2 * ratio), Math.round(STRIP * ratio), Math.round(HEAD * ratio)];
@@ -318,7 +318,7 @@
       return found && { ...found, layers: 1, samples: 1 };
     }
 
-    // Shows the cell `at`, beside the pointer or else beside the cell.
+    // Shows the cell `at`, next to the pointer or else next to the cell.
     point(at, event = null) {
       this.at = at;
       const x = at && at.column !== null ? this.xs[at.column] : null;
@@ -376,7 +376,7 @@
       this._reveal(row);
       this.point({ row, column, layers: 1, samples: 1 });
       const { layer, step, word, text, also } = this.describe(this.at);
-      this.told([layer, `step ${numbers.count(step)}`, `${word} ${text}`, also].filter(Boolean).join(", "));
+      this.announce([layer, `step ${numbers.count(step)}`, `${word} ${text}`, also].filter(Boolean).join(", "));
     }
 
     _reveal(row) {

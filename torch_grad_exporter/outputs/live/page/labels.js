@@ -1,4 +1,4 @@
-// Names of layers beside the rows of the heatmap: which of them there is room for, and how long ones are shortened.
+// Names of layers next to the rows of the heatmap: which of them there is room for, and how long ones are shortened.
 (function (page) {
   "use strict";
 

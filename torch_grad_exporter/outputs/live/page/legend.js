@@ -1,4 +1,4 @@
-// What the colours of the heatmap mean; and the words beside its pointer.
+// What the colours of the heatmap mean; and the words next to its pointer.
 (function (page) {
   "use strict";
 
@@ -63,7 +63,7 @@
     tip.replaceChildren(...rows);
   }
 
-  // Beside the point, within the frame.
+  // Next to the point, within the frame.
   function place(tip, frame, left, top) {
     const [width, height] = [tip.offsetWidth, tip.offsetHeight];
     const x = left + 14 + width > frame.clientWidth ? Math.max(0, left - 14 - width) : left + 14;

@@ -29,11 +29,11 @@
     }
   }
 
-  // `ask(get)`: an async function, all requests of one round. `told(connection)`: is called whenever the connection has changed.
+  // `ask(get)`: an async function, all requests of one round. `changed(connection)`: is called whenever the connection has changed.
   class Live {
-    constructor(ask, told) {
+    constructor(ask, changed) {
       this.ask = ask;
-      this.told = told;
+      this.changed = changed;
       this.timer = null;
       this.running = false;
       this.again = false;
@@ -74,7 +74,7 @@
     _up() {
       const was = this.connection;
       this.connection = { up: true, since: Date.now(), failures: 0, next: null, status: null };
-      this.told(this.connection, was);
+      this.changed(this.connection, was);
     }
 
     // For how long to wait: longer each time.
@@ -86,7 +86,7 @@
       const pause = Math.min(LONGEST, Math.max(PERIOD * 2 ** (failures - 1), refused ? refused.after : 0));
       const since = was.up ? Date.now() : was.since;
       this.connection = { up: false, since, failures, next: Date.now() + pause, status: refused ? refused.status : null };
-      this.told(this.connection, was);
+      this.changed(this.connection, was);
       return pause;
     }
   }

@@ -32,7 +32,7 @@
     return status.state === "training" && age(status) > Math.max(30, rate ? 10 / rate : 30);
   }
 
-  // `frozen`: nobody answers any more, so that "ago" would be ever more wrong.
+  // `frozen`: the server does not answer any more, so that "ago" would be wrong.
   function lasted(status) {
     const [started, ended] = [get(status, "started"), get(status, "ended")];
     if (started === null) return "";
@@ -114,7 +114,7 @@
       return { tile, box, value, note, mark, bar };
     }
 
-    // `frozen`: this is how it was when somebody answered last.
+    // `frozen`: the state of the last answer.
     show(answer, frozen = false) {
       const status = { ...answer, frozen };
       this.status = status;
