@@ -330,8 +330,8 @@ class Exporter:
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
 
-        Call it on the thread that trains, after the step and before the gradients are cleared. `number` numbers the step, so that ranks
-        or restarted runs count alike.
+        Call it on the thread that trains, after the step and before the gradients are cleared. `number` numbers the step, so
+        that ranks or restarted runs count alike.
         """
         if not self._ending.closed:
             self._guards.step(self._training.capture.manual_step, number)

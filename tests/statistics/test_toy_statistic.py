@@ -250,7 +250,7 @@ def test_a_later_registration_outlives_the_closing_of_an_earlier_one() -> None:
         (replace(TOY, columns=()), "columns of different names"),
         (replace(TOY, columns=TOY.columns[:1] * 2), "columns of different names"),
     ],
-    ids=str,
+    ids=["a name that is taken", "no host", "no device", "no columns", "one column twice"],
 )
 def test_what_cannot_be_measured_is_not_registered(wrong: Statistic, message: str) -> None:
     """A name that is taken, a missing measure and columns that cannot be told apart are refused at once, and nothing is kept."""
