@@ -19,7 +19,7 @@ from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
-from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.build import Capture, CaptureInputs
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
@@ -106,7 +106,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     def look_at_devices() -> None:
         guard(memory.refresh)
 
-    capture = Capture(
+    inputs = CaptureInputs(
         index=index,
         models=len(checked.models),
         optimizers=optimizers,
@@ -121,7 +121,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     )
     return TrainingSide(
         mailbox=post, decisions=decisions, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
-        capture=capture, layout=layout,
+        capture=Capture(inputs), layout=layout,
     )  # fmt: skip
 
 

@@ -47,81 +47,113 @@ class CaptureOptions:
     weights: bool = False
 
 
-class Capture:
-    """The capture side as others see it. `models`: how many roots there are; `periodic`: see `TrainingLoop`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureInputs:
+    """What the capture side is built on. `models`: how many roots there are; `periodic`: see `StepEnd`."""
 
-    def __init__(
-        self,
-        *,
-        index: LayerIndex,
-        models: int,
-        optimizers: Optimizers,
-        reader: GradientReader,
-        schedule: SamplingSchedule,
-        clock: StepClock,
-        mailbox: Mailbox,
-        hooks: Hooks,
-        errors: ErrorLog,
-        options: CaptureOptions,
-        periodic: Callable[[], None] | None = None,
-    ) -> None:
-        cost = SampleCost(clock, schedule, reader.timer)
-        probes, nodes = GradientProbes(), AccumulateGradNodes()
-        sampler = Sampler(index=index, optimizers=optimizers, reader=reader, clock=clock, cost=cost, mailbox=mailbox, errors=errors)
-        tracker = RoundTracker(schedule.due, optimizers.manual)
-        rounds = Rounds(
-            tracker=tracker, sampler=sampler, clock=clock, optimizers=optimizers, reader=reader, probes=probes, nodes=nodes,
-            mailbox=mailbox,
-        )  # fmt: skip
-        ladder = Ladder(nodes, probes, optimizers, Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER)
-        reductions = ReductionWatch(
-            index=index, clock=clock, cost=cost, probes=probes, mailbox=mailbox, hooks=hooks, errors=errors,
-            local_norm=options.local_norm,
-        )  # fmt: skip
-        preparation = RoundPreparation(
-            index=index, rounds=rounds, ladder=ladder, nodes=nodes, reductions=reductions, cost=cost, hooks=hooks
-        )
+    index: LayerIndex
+    models: int
+    optimizers: Optimizers
+    reader: GradientReader
+    schedule: SamplingSchedule
+    clock: StepClock
+    mailbox: Mailbox
+    hooks: Hooks
+    errors: ErrorLog
+    options: CaptureOptions
+    periodic: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoundParts:
+    """The round, and what reads and prepares it."""
+
+    cost: SampleCost
+    probes: GradientProbes
+    nodes: AccumulateGradNodes
+    sampler: Sampler
+    rounds: Rounds
+    ladder: Ladder
+    reductions: ReductionWatch
+    preparation: RoundPreparation
+
+
+def _round_parts(given: CaptureInputs) -> _RoundParts:
+    index, optimizers, clock, mailbox = given.index, given.optimizers, given.clock, given.mailbox
+    cost = SampleCost(clock, given.schedule, given.reader.timer)
+    probes, nodes = GradientProbes(), AccumulateGradNodes()
+    sampler = Sampler(
+        index=index, optimizers=optimizers, reader=given.reader, clock=clock, cost=cost, mailbox=mailbox, errors=given.errors
+    )
+    rounds = Rounds(
+        tracker=RoundTracker(given.schedule.due, optimizers.manual), sampler=sampler, clock=clock, optimizers=optimizers,
+        reader=given.reader, probes=probes, nodes=nodes, mailbox=mailbox,
+    )  # fmt: skip
+    ladder = Ladder(nodes, probes, optimizers, Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER)
+    reductions = ReductionWatch(
+        index=index, clock=clock, cost=cost, probes=probes, mailbox=mailbox, hooks=given.hooks, errors=given.errors,
+        local_norm=given.options.local_norm,
+    )  # fmt: skip
+    preparation = RoundPreparation(
+        index=index, rounds=rounds, ladder=ladder, nodes=nodes, reductions=reductions, cost=cost, hooks=given.hooks
+    )
+    return _RoundParts(
+        cost=cost, probes=probes, nodes=nodes, sampler=sampler, rounds=rounds, ladder=ladder, reductions=reductions,
+        preparation=preparation,
+    )  # fmt: skip
+
+
+def _step_watch(given: CaptureInputs, parts: _RoundParts, count_only: CountOnly) -> tuple[BackwardWatch, StepWatch]:
+    backward = BackwardWatch(
+        models=given.models, index=given.index, rounds=parts.rounds, ladder=parts.ladder, nodes=parts.nodes, probes=parts.probes,
+        sampler=parts.sampler, reductions=parts.reductions, preparation=parts.preparation, count_only=count_only,
+        clock=given.clock, cost=parts.cost, hooks=given.hooks,
+    )  # fmt: skip
+    steps = StepWatch(
+        index=given.index, optimizers=given.optimizers, rounds=parts.rounds, ladder=parts.ladder, nodes=parts.nodes,
+        probes=parts.probes, sampler=parts.sampler, reductions=parts.reductions, preparation=parts.preparation,
+        backward=backward, cost=parts.cost,
+    )  # fmt: skip
+    return backward, steps
+
+
+def _weight_watch(given: CaptureInputs, parts: _RoundParts) -> WeightWatch | None:
+    if not given.options.weights:
+        return None
+    probe = WeightProbe(given.mailbox)
+    return WeightWatch(probe=probe, sampler=parts.sampler, optimizers=given.optimizers, cost=parts.cost, errors=given.errors)
+
+
+class Capture:
+    """The capture side as others see it."""
+
+    def __init__(self, given: CaptureInputs) -> None:
+        parts, thread = _round_parts(given), TrainingThread()
+        weights = _weight_watch(given, parts)
         count_only = CountOnly(
-            clock=clock, rounds=rounds, schedule=schedule, optimizers=optimizers, probes=probes, preparation=preparation,
-            reductions=reductions, mailbox=mailbox, hooks=hooks,
+            clock=given.clock, rounds=parts.rounds, schedule=given.schedule, optimizers=given.optimizers, probes=parts.probes,
+            preparation=parts.preparation, reductions=parts.reductions, mailbox=given.mailbox, hooks=given.hooks,
         )  # fmt: skip
-        backward = BackwardWatch(
-            models=models, index=index, rounds=rounds, ladder=ladder, nodes=nodes, probes=probes, sampler=sampler,
-            reductions=reductions, preparation=preparation, count_only=count_only, clock=clock, cost=cost, hooks=hooks,
-        )  # fmt: skip
-        steps = StepWatch(
-            index=index, optimizers=optimizers, rounds=rounds, ladder=ladder, nodes=nodes, probes=probes, sampler=sampler,
-            reductions=reductions, preparation=preparation, backward=backward, cost=cost,
-        )  # fmt: skip
+        backward, steps = _step_watch(given, parts, count_only)
         observations = Observations(
-            clock=clock, tracker=tracker, count_only=count_only, optimizers=optimizers, reader=reader, mailbox=mailbox
-        )
-        thread = TrainingThread()
-        forwards = ForwardWatch(
-            clock=clock, ladder=ladder, steps=steps, backward=backward, preparation=preparation, count_only=count_only,
-            observations=observations, thread=thread, models=models, periodic=periodic,
+            clock=given.clock, tracker=parts.rounds.tracker, count_only=count_only, optimizers=given.optimizers,
+            reader=given.reader, mailbox=given.mailbox,
         )  # fmt: skip
-        weights = (
-            WeightWatch(probe=WeightProbe(mailbox), sampler=sampler, optimizers=optimizers, cost=cost, errors=errors)
-            if options.weights
-            else None
-        )
+        self._forwards = ForwardWatch(
+            clock=given.clock, ladder=parts.ladder, steps=steps, backward=backward, preparation=parts.preparation,
+            count_only=count_only, observations=observations, thread=thread, models=given.models, periodic=given.periodic,
+        )  # fmt: skip
         step_end = StepEnd(
-            clock=clock, rounds=rounds, steps=steps, forwards=forwards, count_only=count_only, observations=observations,
-            schedule=schedule, weights=weights, periodic=periodic,
+            clock=given.clock, rounds=parts.rounds, steps=steps, forwards=self._forwards, count_only=count_only,
+            observations=observations, schedule=given.schedule, weights=weights, periodic=given.periodic,
         )  # fmt: skip
         self._loop = TrainingLoop(
-            clock=clock, rounds=rounds, steps=steps, count_only=count_only, step_end=step_end, reader=reader, optimizers=optimizers,
-            hooks=hooks, thread=thread, weights=weights,
+            clock=given.clock, rounds=parts.rounds, steps=steps, count_only=count_only, step_end=step_end, reader=given.reader,
+            optimizers=given.optimizers, hooks=given.hooks, thread=thread, weights=weights,
         )  # fmt: skip
         self._thread, self._observations = thread, observations
-        self._forwards = forwards
-        self._rounds = rounds
-        self._ladder = ladder
-        self._reductions = reductions
-        self._count_only = count_only
-        self._reader = reader
-        self._hooks = hooks
+        self._rounds, self._ladder, self._reductions = parts.rounds, parts.ladder, parts.reductions
+        self._count_only, self._reader, self._hooks = count_only, given.reader, given.hooks
 
     def watch(self, number: int, module: torch.nn.Module) -> None:
         """Hooks the forwards of the root of this number."""
