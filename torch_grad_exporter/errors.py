@@ -1,9 +1,10 @@
 """The guard at every boundary: a failure of ours is logged once, counted, and never reaches the user.
 
 A boundary is a place where foreign code calls ours: a hook, an iteration of a background thread, a collector, a request.
-Each has a `Guard` of its own, which counts what it catches under the boundary's source; a boundary that fails `LIMIT` times in a
-row is switched off, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an exit) always passes, and
-so does what a signal handler of the user raises while the main thread is in code of ours: it is meant for the training.
+Each has a `Guard` of its own, which counts what it catches under the boundary's source; a boundary with a limit that fails so
+many times in a row is switched off, whatever succeeds elsewhere under the same source. `BaseException` (an interrupt, an
+exit) always passes, and so does what a signal handler of the user raises while the main thread is in code of ours: it is meant
+for the training.
 
 Logging runs foreign code, too. A handler that raises loses its line. A handler that blocks is the user's own, and blocks the
 thread that logs; a line is logged once per source.

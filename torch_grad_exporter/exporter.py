@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -89,7 +89,7 @@ class TrainingSide:
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
     post, decisions = mailbox(), Decisions()
-    layout = Layout.of(chosen({"moments": settings.moments}))
+    layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
     optimizers = Optimizers(index, checked.optimizers)
