@@ -68,3 +68,20 @@ def test_rings_of_threads_are_their_own() -> None:
         elsewhere(lambda: rings.append(observations._ring.transfer))
         elsewhere(lambda: rings.append(observations._ring.transfer))
         assert len({id(ring) for ring in (*rings, observations._ring.transfer)}) == 3
+
+
+def test_an_evaluation_on_another_thread_does_not_become_the_training() -> None:
+    """After a forward without gradients on another thread a norm from the thread that trains is taken as before."""
+    model = Perceptron()
+    optimizer = sgd(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batch())
+
+    with start_exporter(model, port=None, every=1) as exporter:
+        train(model, optimizer, 3)
+        elsewhere(evaluate)
+        exporter.observe(grad_norm=0.5)
+        assert value(exporter, "torch_grad_global_norm") == 0.5
+        assert not errors(exporter)

@@ -114,7 +114,7 @@ class BackwardWatch:
             if task == -1:
                 return
             self._begin(task)
-        self._rounds.handle(ModelReached(model))
+        self._ran_through(model)
 
     def _detected(self, model: int, _gradient: object) -> None:
         """A parameter is about to receive its gradient, on the rung `parameter`."""
@@ -129,7 +129,11 @@ class BackwardWatch:
             self._begin(task)
             self._running.unannounced = self._ladder.current.announces
         self._nodes.saw(tracked)
-        self._rounds.handle(ModelReached(tracked.model))
+        self._ran_through(tracked.model)
+
+    def _ran_through(self, model: int) -> None:
+        if model not in self._rounds.tracker.current.models:  # asked first: it is reached once for each parameter
+            self._rounds.handle(ModelReached(model))
 
     def stepped_within(self) -> None:
         """An optimizer steps while the backward runs, so it writes gradients."""
@@ -144,6 +148,7 @@ class BackwardWatch:
         """
         start = self._clock.clock()
         self._count_only.settle()
+        self._running = running = _Backward(task)  # first: what fails below must not begin it again at each hook
         self._reductions.saw(task)
         self._sampler.backward_began()
         self._clock.switch(BACKWARD)
@@ -153,11 +158,11 @@ class BackwardWatch:
             self._rounds.handle(SampleImpossible())
         sampled = self._rounds.tracker.current.sampled
         # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
-        self._running = _Backward(task, certain=not graph_is_kept())
+        running.certain = not graph_is_kept()
         if sampled:
             self._begin_sampled()
-        elif not self._running.certain:
-            self._running.before = GradientVersions.of(self._probes.all())
+        elif not running.certain:
+            running.before = GradientVersions.of(self._probes.all())
         if sampled or self._reductions.wrapped:  # what a wrapper waits for at the end is part of the backward
             at_end_of_backward(self._end_hook)
         else:

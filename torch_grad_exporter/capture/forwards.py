@@ -54,7 +54,6 @@ class ForwardWatch:
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
-        self._thread.is_here()
         self._count_only.settle()
         clock = self._clock
         start = clock.clock()
@@ -67,7 +66,8 @@ class ForwardWatch:
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
-            if not again:
+            if not again:  # within a backward this may be a thread of autograd's
+                self._thread.is_here()
                 clock.switch(FORWARD)
             if clock.examples_known and not (again and self._trained):
                 self._count_examples(args, kwargs)

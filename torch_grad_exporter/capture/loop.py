@@ -78,12 +78,12 @@ class TrainingLoop:
         if number is None:
             self._foreign_step(inside)
             return
-        self._thread.is_here()
         start = self._clock.clock()
         if within:
             self._step_within_backward(number, optimizer)
             self._clock.spent(self._clock.clock() - start)
             return
+        self._thread.is_here()
         if self._clock.stepping and not called_from_step(sys._getframe(3)):
             self._clock.leave_step()
             self._steps.abandoned()

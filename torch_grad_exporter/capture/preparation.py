@@ -69,8 +69,7 @@ class RoundPreparation:
             self.early = EarlyLook(evidence, versions)
 
     def _versions(self) -> GradientVersions | None:
-        gathered = self._index.table.parameters() is None
-        if gathered or not self._rounds.tracker.next_is_sampled:
+        if not self._rounds.tracker.next_is_sampled or self._index.table.parameters() is None:  # `None`: FSDP2 has gathered them
             return None
         return GradientVersions.of(self._index.refresh().tracked)
 

@@ -109,7 +109,11 @@ class StepClock:
         self.device_seconds = 0.0
         """What it took on devices, as far as that became known since the last round."""
         self._mailbox = mailbox
-        self._counts = Counts({}, 0, 0)
+        # Apart, so that what one thread counts never writes back what another has counted.
+        self.steps: dict[int, int] = {}
+        """Steps by optimizer, without rounds that are not committed; so are the next two."""
+        self.backward_passes = 0
+        self.examples = 0
         self._owed: dict[int, int] = {}
         self._uncommitted: _Uncommitted | None = None
         self._round_at: float | None = None
@@ -142,21 +146,6 @@ class StepClock:
 
     # Counts
 
-    @property
-    def steps(self) -> dict[int, int]:
-        """Steps by optimizer, without rounds that are not committed."""
-        return self._counts.steps
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes, without rounds that are not committed."""
-        return self._counts.backward_passes
-
-    @property
-    def examples(self) -> int:
-        """Training examples, without rounds that are not committed."""
-        return self._counts.examples
-
     def step_done(self, optimizer: int, times: int = 1) -> None:
         """Counts steps of an optimizer."""
         owed = min(self._owed.get(optimizer, 0), times)
@@ -164,8 +153,7 @@ class StepClock:
             self._owed[optimizer] -= owed
         if times > owed:
             # A new dict instead of a new key: a scrape may be reading the old one.
-            steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + times - owed}
-            self._counts = Counts(steps, self.backward_passes, self.examples)
+            self.steps = {**self.steps, optimizer: self.steps.get(optimizer, 0) + times - owed}
 
     def step_undone(self, optimizer: int) -> None:
         """A step that was counted did not take place: the next one makes up for it, since a counter must not fall."""
@@ -177,11 +165,11 @@ class StepClock:
 
     def backwards_passed(self, backwards: int) -> None:
         """So many backwards are over."""
-        self._counts = Counts(self.steps, self.backward_passes + backwards, self.examples)
+        self.backward_passes += backwards
 
     def examples_came(self, examples: int) -> None:
         """So many training examples go into a forward."""
-        self._counts = Counts(self.steps, self.backward_passes, self.examples + examples)
+        self.examples += examples
 
     def examples_unknown(self) -> None:
         """How many training examples there are cannot be seen, or the user reports it."""
@@ -191,9 +179,12 @@ class StepClock:
         """What was counted so far, with rounds that are not committed. From any thread."""
         while True:
             uncommitted = self._uncommitted
-            found = self._counts if uncommitted is None else uncommitted.rounds.counts(uncommitted.before)
+            found = self._committed() if uncommitted is None else uncommitted.rounds.counts(uncommitted.before)
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
+
+    def _committed(self) -> Counts:
+        return Counts(self.steps, self.backward_passes, self.examples)
 
     # Times
 
@@ -251,14 +242,15 @@ class StepClock:
 
     def leave_counting_to(self, rounds: CountedRounds) -> None:
         """From now on, right after a round, `rounds` counts, and phases are not timed."""
-        self._uncommitted = _Uncommitted(self._counts, rounds, self.now() - self.clock())
+        self._uncommitted = _Uncommitted(self._committed(), rounds, self.now() - self.clock())
 
     def commit(self) -> list[float]:
         """Takes over what was counted; returns the seconds from step to step of those rounds."""
         uncommitted = self._uncommitted
         moments = () if uncommitted is None else tuple(uncommitted.rounds.moments)
         self._last_step, self._last_activity = self.last_step, self.last_activity
-        self._counts = self.counts()
+        counts = self.counts()
+        self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
         self._uncommitted = None
         self.phases.restart()
         if not moments or self._round_at is None:

@@ -57,7 +57,6 @@ class Rounds:
         self._reader = reader
         self._probes = probes
         self._nodes = nodes
-        self._mailbox = mailbox
         self._fused = FusedSteps(clock)
         self._effects: dict[type, Callable[[Any], None]] = {
             CountSkipped: lambda decided: clock.steps_skipped(decided.steps),
@@ -85,11 +84,13 @@ class Rounds:
 
     def evidence(self) -> ClearingEvidence:
         """What the gradients of the last backward look like now."""
-        probes = self._probes
+        gone, written = self._probes.gone(), self._probes.written()
+        if not (gone or written):
+            return ClearingEvidence()
         return ClearingEvidence(
-            gone=probes.gone(),
-            written=probes.written(),
-            updated=probes.updated(),
+            gone=gone,
+            written=written,
+            updated=self._probes.updated(),
             reporting=self._optimizers.reporting,
             scaler_known=self._reader.knows_scaler,
         )

@@ -53,6 +53,7 @@ class Sampler:
         self._reading = errors.boundary("capture", "gradients after a backward")
         self._reading_early = errors.boundary("capture", "gradients at a step")
         self._reading_again = errors.boundary("capture", "gradients as the optimizer sees them")
+        self._closing = errors.boundary("capture", "end of a sample")
         self._forgetting = errors.boundary("capture", "units of other optimizers")
         self.table: ParameterTable = index.table
 
@@ -121,7 +122,15 @@ class Sampler:
         return frozenset(owners[sorted(positions)].tolist())
 
     def close(self, decided: CloseSample) -> None:
-        """The outcome of the sample is known: hands it over, and subtracts what belongs to optimizers that did not step."""
+        """The outcome of the sample is known: hands it over, and subtracts what belongs to optimizers that did not step.
+
+        A failure costs this sample; the next round begins all the same.
+        """
+        self._closing(self._close, decided)
+        self._cost.sample_over()
+        self._settle_cost()
+
+    def _close(self, decided: CloseSample) -> None:
         table = self.table
         owners, groups = self._optimizers.owners(table, decided.did_step)
         stepped = decided.stepped or self.owners_of(decided.fired, decided.did_step)
@@ -130,8 +139,6 @@ class Sampler:
         others = fired[~np.isin(owners[fired], list(stepped))].tolist()
         if others:
             self._forgetting(self._reader.forget, decided.number, table, others)
-        self._cost.sample_over()
-        self._settle_cost()
 
     def _settle_cost(self) -> None:
         if not capturing_graph():

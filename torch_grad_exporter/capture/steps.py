@@ -187,3 +187,5 @@ class StepWatch:
             self._nodes.disarm()  # they may be those of tensors that were replaced
             compiled = compiled_backwards() > self._compiled_before
             self._ladder.missed(compiled=compiled, fully_sharded=self._index.fully_sharded)
+            if not self._ladder.current.sees_backwards:
+                self._reductions.disarm()  # no end of a backward will do it
