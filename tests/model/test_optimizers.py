@@ -165,15 +165,17 @@ def test_threads_ask_while_the_model_changes() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(ask, number) for number in range(3)]
-        for change in range(60):
-            model.second.requires_grad_(requires_grad=change % 2 == 0)
-            model.add_module(f"adapter{change}", nn.Linear(2, 2))
-            index.refresh()
-            new = sgd(getattr(model, f"adapter{change}"))
-            assert optimizers.number(new) is not None
-            assert asked[change % 3].wait(timeout=60)
-            asked[change % 3].clear()
-        over.set()
+        try:
+            for change in range(60):
+                model.second.requires_grad_(requires_grad=change % 2 == 0)
+                model.add_module(f"adapter{change}", nn.Linear(2, 2))
+                index.refresh()
+                new = sgd(getattr(model, f"adapter{change}"))
+                assert optimizers.number(new) is not None
+                assert answers[change % 3].done() or asked[change % 3].wait(timeout=60)
+                asked[change % 3].clear()
+        finally:
+            over.set()
         assert set().union(*(answer.result(timeout=60) for answer in answers)) == {(True, False)}
 
 

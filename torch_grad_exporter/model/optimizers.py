@@ -72,7 +72,7 @@ class Optimizers:
             return known.concerned
         try:
             concerned = _owns_of(table, optimizer) or _owns(optimizer, self._index.changed())
-        except RuntimeError:  # another thread has just changed a model: call it again
+        except (RuntimeError, LookupError):  # another thread is changing a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
         return concerned
