@@ -196,7 +196,7 @@ class Capture:
         self._count_only.look()
 
     def settle(self) -> None:
-        """Ends counting; idempotent. On the training thread."""
+        """Ends counting and takes back the hook of a single step; idempotent. On the training thread."""
         self._loop.close()
 
     def close(self) -> None:

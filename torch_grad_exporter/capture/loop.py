@@ -1,7 +1,7 @@
 """TrainingLoop: what the hooks of optimizers mean for the clock and the rounds.
 
-Unsampled steps pass here too, so every line counts: a forward costs two calls, a step two more, and nothing
-here depends on the number of parameters.
+Unsampled steps pass here too, so every line counts: a step costs two calls, and nothing here depends on the number of
+parameters.
 """
 
 from __future__ import annotations
