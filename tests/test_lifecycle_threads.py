@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from tests.support.otlp_receiver import GrpcReceiver, HttpReceiver
 from tests.support.tools import eventually
 from torch_grad_exporter.errors import LIMIT, Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
@@ -308,3 +313,54 @@ def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> N
     gate.opened.set()
     work.wait(3)
     assert (one.running, one.stopping) == (True, False)
+
+
+IMPORTS = """
+import pathlib, sys, threading, urllib.request, torch
+from torch_grad_exporter import start_exporter
+
+endpoint, protocol, folder = sys.argv[1:]
+training = threading.current_thread()
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if threading.current_thread() is not training:
+            print(threading.current_thread().name, "imports", name, flush=True)
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sys.meta_path.insert(0, Finder())
+exporter = start_exporter(
+    model, 0, addr="127.0.0.1", every=1, weights=True, moments=True, run=protocol,
+    otlp_endpoint=endpoint, otlp_protocol=protocol, otlp_interval=0.1, textfile_dir=folder, sd_dir=folder,
+)
+for _ in range(8):
+    loss = model(torch.ones(8, 4)).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    exporter.observe(loss=loss, samples=8)
+here = exporter.url.removesuffix("/metrics")
+for path in ("/", "/metrics", "/healthz", "/api/v1/status", "/static/page.js"):
+    for accepted in ("text/plain", "application/openmetrics-text", "application/vnd.google.protobuf"):
+        request = urllib.request.Request(here + path, headers={"Accept": accepted, "Accept-Encoding": "gzip"})
+        assert urllib.request.urlopen(request).read()
+print("trained", flush=True)
+sys.stdin.readline()
+exporter.close()
+assert [one for one in pathlib.Path(folder).iterdir() if one.suffix == ".prom"]
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_no_background_thread_imports_a_module(protocol: str, tmp_path: Path) -> None:
+    """Python's import lock is held during a fork, and a module half imported at a fork never comes to its end in the child."""
+    with GrpcReceiver() if protocol == "grpc" else HttpReceiver() as receiver:
+        command = [sys.executable, "-c", textwrap.dedent(IMPORTS), receiver.endpoint, protocol, str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert eventually(lambda: receiver.latest("torch_train_steps_total") == 8 or process.poll() is not None, PATIENCE)
+            said, _ = process.communicate("go\n", PATIENCE)
+    assert said.splitlines() == ["trained", "closed"]

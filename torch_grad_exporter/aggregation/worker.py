@@ -14,6 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+# NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its imports
+# wait for a fork of the training, and a child that is forked meanwhile waits for them without end.
+import numpy.ma  # noqa: F401
+
 from torch_grad_exporter.aggregation import samples
 from torch_grad_exporter.aggregation.cursor import Cursor
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot, NewGradients

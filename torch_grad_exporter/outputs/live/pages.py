@@ -33,7 +33,9 @@ TYPES = {
     ".txt": "text/plain; charset=utf-8",
 }
 
-FOLDER = "page"
+FOLDER = files(__package__).joinpath("page")
+"""Found here and now: to find it imports modules, which no background thread does while the training may fork."""
+
 INDEX = "index.html"
 BUNDLE = "page"
 STATIC = "/static/"
@@ -48,13 +50,12 @@ STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 @cache
 def names() -> frozenset[str]:
     """The names of all files that are served."""
-    here = files(__package__).joinpath(FOLDER)
-    return frozenset(one.name for one in here.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
+    return frozenset(one.name for one in FOLDER.iterdir() if one.is_file()) | {f"{BUNDLE}.js", f"{BUNDLE}.css"}
 
 
 def source(name: str) -> bytes | None:
     """A file of the page as it is in the package, `None` where there is none of this name."""
-    found = files(__package__).joinpath(FOLDER).joinpath(name)
+    found = FOLDER.joinpath(name)
     return found.read_bytes() if name in names() and found.is_file() else None
 
 

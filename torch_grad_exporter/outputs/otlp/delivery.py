@@ -159,7 +159,11 @@ def _session(endpoint: str, body: _Body, headers: frozenset[str], timeout: float
 
     Of the environment's headers, which the exporter adds to its own, only `headers` are sent: others may be for another receiver.
     """
+    # `netrc` and `json_format` are for later: no background thread may be the one that imports them.
+    import netrc  # noqa: F401, PLC0415 - requests does so in its first request
+
     import requests  # noqa: PLC0415 - a dependency of the exporter
+    from google.protobuf import json_format  # noqa: F401, PLC0415
 
     class Session(requests.Session):
         def merge_environment_settings(self, url: str, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:  # noqa: ANN401
