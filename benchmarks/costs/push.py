@@ -26,8 +26,10 @@ from benchmarks.costs.scrape import exporter_with
 from benchmarks.costs.timing import times
 from benchmarks.interleave import interval
 from torch_grad_exporter.metrics.families import Family, Kind, by_spec
-from torch_grad_exporter.outputs.otlp import delivery
+from torch_grad_exporter.outputs.otlp.delivery import Delivery
 from torch_grad_exporter.outputs.otlp.otlp import Encoder, Temporality
+from torch_grad_exporter.outputs.otlp.push import connected
+from torch_grad_exporter.outputs.otlp.push_settings import Compression, PushSettings
 
 POINTS = (1_000, 10_000, 50_000)
 SERIES_PER_POINT = 1.92
@@ -93,18 +95,18 @@ def measure(seconds: float) -> record.Table:
 
 def _rows(families: list[Family], endpoint: str, seconds: float) -> list[list[record.Cell]]:
     encoder = Encoder({"run": "benchmark", "rank": "0"}, {"service.name": "training"}, version="0", temporality=CUMULATIVE)
-    plain = delivery.http(endpoint, {}, timeout=30.0, compression="none")
-    compressed = delivery.http(endpoint, {}, timeout=30.0, compression="gzip")
+    plain = connected(PushSettings(endpoint=endpoint), 30.0)
+    compressed = connected(PushSettings(endpoint=endpoint, compression=Compression.GZIP), 30.0)
     requests: list[bytes] = []
 
     def encode() -> None:
         requests[:] = encoder.encode(families, start=1, since=1, at=2)
 
-    def send(way: delivery.Delivery) -> None:
+    def send(way: Delivery) -> None:
         for request in requests:
             way.send(request)
 
-    def both(way: delivery.Delivery) -> None:
+    def both(way: Delivery) -> None:
         encode()
         send(way)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -33,9 +34,10 @@ from tests.support.certificates import authority
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Liar, Receiver, expected, refused, retry_info
 from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_NORM, GRAD_NORM_DISTRIBUTION
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
-from torch_grad_exporter.outputs.otlp import delivery
-from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError, RejectedError
+from torch_grad_exporter.outputs.otlp.delivery import TRIES, Delivery, DeliveryError, RejectedError
 from torch_grad_exporter.outputs.otlp.otlp import REQUEST_BYTES, Encoder, Temporality
+from torch_grad_exporter.outputs.otlp.push import connected
+from torch_grad_exporter.outputs.otlp.push_settings import Compression, resolve
 
 CUMULATIVE = {Kind.COUNTER: Temporality.CUMULATIVE, Kind.HISTOGRAM: Temporality.CUMULATIVE}
 LABELS = {"run": "a run", "rank": "0"}
@@ -69,12 +71,19 @@ def encoded(found: list[Family]) -> list[bytes]:
 
 def http(endpoint: str, compression: str = "none", timeout: float = QUICK, headers: dict[str, str] | None = None) -> Delivery:
     """Delivery to a receiver over HTTP."""
-    return delivery.http(endpoint + liars.PATH, headers or {}, timeout=timeout, compression=compression)
+    return way_to(endpoint, "http/protobuf", compression, timeout, headers)
 
 
 def over_grpc(endpoint: str, compression: str = "none", timeout: float = QUICK, headers: dict[str, str] | None = None) -> Delivery:
     """Delivery to a receiver over gRPC."""
-    return delivery.grpc(endpoint, headers or {}, timeout=timeout, compression=compression)
+    return way_to(endpoint, "grpc", compression, timeout, headers)
+
+
+def way_to(endpoint: str, protocol: str, compression: str, timeout: float, headers: dict[str, str] | None) -> Delivery:
+    """Delivery as a user gets it who gives the endpoint, with the certificates of the environment."""
+    settings = resolve(endpoint, protocol, headers or {})
+    assert settings is not None
+    return connected(replace(settings, compression=Compression(compression), timeout=timeout), timeout)
 
 
 WAYS: dict[str, tuple[type[HttpReceiver | GrpcReceiver], Callable[..., Delivery]]] = {
@@ -300,6 +309,14 @@ def test_tries_over_grpc() -> None:
     check_tries("grpc", [*((Answer(code=code), 0.8) for code in codes), told])
 
 
+def test_tries_are_bounded() -> None:
+    """A receiver that wants each request again at once gets it a few times."""
+    with HttpReceiver() as receiver, closing(http(receiver.endpoint, timeout=30)) as way:
+        receiver.answer(*[Answer(503, {"Retry-After": "0"})] * (TRIES + 1))
+        assert "HTTP 503 " in failure(way)
+    assert len(receiver.received) == TRIES
+
+
 def check_tries(protocol: str, answers: list[tuple[Answer, float]]) -> None:
     """All of them at a time: each request succeeds with its second try, not before so many seconds, but soon after."""
     receiver_of, way_of = WAYS[protocol]
@@ -419,7 +436,7 @@ def test_no_receiver_there(protocol: str) -> None:
 
 def test_no_secret_is_told() -> None:
     """The query of an endpoint may be a key: it is in no message."""
-    with closing(delivery.http(refused() + "/v1/metrics?key=secret", {}, timeout=QUICK, compression="none")) as way:
+    with closing(http(refused() + "/v1/metrics?key=secret")) as way:
         told = failure(way)
     assert "efused" in told
     assert "secret" not in told
@@ -562,13 +579,12 @@ def test_no_span_is_made_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request is under way, instrumentation of HTTP and gRPC is told to keep out; before and after, it is not."""
     seen: list[object] = []
 
-    class Stub:
-        def __init__(self, channel: grpc.Channel) -> None:
-            """As the official one."""
-
-        def Export(self, request: object, **options: object) -> object:
+    class Interceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+        def intercept_unary_unary(self, follow: Callable[..., object], details: object, request: object) -> object:
             seen.append(context.get_value("suppress_instrumentation"))
-            return liars.ExportMetricsServiceResponse()
+            return follow(details, request)
+
+    channel = grpc.insecure_channel
 
     known = requests.adapters.HTTPAdapter.send
 
@@ -577,12 +593,11 @@ def test_no_span_is_made_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         return known(self, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
-    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.grpc.metric_exporter.MetricsServiceStub", Stub)
-    with HttpReceiver() as receiver:
-        for way_of in (http, over_grpc):
-            with closing(way_of(receiver.endpoint)) as way:
-                way.send(BODY)
-                seen.append(context.get_value("suppress_instrumentation"))
+    monkeypatch.setattr(grpc, "insecure_channel", lambda *given: grpc.intercept_channel(channel(*given), Interceptor()))
+    for receiver_of, way_of in WAYS.values():
+        with receiver_of() as receiver, closing(way_of(receiver.endpoint)) as way:
+            way.send(BODY)
+            seen.append(context.get_value("suppress_instrumentation"))
     assert seen == [True, None, True, None]
 
 

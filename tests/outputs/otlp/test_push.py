@@ -40,7 +40,7 @@ from torch_grad_exporter.collectors.gradients import GRAD_NORM
 from torch_grad_exporter.collectors.training import TRAIN_LOSS, TRAIN_STATE
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec, scalar
-from torch_grad_exporter.outputs.otlp import delivery, otlp
+from torch_grad_exporter.outputs.otlp import delivery_grpc, otlp
 from torch_grad_exporter.outputs.otlp import push as push_module
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError
 from torch_grad_exporter.outputs.otlp.otlp import Temporality
@@ -702,12 +702,12 @@ def test_a_request_has_the_smaller_of_two_times(protocol: Protocol, monkeypatch:
     """The last export has 1.1 s, or what the settings give an export if that is less."""
     found: list[float] = []
 
-    def made(*_: object, timeout: float, compression: str) -> Delivery:
-        found.append(timeout)
-        return Ways().connect(timeout)
+    def made(_settings: PushSettings, seconds: float) -> Delivery:
+        found.append(seconds)
+        return Ways().connect(seconds)
 
-    for name in ("http", "grpc"):
-        monkeypatch.setattr(delivery, name, made)
+    monkeypatch.setattr(push_module, "HttpDelivery", made)
+    monkeypatch.setattr(delivery_grpc, "GrpcDelivery", made)
     for timeout in (10.0, 0.7):
         connected(PushSettings(endpoint="http://h", protocol=protocol, timeout=timeout), LAST_SECONDS)
     assert found == [LAST_SECONDS, 0.7]

@@ -23,7 +23,15 @@ from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.otlp import push_settings
 from torch_grad_exporter.outputs.otlp.otlp import Temporality
 from torch_grad_exporter.outputs.otlp.push import connected, resource
-from torch_grad_exporter.outputs.otlp.push_settings import Compression, Protocol, PushSettings, resolve, with_path, without_password
+from torch_grad_exporter.outputs.otlp.push_settings import (
+    Certificates,
+    Compression,
+    Protocol,
+    PushSettings,
+    resolve,
+    with_path,
+    without_password,
+)
 
 WHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 HERE = "http://collector:4318/v1/metrics"
@@ -71,7 +79,8 @@ def test_the_defaults_are_those_of_opentelemetry() -> None:
     found = resolved(environment=WHERE)
     assert {one.name: getattr(found, one.name) for one in fields(PushSettings)} == {
         "endpoint": HERE, "protocol": Protocol.HTTP, "headers": {}, "interval": 60.0, "timeout": 10.0,
-        "compression": Compression.NONE, "temporality": CUMULATIVE, "exponential": False,
+        "compression": Compression.NONE, "certificates": Certificates(), "insecure": True, "temporality": CUMULATIVE,
+        "exponential": False,
     }  # fmt: skip
 
 
@@ -276,18 +285,23 @@ def test_an_interval_of_ages_is_one_that_a_thread_can_wait_for() -> None:
     assert 86400 <= found < threading.TIMEOUT_MAX
 
 
-PROVIDERS = [f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{signal}CREDENTIAL_PROVIDER" for signal in ("", "METRICS_")]
+PROVIDERS = [
+    (protocol, f"OTEL_PYTHON_EXPORTER_OTLP_{protocol.name}_{signal}CREDENTIAL_PROVIDER")
+    for protocol in Protocol
+    for signal in ("", "METRICS_")
+]
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
-def test_a_provider_of_credentials_is_ignored(name: str, lines: pytest.LogCaptureFixture) -> None:
-    """Over HTTP it cannot be used: push goes on, and one warning says so; over gRPC, or if it is empty, nothing is said."""
-    assert resolved(environment={**WHERE, name: "cloud"}).endpoint == HERE
+@pytest.mark.parametrize(("protocol", "name"), PROVIDERS, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_provider_of_credentials_is_ignored(protocol: Protocol, name: str, lines: pytest.LogCaptureFixture) -> None:
+    """Push goes on, and one warning says so; for the other protocol, or if it is empty, nothing is said."""
+    here, there = {"protocol": protocol.value}, {"protocol": next(one.value for one in Protocol if one is not protocol)}
+    assert resolved(here, {**WHERE, name: "cloud"}).protocol is protocol
     (warning,) = warnings(lines)
     assert f"environment variable {name}='cloud' is ignored: requests are sent over a session of the exporter's own" in warning
     lines.clear()
-    assert resolved({"protocol": "grpc"}, {**WHERE, name: "cloud"}).protocol is Protocol.GRPC
-    assert resolved(environment={**WHERE, name: ""}).protocol is Protocol.HTTP
+    assert resolved(there, {**WHERE, name: "cloud"}).protocol is not protocol
+    assert resolved(here, {**WHERE, name: ""}).protocol is protocol
     assert lines.records == []
 
 
@@ -452,13 +466,13 @@ def test_a_password_in_an_endpoint_is_refused_over_grpc(lines: pytest.LogCapture
 # gRPC
 
 
-@pytest.fixture
-def without_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenTelemetry's exporter for gRPC is not installed."""
+@pytest.fixture(params=["grpc", "google.rpc.error_details_pb2"])
+def without_grpc(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the modules that gRPC needs is not installed."""
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:  # noqa: ANN401 - as importlib's
-        return None if "otlp.proto.grpc" in name else real(name, package)
+        return None if name == request.param else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 

@@ -25,8 +25,8 @@ from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.errors import Guard, caught, say
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.otlp import delivery
 from torch_grad_exporter.outputs.otlp.delivery import Delivery, DeliveryError
+from torch_grad_exporter.outputs.otlp.delivery_http import HttpDelivery
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.outputs.otlp.otlp import Encoder, Request, Temporality
 from torch_grad_exporter.outputs.otlp.push_settings import Protocol, PushSettings, without_password
@@ -244,9 +244,16 @@ class _Transfer:
 
 
 def connected(settings: PushSettings, seconds: float) -> Delivery:
-    """A way to the receiver for exports that take so long at most."""
-    make = delivery.grpc if settings.protocol is Protocol.GRPC else delivery.http
-    return make(settings.endpoint, settings.headers, timeout=min(seconds, settings.timeout), compression=settings.compression.value)
+    """A way to the receiver for requests that take so long at most, with all their tries. It does not connect yet.
+
+    Raises `OSError` where a certificate cannot be read.
+    """
+    limit = min(seconds, settings.timeout)
+    if settings.protocol is Protocol.HTTP:
+        return HttpDelivery(settings, limit)
+    from torch_grad_exporter.outputs.otlp.delivery_grpc import GrpcDelivery  # noqa: PLC0415 - optional
+
+    return GrpcDelivery(settings, limit)
 
 
 def resource(run: str, rank: str) -> dict[str, object]:

@@ -66,11 +66,21 @@ _TEMPORALITIES = {
 _HISTOGRAMS = {"explicit_bucket_histogram": False, "base2_exponential_bucket_histogram": True}
 
 
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Paths of files in PEM format: of whom to trust, and of the client's own certificate and its key; empty for none."""
+
+    authority: str = ""
+    client: str = ""
+    key: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSettings:
-    """All choices, valid. `endpoint`: as the exporter of the protocol wants it. `headers`: all of them, names in lower case.
+    """All choices, valid. `endpoint`: a URL, over gRPC also `host:port`. `headers`: all of them, names in lower case.
 
-    `interval`, `timeout`: in seconds. `exponential`: whether distributions of norms have exponential buckets.
+    `interval`, `timeout`: in seconds. `insecure`: over gRPC, whether there is no TLS. `exponential`: whether distributions of
+    norms have exponential buckets.
     """
 
     endpoint: str
@@ -79,6 +89,8 @@ class PushSettings:
     interval: float = INTERVAL
     timeout: float = TIMEOUT
     compression: Compression = Compression.NONE
+    certificates: Certificates = Certificates()
+    insecure: bool = False
     temporality: Mapping[Kind, Temporality] = field(default_factory=lambda: _TEMPORALITIES["cumulative"])
     exponential: bool = False
 
@@ -178,14 +190,15 @@ _ENDPOINT = "expected a URL such as 'http://localhost:4318', or with otlp_protoc
 _INTERVAL = "expected a number of seconds from 0.1 to 86400"
 _HEADERS = "expected a mapping of header names to printable ASCII texts"
 _OWN_SESSION = "requests are sent over a session of the exporter's own; expected a header or a certificate"
+_PROVIDERS = {Protocol.HTTP: ("HTTP_METRICS_", "HTTP_"), Protocol.GRPC: ("GRPC_METRICS_", "GRPC_")}
 _NO_USER = "over gRPC an endpoint has no user and no password; such as these belong in a header"
 _NO_GRPC = "OTLP over gRPC needs the extra 'grpc'; pip install 'torch-grad-exporter[grpc]'"
 
 
 def grpc_installed() -> bool:
-    """Whether OpenTelemetry's exporter for gRPC can be imported."""
+    """Whether gRPC can be imported, and its richer errors."""
     try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.grpc") is not None
+        return all(importlib.util.find_spec(name) for name in ("grpc", "google.rpc.error_details_pb2"))
     except ModuleNotFoundError:
         return False
 
@@ -297,10 +310,8 @@ def _resolved(given: _Given, variables: _Variables) -> PushSettings | None:
         headers = _headers_of_variable(*variables.found("HEADERS"))
     if protocol is Protocol.GRPC:
         _check_metadata(headers, given)
-    else:
-        variables.unused("OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER", _OWN_SESSION)
-        variables.unused("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", _OWN_SESSION)
-    _check_files(variables)
+    for name in _PROVIDERS[protocol]:
+        variables.unused(f"OTEL_PYTHON_EXPORTER_OTLP_{name}CREDENTIAL_PROVIDER", _OWN_SESSION)
     return PushSettings(
         endpoint=endpoint,
         protocol=protocol,
@@ -308,6 +319,8 @@ def _resolved(given: _Given, variables: _Variables) -> PushSettings | None:
         interval=given.interval or _interval(variables),
         timeout=_timeout(variables),
         compression=variables.choice(*variables.found("COMPRESSION"), {one.value: one for one in Compression}, Compression.NONE),
+        certificates=Certificates(*(_file(*variables.found(name)) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))),
+        insecure=_is_insecure(endpoint, variables),
         temporality=_chosen(variables, "TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
         exponential=_chosen(variables, "DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
     )
@@ -369,11 +382,16 @@ def _headers_of_variable(variable: str, text: str) -> dict[str, str]:
     return dict(found)
 
 
-def _check_files(variables: _Variables) -> None:
-    for name in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"):
-        variable, path = variables.found(name)
-        if path and not os.access(path, os.R_OK):
-            raise _UnusableError(f"environment variable {variable}={path!r}: this file cannot be read")
+def _file(variable: str, path: str) -> str:
+    if path and not os.access(path, os.R_OK):
+        raise _UnusableError(f"environment variable {variable}={path!r}: this file cannot be read")
+    return path
+
+
+def _is_insecure(endpoint: str, variables: _Variables) -> bool:
+    """Whether there is no TLS over gRPC: by the scheme, or for an address without one by OpenTelemetry's variables."""
+    scheme = endpoint.partition("://")[0].lower() if "://" in endpoint else ""
+    return scheme == "http" or (scheme != "https" and variables.found("INSECURE")[1].lower() == "true")
 
 
 def _interval(variables: _Variables) -> float:
