@@ -14,7 +14,7 @@ BENCH_STAMP := .venv-bench/installed
 COMPOSER := mosaicml==0.32.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test mutants soak bench bench-cuda lint type golden dashboards tools build clean
+.PHONY: help venv demo test test-full mutants soak bench bench-cuda lint type golden dashboards tools build clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -39,6 +39,9 @@ demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inje
 # two processes would wait for the same cores, and they wait by turning.
 test: venv tools ## run the tests (ARGS='-k demo')
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-full: venv tools ## run the tests that `make test` leaves out: those of the tests, and thin variants
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m full $(ARGS)
 
 mutants: venv tools ## plant 60 faults and see which the tests find (40 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -1,4 +1,4 @@
-"""Every regime of training: the numbers are right, the training is unchanged, and a naive capture would be noticed."""
+"""Every regime of training: the numbers are right, and the training is unchanged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.matrix import REGIMES
-from tests.matrix.harness import Naive, Run, Way, of_reading
-from tests.matrix.naive import naive_capture
+from tests.matrix.harness import Run, Way
 
 
 @functools.cache
@@ -35,16 +34,3 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype.itemsize == 1 and a.is_floating_point():
         a, b = a.float(), b.float()  # torch can hardly compute with types of one byte
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-@pytest.mark.parametrize("naive", Naive, ids=lambda naive: naive.name.lower())
-@pytest.mark.parametrize("name", REGIMES)
-def test_naive_capture_is_noticed(name: str, naive: Naive) -> None:
-    """With the capture moved to a naive place the regime's checks fail, or hold where the regime says so."""
-    try:
-        with naive_capture(naive):
-            wrong = REGIMES[name].run(Way.EVERYTHING, naive=True).wrong
-    except Exception as error:  # noqa: BLE001 - whatever a naive capture breaks is a way to notice it
-        wrong = [repr(error)]
-    wrong = of_reading(wrong)
-    assert bool(wrong) == (naive in REGIMES[name].catches), wrong
