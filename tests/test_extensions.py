@@ -129,7 +129,7 @@ def test_a_rule_may_ask_for_the_past_of_a_metric_of_its_own() -> None:
 @pytest.mark.parametrize("longest_first", [True, False])
 def test_a_metric_is_remembered_for_the_rule_that_asks_for_most_of_it(*, longest_first: bool) -> None:
     """A second rule, content with a minute of the same counter, takes nothing from the one that looks twenty back."""
-    other = replace(toy_rule.RULE, alert="ToyAskedLately", remembers={toy_collector.TOY_QUESTIONS: 60.0})
+    other = replace(toy_rule.RULE, name="ToyAskedLately", remembers={toy_collector.TOY_QUESTIONS: 60.0})
     watch = Watch([toy_rule.RULE, other] if longest_first else [other, toy_rule.RULE])
     for minute, questions in ((0, 1000.0), (1, 1001.0), (20, 1001.0), (22, 1001.0), (23, 1003.0)):
         asked = Family(toy_collector.TOY_QUESTIONS, np.array([questions]), LabelRows((("red",),)))
@@ -176,7 +176,7 @@ def test_what_was_registered_goes_again() -> None:
         assert value(exporter, "torch_grad_exporter_errors_total", source="collector_toy") is None
     with pytest.raises(ValueError, match="collectors="):
         trained(collectors={"toy": True})
-    assert "ToyAskedOften" not in [rule.alert for rule in RULES]
+    assert "ToyAskedOften" not in [rule.name for rule in RULES]
 
 
 @pytest.mark.usefixtures("toys")

@@ -45,6 +45,7 @@ from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
@@ -343,6 +344,10 @@ class Exporter:
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
         return self._guards.request.result(self._scrape) or []
+
+    def problems(self) -> list[Problem]:
+        """What is wrong now, the worst first, by the rules of docs/runbook.md that one process can judge. Empty if that fails."""
+        return self._guards.request.result(self._view.live.problems) or []
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.

@@ -1,4 +1,5 @@
-"""Makes the Grafana dashboards: `python -m dashboards.generate` writes them, with `--check` it only compares.
+"""Makes the Grafana dashboards, the alert rules and the runbook's table: `python -m dashboards.generate`, `--check` only compares.
 
-One module for each dashboard; `queries` has the pieces of PromQL, `panels` the kinds of panel, `board` what all dashboards share.
+`alerts` writes the rules that `torch_grad_exporter.rules` declares, `runbook` the page of it. One module for each dashboard;
+`queries` has the pieces of PromQL, `panels` the kinds of panel, `board` what all dashboards share.
 """

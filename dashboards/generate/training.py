@@ -16,7 +16,6 @@ UID = "torch-grad-training"
 TO_LAYERS = link("Which layer", "torch-grad-layers")
 TO_RANKS = link("Which rank", "torch-grad-ranks")
 TO_RESOURCES = link("Which device", "torch-grad-resources")
-RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/docs/runbook.md"
 
 SEVERITIES = {"critical": ("critical", "red"), "warning": ("warning", "orange"), "info": ("info", "blue")}
 
@@ -27,7 +26,7 @@ def _alerts() -> Panel:
     to_layer = url("torch-grad-layers", "var-layer=${__data.fields.layer}", run="${__data.fields.run}")
     to_rank = url("torch-grad-ranks", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [
-        Column("alertname", "Alert", link=f"{RUNBOOK}#${{__data.fields.alertname}}", width=240),
+        Column("alertname", "Alert", width=240),
         Column("severity", "Severity", width=90, texts=SEVERITIES),
         Column("run", "Run"),
         Column("layer", "Layer", link=to_layer),
@@ -35,7 +34,7 @@ def _alerts() -> Panel:
         Column("device", "Device", width=80),
         Column("Value", "Since", unit="dateTimeFromNow", width=140),
     ]
-    text = "What Prometheus' rules say is wrong. An alert's name leads to the runbook, a layer or rank to its own view."
+    text = "What Prometheus' rules say is wrong. A layer or rank leads to its own view."
     return rows("Firing alerts", text, [Query(since)], columns, nothing="No alert is firing for these runs")
 
 

@@ -198,10 +198,16 @@ def test_the_servers_take_what_is_written(job: str, tmp_path: Path) -> None:
 
 
 def test_the_address_of_the_runbook(tmp_path: Path) -> None:
-    """It stands in each alert, also in Kubernetes' own, and in the dashboards; without it the project's."""
+    """It stands in each alert, also in Kubernetes' own, and in the overview; without it nothing links to a runbook."""
+    without = assets.collect()
+    assert not [path for path, text in without.items() if "runbook_url:" in text or "data.fields.alertname" in text]
     assert cli.main(["assets", "--out", str(tmp_path), "--runbook-url", "https://wiki.example.org/training"]) == 0
     written = {path: content.decode() for path, content in files_below(tmp_path).items()}
-    assert not [path for path, text in written.items() if assets.RUNBOOK in text]
+    for path in (path for path in written if path.endswith(".alerts.yml")):
+        with_it, without_it = (yaml.safe_load(text)["groups"][0]["rules"] for text in (written[path], without[path]))
+        for rule, other in zip(with_it, without_it, strict=True):
+            assert rule["annotations"].pop("runbook_url") == f"https://wiki.example.org/training#{rule['alert'].lower()}"
+            assert rule == other
     links = [path for path, text in written.items() if "https://wiki.example.org/training#" in text]
     assert {"prometheus/gradients.alerts.yml", "kubernetes/rules.yaml", "grafana/training.json"} <= set(links)
     assert "runbook_url: https://wiki.example.org/training#trainingstalled\n" in written["prometheus/training.alerts.yml"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dashboards.generate.__main__ import FOLDER, differing
+from dashboards.generate.__main__ import ROOT, RUNBOOK, SERVED_RUNBOOK, differing, rendered
 from dashboards.generate.board import plain
 from dashboards.generate.training import dashboard as overview
 from tests.support.catalogue import CATALOGUE
@@ -64,20 +64,31 @@ def test_files_are_what_the_generator_makes() -> None:
 
 
 def test_a_changed_a_missing_and_an_extra_file_are_told(tmp_path: Path) -> None:
-    """`--check` compares bytes: one blank more, one file less and one too many are three differences."""
-    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "ranks.json").write_text((FOLDER / "ranks.json").read_text(encoding="utf-8") + " ", encoding="utf-8")
-    (tmp_path / "layers.json").unlink()
-    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    assert differing(tmp_path) == ["layers.json", "other.json", "ranks.json"]
+    """`--check` compares bytes: one blank more, one file less and one too many are three differences, of each kind."""
+    for path in rendered():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    (tmp_path / RUNBOOK).write_text((tmp_path / RUNBOOK).read_text(encoding="utf-8") + " ", encoding="utf-8")
+    (tmp_path / SERVED_RUNBOOK).unlink()
+    changed = []
+    for folder, first, second, other in (
+        ("grafana", "ranks.json", "layers.json", "other.json"),
+        ("prometheus", "training.alerts.yml", "gradients.alerts.yml", "other.alerts.yml"),
+    ):
+        place = tmp_path / "dashboards" / folder
+        (place / first).write_text((place / first).read_text(encoding="utf-8") + " ", encoding="utf-8")
+        (place / second).unlink()
+        (place / other).write_text("{}", encoding="utf-8")
+        changed += [f"dashboards/{folder}/{name}" for name in (first, second, other)]
+    assert differing(tmp_path) == sorted([*changed, RUNBOOK, SERVED_RUNBOOK])
 
 
 def test_check_is_a_command() -> None:
     """`python -m dashboards.generate --check` agrees with the committed files, and writes nothing."""
-    before = {path: path.stat().st_mtime_ns for path in FOLDER.iterdir()}
+    before = {path: (ROOT / path).stat().st_mtime_ns for path in rendered()}
     done = subprocess.run([sys.executable, "-m", "dashboards.generate", "--check"], cwd=REPOSITORY, check=False, timeout=60)
     assert done.returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in FOLDER.iterdir()} == before
+    assert {path: (ROOT / path).stat().st_mtime_ns for path in rendered()} == before
 
 
 def test_making_a_dashboard_twice_gives_the_same() -> None:
@@ -150,13 +161,10 @@ def addresses(found: object) -> list[str]:
 
 
 def test_links_lead_to_variables_that_are_there() -> None:
-    """Each link goes to one of the five, or to the runbook, and sets only variables that it has."""
+    """Each link goes to one of the five, and sets only variables that it has."""
     found = [url for board in BOARDS.values() for url in addresses(board["panels"])]
     assert len(found) > 20
     for url in found:
-        if url.startswith("https://"):
-            assert "/docs/runbook.md#" in url
-            continue
         uid, _, parameters = url.removeprefix("/d/").partition("?")
         variables = {variable["name"] for variable in UIDS[uid]["templating"]["list"]}  # type: ignore[index]
         named = re.findall(r"var-(\w+)=", parameters) + re.findall(r"\$\{(\w+):queryparam\}", parameters)
@@ -204,7 +212,7 @@ def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
 def test_nothing_is_tied_to_one_grafana() -> None:
     """No data source but the variable, no import dialogue, no panel of another's plugin, and provisioned files are not editable."""
     for name, board in BOARDS.items():
-        text = (FOLDER / name).read_text(encoding="utf-8")
+        text = (ROOT / "dashboards" / "grafana" / name).read_text(encoding="utf-8")
         assert set(re.findall(r'"uid": "([^"]+)"', text)) - set(UIDS) == {"${datasource}"}
         assert "__inputs" not in text
         assert "DS_PROMETHEUS" not in text

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dashboards.generate.alerts import numbers
 from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter.capture.progress import PHASES
 from torch_grad_exporter.collectors.gpu import QUESTIONS
 from torch_grad_exporter.collectors.training import STATES
+from torch_grad_exporter.rules import GROUPS, Alert, Rule
 from torch_grad_exporter.transfer.events import Outcome
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -58,6 +60,7 @@ def alerts() -> dict[str, list[dict[str, object]]]:
 
 
 BY_NAME = alerts()
+DECLARED = {rule.name: rule for group in GROUPS for rule in group.rules}
 
 
 def test_there_are_all_alerts() -> None:
@@ -67,15 +70,17 @@ def test_there_are_all_alerts() -> None:
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_each_alert_says_how_grave_it_is_and_what_happened(name: str) -> None:
-    """A severity that Alertmanager routes by, a summary, a description and a place in the runbook; no label with a value in it."""
+    """A severity that Alertmanager routes by, a summary, and a description with the first steps; no label with a value in it."""
     for rule in BY_NAME[name]:
         labels, annotations = rule["labels"], rule["annotations"]
         assert isinstance(labels, dict)
         assert isinstance(annotations, dict)
         assert labels.keys() == {"severity"}
         assert labels["severity"] in {"critical", "warning", "info"}
-        assert annotations.keys() == {"summary", "description", "runbook_url"}
-        assert annotations["runbook_url"].endswith(f"/blob/main/docs/runbook.md#{name.lower()}")
+        assert annotations.keys() == {"summary", "description"}
+        steps = DECLARED[name].first_steps
+        assert len(steps) > 40
+        assert annotations["description"].endswith(f" {steps}")
         for text in annotations.values():
             assert "\n" not in text
         assert "{{ $labels.run }}" in annotations["summary"]
@@ -229,39 +234,30 @@ def test_tests_of_ended_runs_are_those_in_which_it_fires(name: str) -> None:
     assert asked("stale") == asked("fires")
 
 
-def numbers(expression: str) -> set[str]:
-    """The numbers and ranges of an expression, but for 0 and 1: those are no thresholds."""
-    bare = re.sub(r'"[^"]*"', "", expression)
-    return set(re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?[smhd]?(?![\w.])", bare)) - {"0", "1"}
-
-
-def listed() -> dict[str, set[str]]:
-    """The numbers of each alert as listed at the head of its file."""
-    found = {}
-    for path in ALERTS:
-        head = path.read_text(encoding="utf-8").partition("groups:")[0]
-        for name, values in re.findall(r"^# (\w+): ([^;.]*(?:\.\d[^;.]*)*)[;.]", head, flags=re.MULTILINE):
-            found[name] = set(values.split(", ")) - {"none"}
-    return found
-
-
 def table() -> dict[str, list[str]]:
-    """The rows of the table in the runbook: severity, numbers, `for` and `keep_firing_for` by alert."""
+    """The rows of the table in the runbook: severity, judges, numbers, `for` and `keep_firing_for` by alert."""
     rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (.*) \|$", RUNBOOK, flags=re.MULTILINE)
     assert all(name.lower() == anchor for name, anchor, _ in rows)
     return {name: [cell.strip() for cell in rest.split("|")] for name, _, rest in rows}
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_numbers_are_the_same_everywhere(name: str) -> None:
-    """Expressions, the list at the head of the file and the runbook's table agree about thresholds, severities and durations."""
-    used = set().union(*(numbers(str(rule["expr"])) for rule in BY_NAME[name]))
-    severities, values, lasting, keeping = table()[name]
-    assert listed()[name] == used
-    assert set(values.split(", ")) - {"none"} == used
+def test_numbers_are_told(name: str) -> None:
+    """The runbook's table has the thresholds of the expressions, in their order; the declaration says why they are as they are."""
+    severities, judges, values, lasting, keeping = table()[name]
+    assert values == (", ".join(numbers(DECLARED[name])) or "none")
     assert severities == ", ".join(rule["labels"]["severity"] for rule in BY_NAME[name])  # type: ignore[index]
+    assert judges == ("server" if DECLARED[name].judge is None else "server, process")
     assert {lasting} == {str(rule.get("for", "at once")) for rule in BY_NAME[name]}
     assert {keeping} == {str(rule.get("keep_firing_for", "")) for rule in BY_NAME[name]}
+    if values != "none":
+        assert len(DECLARED[name].why) > 20
+
+
+def test_numbers_of_an_expression() -> None:
+    """Thresholds and windows in their order, each once; no 0, no 1, and nothing of a label or a name."""
+    expr = 'rate(a:b5m{c="2x"}[10m]) > 0.25 and d offset 10m > 1e-7 or 0 * e > 1'
+    assert numbers(Rule(name="A", alerts=(Alert("info", expr),))) == ["10m", "0.25", "1e-7"]
 
 
 def test_the_runbook_is_about_these_alerts() -> None:

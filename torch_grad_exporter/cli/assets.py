@@ -20,8 +20,8 @@ import torch_grad_exporter
 JOB = "training"
 """The name of the scrape job in the files as they are shipped."""
 
-RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/docs/runbook.md"
-"""Where alerts and dashboards say that the runbook is, as they are shipped."""
+OVERVIEW = "grafana/training.json"
+"""The dashboard that lists the alerts that fire."""
 
 _FOLDERS = ("alertmanager", "grafana", "kubernetes", "prometheus", "provisioning")
 
@@ -44,11 +44,11 @@ class AssetsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where to write, and what to change."""
+    """Where to write, and what to change. `runbook_url`: where the user keeps the runbook; else nothing links to it."""
 
     out: Path
     prometheus_job: str = JOB
-    runbook_url: str = RUNBOOK
+    runbook_url: str | None = None
     force: bool = False
 
 
@@ -67,15 +67,16 @@ def write(options: Options) -> tuple[str, str, str]:
     )
 
 
-def collect(job: str = JOB, runbook_url: str = RUNBOOK) -> dict[str, str]:
-    """The text of each file by its path, with the name of the scrape job and the address of the runbook filled in."""
+def collect(job: str = JOB, runbook_url: str | None = None) -> dict[str, str]:
+    """The text of each file by its path, with the scrape job's name in it, and the address of the runbook if there is one."""
     root = _root()
     files = {"compose.yaml": _read(root / "dashboards" / "compose.yaml"), "runbook.md": _read(root / "docs" / "runbook.md")}
     for folder in _FOLDERS:
         files.update(_walk(root / "dashboards" / folder, folder))
     if job != JOB:
         files = {path: _with_job(path, text, job) for path, text in files.items()}
-    files = {path: text.replace(RUNBOOK, runbook_url) for path, text in files.items()}
+    if runbook_url is not None:
+        files = {path: _with_runbook(path, text, runbook_url) for path, text in files.items()}
     files["kubernetes/rules.yaml"] = _rules(files)
     files["kubernetes/dashboards.yaml"] = _dashboards(files)
     return files
@@ -115,6 +116,26 @@ def _with_job_chosen(text: str, job: str) -> str:
         if variable["name"] == "job":
             chosen = [job] if variable.get("multi") else job
             variable["current"] = {"selected": True, "text": chosen, "value": chosen}
+    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
+
+
+def _with_runbook(path: str, text: str, url: str) -> str:
+    """A file of alerts, each with its section of the runbook, or the overview, whose table of alerts leads there."""
+    if path.endswith(".alerts.yml"):
+        for name in set(re.findall(r"- alert: (\w+)", text)):
+            annotations = rf"(- alert: {name}\n(?:.*\n)*?( +)annotations:\n)"
+            text = re.sub(annotations, rf"\g<1>\g<2>  runbook_url: {url}#{name.lower()}\n", text)
+        return text
+    return _with_links(text, f"{url}#${{__data.fields.alertname}}") if path == OVERVIEW else text
+
+
+def _with_links(text: str, url: str) -> str:
+    """The overview with this address behind the name of each alert that fires."""
+    dashboard = json.loads(text)
+    for panel in dashboard["panels"]:
+        for override in panel.get("fieldConfig", {}).get("overrides", ()):
+            if override["matcher"]["options"] == "Alert":
+                override["properties"].append({"id": "links", "value": [{"title": "What to do", "url": url}]})
     return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -103,8 +103,8 @@ def _add_assets(commands: _Commands) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if it is not there")
     add("--prometheus-job", type=_job, default=assets.JOB, metavar="NAME",
         help=f"name of the scrape job, which the dashboards then begin with (default {assets.JOB})")  # fmt: skip
-    add("--runbook-url", type=_address, default=assets.RUNBOOK, metavar="URL",
-        help="where you keep runbook.md, for the links in alerts and dashboards (default: the project's own)")  # fmt: skip
+    add("--runbook-url", type=_address, metavar="URL",
+        help="where you keep runbook.md, for links in alerts and dashboards (default: no links)")  # fmt: skip
     add("--force", action="store_true", help="overwrite files that have another content")
     parser.set_defaults(options=lambda chosen: assets.Options(chosen.out, chosen.prometheus_job, chosen.runbook_url, chosen.force))
 

@@ -1,13 +1,27 @@
-"""What is wrong right now, by the expressions of the shipped alert rules, from this process' own families.
+"""What is wrong: each rule is declared once, with how Prometheus judges it and how a process judges its own families.
 
-Prometheus does this better: it considers how long a state lasts, over all ranks, and notifies people. This is for users who have
-no Prometheus yet, and for a quick view. Each rule has the name of an alert in `dashboards/prometheus/` and judges all of its
-expression that one process can know; a test compares it with promtool. Alerts that compare ranks, restarts of a process or hours
-have no rule here.
+Prometheus does it better: it considers how long a state lasts, over all ranks, and notifies people. What a process finds by itself
+is for users who have no Prometheus yet, and for a quick view. The two judgements of a rule are tests of each other. From the
+declarations come `dashboards/prometheus/*.alerts.yml`, the runbook's table (`make dashboards`) and the live page's problems.
 """
 
-from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext, rule
+from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext
+from torch_grad_exporter.rules.declaration import Alert, Group, Rule, rule, server_rule
 from torch_grad_exporter.rules.values import Values
-from torch_grad_exporter.rules.watch import RULES, Watch
+from torch_grad_exporter.rules.watch import GROUPS, RULES, Watch
 
-__all__ = ["RULES", "THRESHOLDS", "Finding", "Problem", "RuleContext", "Values", "Watch", "rule"]
+__all__ = [
+    "GROUPS",
+    "RULES",
+    "THRESHOLDS",
+    "Alert",
+    "Finding",
+    "Group",
+    "Problem",
+    "Rule",
+    "RuleContext",
+    "Values",
+    "Watch",
+    "rule",
+    "server_rule",
+]

@@ -1,9 +1,9 @@
-"""What a rule is, and what it may read."""
+"""What a rule may read, and what it finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,7 +48,8 @@ GOING = BUSY | {"initialising"}
 class Problem:
     """Something that is wrong: the name of its alert, how bad it is, a sentence, and the layer that it is about.
 
-    `others`: layers that it is about, too.
+    `severity`: "critical" (a person is needed now), "warning" (soon) or "info". `others`: layers that it is about, too.
+    `first_steps`: what to do first.
     """
 
     alert: str
@@ -56,6 +57,7 @@ class Problem:
     text: str
     layer: str | None = None
     others: tuple[str, ...] = ()
+    first_steps: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,32 +146,6 @@ class RuleContext:
         """The numbers so many seconds ago of the rows that there are now; NaN where that is not known."""
         rows, before = self.values.table(spec).rows, self.memories.of(spec, seconds).before(spec, self.now - seconds)
         return np.full(len(rows), np.nan) if before is None else before[1].at(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Judges by the expression of an alert, in the states of the run that it is for.
-
-    `remembers`: metrics whose past it needs, and how many seconds back, in addition to those that are always remembered.
-    """
-
-    alert: str
-    states: frozenset[str | None]
-    judge: Callable[[RuleContext], Iterator[Finding]]
-    remembers: Mapping[Spec, float] = field(default_factory=dict)
-
-    def problems(self, context: RuleContext) -> Iterator[Problem]:
-        """What is wrong by it."""
-        if context.state in self.states:
-            for found in self.judge(context):
-                yield Problem(self.alert, found.severity, found.text, found.layer, found.others)
-
-
-def rule(
-    alert: str, states: frozenset[str | None], remembers: Mapping[Spec, float] | None = None
-) -> Callable[[Callable[[RuleContext], Iterator[Finding]]], Rule]:
-    """Makes a rule of a function."""
-    return lambda judge: Rule(alert, states, judge, remembers or {})
 
 
 def either(first: Table, *others: Table) -> Table:

@@ -1,4 +1,4 @@
-"""Rules on the exporter itself, as `dashboards/prometheus/exporter.alerts.yml` has them."""
+"""Rules on the exporter itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,43 @@ from torch_grad_exporter.collectors.exporter import (
     EXPORTER_SAMPLING_INTERVAL,
 )
 from torch_grad_exporter.collectors.training import TRAIN_STEPS
-from torch_grad_exporter.rules.context import GOING, THRESHOLDS, Finding, RuleContext, rule
+from torch_grad_exporter.rules.context import GOING, THRESHOLDS, Finding, RuleContext
+from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import MINUTES_10, MINUTES_15, MINUTES_30
 
 INTERVALS = 2
 """`ExporterBlind`: so many of them have gone by without a sample."""
 
 
-@rule("ExporterOverBudget", GOING)
+@rule(
+    "ExporterOverBudget",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run) (
+          torch_grad_exporter_overhead_ratio > 1.2 * torch_grad_exporter_overhead_budget_ratio
+          and rate(torch_grad_exporter_overhead_seconds_total[10m]) > 1.2 * torch_grad_exporter_overhead_budget_ratio
+          and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        )
+        """,
+        for_="15m",
+        summary="The exporter takes more of the time of run {{ $labels.run }} than it may.",
+        description=(
+            "It takes {{ $value | humanizePercentage }} of the training time on one rank or more, beyond its overhead_budget."
+        ),
+    ),
+    first_steps=(
+        "The training is sound, and a little slower. Leave layers out (include=, exclude=), switch options off, or raise "
+        "overhead_budget=."
+    ),
+    why=(
+        "The interval is set by the median of what samples cost, so that the mean may be some percent above. The first "
+        "samples are all taken, which weighs in the last 1,000 steps for long where steps are long: so in the last 10 "
+        "minutes, too."
+    ),
+    note="Cannot fire with a fixed interval (`every=`), which has no budget.",
+)
 def over_budget(context: RuleContext) -> Iterator[Finding]:
     """It takes more of the time than it may, of the last 1,000 steps and of the last ten minutes."""
     ratio, budget = context.values.one(EXPORTER_OVERHEAD_RATIO), context.values.one(EXPORTER_OVERHEAD_BUDGET)
@@ -35,7 +64,43 @@ def over_budget(context: RuleContext) -> Iterator[Finding]:
             yield Finding("warning", f"The exporter takes {ratio:.2%} of the time; its budget is {budget:.2%}.")
 
 
-@rule("ExporterBlind", GOING)
+@rule(
+    "ExporterBlind",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run) (
+          (
+            torch_grad_exporter_sampling_interval_steps >= 4096 and torch_grad_exporter_overhead_budget_ratio
+            or
+            2 * torch_grad_exporter_sampling_interval_steps
+            < on (run, rank, job, instance) max by (run, rank, job, instance) (torch_train_steps_total)
+            and on (run, rank, job, instance) torch_grad_exporter_captures_total == 0
+            or
+            2 * torch_grad_exporter_sampling_interval_steps
+            < on (run, rank, job, instance) max by (run, rank, job, instance) (increase(torch_train_steps_total[30m]))
+            and on (run, rank, job, instance) increase(torch_grad_exporter_captures_total[30m]) == 0
+          )
+          and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        )
+        """,
+        for_="15m",
+        summary="The exporter does not see the gradients of run {{ $labels.run }}.",
+        description=(
+            "It takes no samples, or as few as it can and still too many for its budget. Alerts on gradients may be missed."
+        ),
+    ),
+    first_steps=(
+        "Read the exporter's warnings in the run's log. Raise overhead_budget=, leave layers out, or give it the optimizer "
+        "(optimizers=) or the steps (exporter.step())."
+    ),
+    why=(
+        "The longest interval there is: what happens between is not seen. Or no sample although two intervals have gone "
+        "by; in 30 minutes for one that has stopped."
+    ),
+    note="A long interval that was asked for (`every=`) is none of it: the cap is for intervals that follow a budget.",
+)
 def blind(context: RuleContext) -> Iterator[Finding]:
     """Its interval is the longest one there is, by a budget; or two intervals went by without a sample."""
     interval, samples = context.values.one(EXPORTER_SAMPLING_INTERVAL), context.values.one(EXPORTER_CAPTURES)
@@ -53,7 +118,29 @@ def _stopped(context: RuleContext, interval: float) -> bool:
     return context.growth(EXPORTER_CAPTURES, MINUTES_30) == 0 and INTERVALS * interval < context.growth(TRAIN_STEPS, MINUTES_30)
 
 
-@rule("ExporterCollectorFailing", GOING)
+@rule(
+    "ExporterCollectorFailing",
+    GOING,
+    Alert(
+        "warning",
+        """
+        count by (run, collector) (
+          max by (run, rank, collector) (torch_grad_exporter_collector_success) == 0
+          unless on (run, rank) torch_train_state{state=~"finished|failed"} == 1
+        )
+        """,
+        for_="5m",
+        keep_firing_for="5m",
+        summary="The collector {{ $labels.collector }} of the exporter fails in run {{ $labels.run }}.",
+        description="It fails on {{ $value }} ranks, whose metrics of that kind are missing.",
+    ),
+    first_steps=(
+        "Read the first failure, with its traceback, in the run's log. Training does not depend on it. Switch the "
+        "collector off (collectors=) if it is not wanted."
+    ),
+    why="For 5m, as one that took too long at one scrape may answer at the next.",
+    note="Not `and` as in the others: where the collector `training` fails, there is no state.",
+)
 def failing(context: RuleContext) -> Iterator[Finding]:
     """A collector fails."""
     for labels, success in context.values.rows(EXPORTER_COLLECTOR_SUCCESS):
@@ -61,7 +148,29 @@ def failing(context: RuleContext) -> Iterator[Finding]:
             yield Finding("warning", f"The collector {labels[0]} fails; the log says why.")
 
 
-@rule("ExporterSkippingSamples", GOING)
+@rule(
+    "ExporterSkippingSamples",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run) (
+          increase(torch_grad_exporter_captures_skipped_total[15m])
+          / (increase(torch_grad_exporter_captures_skipped_total[15m]) + increase(torch_grad_exporter_captures_total[15m]) > 0)
+          and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        ) > 0.1
+        """,
+        for_="15m",
+        summary="The exporter loses samples of run {{ $labels.run }}.",
+        description=(
+            "{{ $value | humanizePercentage }} of the samples that were due were not taken or not delivered in the last 15 minutes."
+        ),
+    ),
+    first_steps=(
+        "Check whether torch_grad_exporter_errors_total rises. If not, metrics are right, only fewer; the log may have a warning."
+    ),
+    why="A tenth of what was due. Some are lost where a loop does the unusual, and that does no harm.",
+)
 def skipping(context: RuleContext) -> Iterator[Finding]:
     """Samples that were due were lost."""
     lost, taken = context.growth(EXPORTER_CAPTURES_SKIPPED, MINUTES_15), context.growth(EXPORTER_CAPTURES, MINUTES_15)
@@ -70,7 +179,22 @@ def skipping(context: RuleContext) -> Iterator[Finding]:
         yield Finding("warning", f"{share:.0%} of the samples due {context.within(MINUTES_15)} were not taken or not delivered.")
 
 
-@rule("ExporterFoldedLayers", GOING)
+@rule(
+    "ExporterFoldedLayers",
+    GOING,
+    Alert(
+        "info",
+        """
+        max by (run) (
+          torch_grad_exporter_layers_folded and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        ) > 0
+        """,
+        for_="5m",
+        summary="The exporter shows layers of run {{ $labels.run }} in groups.",
+        description="{{ $value }} layers are beyond its cap and are shown as part of a group.",
+    ),
+    first_steps="Leave layers out (include=, exclude=) or raise max_layers=.",
+)
 def folded(context: RuleContext) -> Iterator[Finding]:
     """Layers are shown in groups."""
     layers = context.values.one(EXPORTER_LAYERS_FOLDED) or 0.0
@@ -79,3 +203,21 @@ def folded(context: RuleContext) -> Iterator[Finding]:
 
 
 RULES = (over_budget, blind, failing, skipping, folded)
+
+GROUP = Group(
+    "exporter",
+    "torch_grad_exporter_exporter_alerts",
+    "Alerts on the exporter itself: whether it costs too much, and whether it sees.",
+    (
+        (
+            "Scrape with `honor_labels: true`. What each alert means and what to do: docs/runbook.md. Alerts carry `run`, and "
+            "`collector` where it is about one; never `rank`, `job` or `instance`: what ails the exporter of one rank mostly "
+            "ails them all."
+        ),
+        (
+            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to ranks that go on; where '
+            "torch_train_state is not stored (metric_relabel_configs), nothing below fires."
+        ),
+    ),
+    RULES,
+)

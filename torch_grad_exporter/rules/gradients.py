@@ -1,4 +1,4 @@
-"""Rules on gradients, as `dashboards/prometheus/gradients.alerts.yml` has them."""
+"""Rules on gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from torch_grad_exporter.collectors.gradients import (
     GRAD_SHARD_NORM,
 )
 from torch_grad_exporter.collectors.training import TRAIN_SKIPPED_STEPS, TRAIN_STEPS
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, times
+from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 from torch_grad_exporter.rules.values import Table
 
@@ -45,7 +46,51 @@ SKIPPED = "skipped"
 """What became of a step, as a label."""
 
 
-@rule("TrainingNonFiniteGradients", GOING)
+@rule(
+    "TrainingNonFiniteGradients",
+    GOING,
+    Alert(
+        "critical",
+        """
+        max by (run) (
+          increase(torch_grad_nonfinite_steps_total{outcome!="skipped"}[5m]) > 0
+          or
+          torch_grad_nonfinite_steps_total{outcome!="skipped"} > 0
+          and on (run, rank, job, instance) time() - torch_train_start_timestamp_seconds < 600
+          or
+          increase(torch_train_skipped_steps_total[1h]) >= 20
+          and on (run, rank) (
+            max by (run, rank) (increase(torch_train_skipped_steps_total[10m]))
+            > (
+              max by (run, rank) (increase(torch_train_steps_total[10m]))
+              or 0 * max by (run, rank) (increase(torch_train_skipped_steps_total[10m]))
+            )
+          )
+          and on (run, rank) increase(torch_grad_nonfinite_steps_total{outcome="skipped"}[1h]) > 0
+        )
+        and on (run) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        keep_firing_for="1h",
+        summary="Gradients of run {{ $labels.run }} are NaN or infinite.",
+        description=(
+            "In the last minutes a step was taken on gradients that are not numbers, or most steps were skipped for such. "
+            "Which layers: run_layer:torch_grad_nonfinite_elements:increase5m."
+        ),
+    ),
+    first_steps=(
+        "Stop the run and go back to a checkpoint from before the first such step; one written after it is worthless. Of "
+        "the layers named, look at the one nearest to the loss."
+    ),
+    why=(
+        "One step taken on NaN is enough. In its first 600 s a process counts as a whole: what came before the first "
+        "scrape, no increase shows. Skipped steps are how mixed precision works, until there are more of them than others, "
+        "and 20 in an hour: from its default of 2^16 a GradScaler has then come down to 2^-4."
+    ),
+    note=(
+        "Steps that are not sampled are not looked at: with a long interval it fires at the next sample, and a NaN in the "
+        "weights is in all samples from then on. The second half cannot fire where a step takes more than 5 minutes."
+    ),
+)
 def nonfinite(context: RuleContext) -> Iterator[Finding]:
     """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
     taken = _sum(context.lately(GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
@@ -82,7 +127,51 @@ def _sum(table: Table, *, skipped: bool) -> float:
     return float(sum(count for (_, outcome), count in table.items() if count > 0 and (outcome == SKIPPED) == skipped))
 
 
-@rule("GradientExploding", GOING)
+@rule(
+    "GradientExploding",
+    GOING,
+    Alert(
+        "warning",
+        """
+        (
+          max by (run) (increase(torch_grad_global_norm_spikes_total[10m])) >= 3
+          or
+          count by (run) (
+            max by (run, layer) (
+              increase(torch_grad_norm_spikes_total{layer!="(removed)"}[10m])
+              > 0.01 * increase(torch_grad_captures_total{layer!="(removed)"}[10m])
+            ) >= 3
+          )
+          / (count by (run) (count by (run, layer) (torch_grad_norm_spikes_total{layer!="(removed)"})) > 3)
+          >= 0.25
+          or
+          max by (run) (
+            max_over_time(torch_grad_clip_coefficient[10m]) < 0.01
+            and torch_grad_clip_coefficient offset 10m
+            and changes(torch_grad_sample_step[10m]) >= 3
+          )
+        )
+        and on (run) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        summary="Gradients of run {{ $labels.run }} explode.",
+        description=(
+            "Within 10 minutes the global norm, or the norms of a quarter of the layers, were at least three times beyond "
+            "6 sigma of their own past, or all samples were clipped to less than a hundredth."
+        ),
+    ),
+    first_steps=(
+        "See what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go back to "
+        "a checkpoint from before the first spike."
+    ),
+    why=(
+        "A spike, beyond 6 sigma and 3 times the median, may be a bad batch, three in 10 minutes are not. A quarter of the "
+        "layers: so many may explode without the global norm showing it, where others are larger. Of 12,000 samples of a "
+        "healthy demo in 10 minutes, up to 13 of a layer were such: so more than 0.01 of them have to be. In models with "
+        "up to 3 layers that is left out. Clipped to 0.01 at each sample for 10 minutes: the learning rate is then in fact "
+        "a hundredth."
+    ),
+    note="Cannot fire before 20 samples, nor where there are fewer than 3 samples in 10 minutes.",
+)
 def exploding(context: RuleContext) -> Iterator[Finding]:
     """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
     spikes, layers = context.growth(GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(context)
@@ -113,7 +202,55 @@ def _clipped(context: RuleContext) -> bool:
     return bool(((highest.numbers < CLIPPED) & known & (sampled >= SAMPLES)).any())
 
 
-@rule("GradientVanishing", BUSY)
+@rule(
+    "GradientVanishing",
+    BUSY,
+    Alert(
+        "warning",
+        """
+        max by (run, layer) (
+          (
+            max_over_time(torch_grad_norm_recent_max[5m])
+            or max_over_time(torch_grad_norm[5m])
+            or max_over_time(torch_grad_shard_norm[5m])
+          )
+          and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
+        )
+        < on (run) group_left ()
+        1e-7 * (
+          max by (run) (
+            torch_grad_global_norm < +Inf
+            and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
+          )
+          or max by (run) (
+            (torch_grad_norm < +Inf or torch_grad_shard_norm < +Inf)
+            and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
+          )
+        )
+        unless on (run, layer) torch_grad_missing_parameters > 0
+        """,
+        for_="10m",
+        summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets next to no gradient.",
+        description=(
+            "For 15 minutes the norm of its gradient, now {{ $value | humanize }}, has been below a ten-millionth of the "
+            "global norm. The layer learns nothing."
+        ),
+    ),
+    first_steps=(
+        "Find the affected layer that is next to the output: the cause lies right behind it. Freeze a layer that is meant "
+        "to be idle."
+    ),
+    why=(
+        "A ten-millionth of the global norm is what float32 rounds away (SageMaker Debugger's limit, which is absolute "
+        "there). 5 minutes for the largest to leave the window and 10 of `for` make 15."
+    ),
+    note=(
+        "Of a sharded layer the largest part of a rank stands for the whole. Where the global norm is not known, as under "
+        "FSDP2 without observe(grad_norm=), the largest layer stands for it. Sums of squares would not do: beside what "
+        "they have added up so far, the square of a ten-millionth is lost. What a process that has ended left in its text "
+        "file does not count."
+    ),
+)
 def vanishing(context: RuleContext) -> Iterator[Finding]:
     """The largest norm of a layer within five minutes is negligible compared with the global one, or else the largest layer's."""
     layers = either(*(context.highest(spec, MINUTES_5) for spec in (GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM)))
@@ -129,7 +266,42 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {reference}")
 
 
-@rule("LayerDead", BUSY)
+@rule(
+    "LayerDead",
+    BUSY,
+    Alert(
+        "warning",
+        """
+        run_layer:torch_grad_dead_ratio:mean > 0.9
+        and on (run) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        for_="30m",
+        summary="Layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
+        description=(
+            "{{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in all recent samples, for "
+            "30 minutes."
+        ),
+    ),
+    Alert(
+        "info",
+        """
+        run_layer:torch_grad_dead_ratio:mean > 0.5
+        and on (run) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        for_="30m",
+        summary="Half of layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
+        description=(
+            "{{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in all recent samples, for "
+            "30 minutes."
+        ),
+    ),
+    first_steps=(
+        "See when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead rows of "
+        "an embedding are normal."
+    ),
+    why="From half of the units on it costs capacity, at nine tenths the layer passes next to nothing.",
+    note=("Cannot fire before 20 samples, nor for layers without output units, nor where one row of a weight is cut over ranks."),
+)
 def dead(context: RuleContext) -> Iterator[Finding]:
     """Nine tenths of a layer's units are dead, or half of them."""
     ratios = context.values.table(GRAD_DEAD_RATIO)
@@ -138,7 +310,25 @@ def dead(context: RuleContext) -> Iterator[Finding]:
     yield from by_layer("info", ratios, (ratios.numbers > HALF_DEAD) & ~gone, "more than half of its units are dead")
 
 
-@rule("LayerWithoutGradient", BUSY)
+@rule(
+    "LayerWithoutGradient",
+    BUSY,
+    Alert(
+        "warning",
+        """
+        max by (run, layer) (
+          torch_grad_missing_parameters
+          and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
+        ) > 0
+        """,
+        for_="15m",
+        summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets no gradient.",
+        description="{{ $value }} of its parameters require a gradient and have got none for 15 minutes.",
+    ),
+    first_steps="Follow the layer's output to the loss in the code. Freeze parameters that are not to be trained.",
+    why="For 15m, since experts may get no samples for a while.",
+    note="What a process that has ended left in its text file does not count.",
+)
 def without_gradient(context: RuleContext) -> Iterator[Finding]:
     """Parameters of a layer got no gradient."""
     missing = context.values.table(GRAD_MISSING_PARAMETERS)
@@ -146,3 +336,22 @@ def without_gradient(context: RuleContext) -> Iterator[Finding]:
 
 
 RULES = (nonfinite, exploding, vanishing, dead, without_gradient)
+
+GROUP = Group(
+    "gradients",
+    "torch_grad_exporter_gradient_alerts",
+    "Alerts on gradients.",
+    (
+        (
+            "Needs ranks.rules.yml beside it; scrape with `honor_labels: true`. What each alert means and what to do: "
+            "docs/runbook.md. Alerts carry `run`, and `layer` where it is about one; never `rank`, `job` or `instance`: the "
+            "ranks of a run share their gradients."
+        ),
+        (
+            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to runs that go on; where '
+            'torch_train_state is not stored (metric_relabel_configs), nothing below fires. `state=~"training|evaluating"`: an '
+            "evaluation must not begin the `for` anew. A gauge may be NaN or Inf, for which `x < +Inf` is false: left out."
+        ),
+    ),
+    RULES,
+)

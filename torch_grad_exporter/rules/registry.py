@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 
 from torch_grad_exporter.collectors.registry import Registration
-from torch_grad_exporter.rules.context import Rule
+from torch_grad_exporter.rules.declaration import Rule
 
 
 class Rules:
@@ -20,10 +20,10 @@ class Rules:
     def register(self, rule: Rule) -> Registration:
         """Adds a rule: exporters that are started from now on judge by it, until the registration is closed.
 
-        Raises `ValueError` where another rule has the name of its alert.
+        Raises `ValueError` where another rule has its name.
         """
-        if any(rule.alert == other.alert for other in self._rules):
-            raise ValueError(f"there is a rule {rule.alert!r} already; choose another name")
+        if any(rule.name == other.name for other in self._rules):
+            raise ValueError(f"there is a rule {rule.name!r} already; choose another name")
         self._rules = (*self._rules, rule)
         return Registration(functools.partial(self._take_out, rule))
 

@@ -1,4 +1,4 @@
-"""Rules on memory, GPUs and the host, as `dashboards/prometheus/resources.alerts.yml` has them."""
+"""Rules on memory, GPUs and the host."""
 
 from __future__ import annotations
 
@@ -15,14 +15,44 @@ from torch_grad_exporter.collectors.cuda_memory import (
 from torch_grad_exporter.collectors.gpu import GPU_ECC_ERRORS, GPU_THROTTLED, GPU_UTILIZATION
 from torch_grad_exporter.collectors.host import HOST_MEMORY_AVAILABLE, HOST_MEMORY_TOTAL
 from torch_grad_exporter.collectors.training import TRAIN_STATE
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, times
+from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 
 USUAL = frozenset({"power", "sync_boost"})
 """`GpuThrottled`: reasons for which a GPU at work is held down day in, day out."""
 
 
-@rule("CudaOutOfMemory", GOING | {"failed"})
+@rule(
+    "CudaOutOfMemory",
+    GOING | {"failed"},
+    Alert(
+        "critical",
+        """
+        max by (run, rank, device) (
+          increase(torch_cuda_ooms_total[10m]) > 0
+          or
+          torch_cuda_ooms_total > 0
+          and on (run, rank, job, instance) time() - torch_train_start_timestamp_seconds < 600
+        )
+        and on (run, rank) torch_train_state{state!="finished"} == 1
+        """,
+        summary="Rank {{ $labels.rank }} of run {{ $labels.run }} is out of memory on {{ $labels.device }}.",
+        description=("An allocation failed in the last 10 minutes. Unless the program caught the error, the process has ended."),
+    ),
+    first_steps=(
+        "Read the message in the log, which names the size that failed, and look for other processes with nvidia-smi. "
+        "Restart with a smaller batch or with checkpointed activations."
+    ),
+    why=(
+        "One is enough. In its first 600 s a process counts as a whole: the first step is where it happens, and before the "
+        "first scrape no increase shows it."
+    ),
+    note=(
+        "Where the error ends the process, it is seen only if the end is: with `linger=` or `textfile_dir=`. So not silent "
+        "in `failed`."
+    ),
+)
 def out_of_memory(context: RuleContext) -> Iterator[Finding]:
     """An allocation failed. Also in a run that failed: that is why."""
     for labels, ooms in context.lately(CUDA_OOMS, MINUTES_10).items():
@@ -30,7 +60,27 @@ def out_of_memory(context: RuleContext) -> Iterator[Finding]:
             yield Finding("critical", f"Device {labels[0]}: {times(ooms, 'allocation')} failed {context.since(MINUTES_10)}.")
 
 
-@rule("CudaMemoryNearLimit", GOING)
+@rule(
+    "CudaMemoryNearLimit",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run, rank, device) (
+          torch_cuda_memory_reserved_bytes / (torch_cuda_memory_total_bytes > 0) > 0.95
+          and increase(torch_cuda_alloc_retries_total[10m]) > 0
+        )
+        and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        summary="The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} is nearly used up.",
+        description="PyTorch holds {{ $value | humanizePercentage }} of it and has had to give cached memory back to go on.",
+    ),
+    first_steps=(
+        "If torch_cuda_memory_allocated_bytes rises from step to step, something is kept. Else reduce the batch, or "
+        "checkpoint activations, before the error comes."
+    ),
+    why="The allocator keeps what it once had, so 95 % alone are normal: only with retries is it short.",
+)
 def near_limit(context: RuleContext) -> Iterator[Finding]:
     """Nearly all of a device's memory is reserved, and that was not enough."""
     for labels, retries in context.increase(CUDA_ALLOC_RETRIES, MINUTES_10).items():
@@ -39,7 +89,30 @@ def near_limit(context: RuleContext) -> Iterator[Finding]:
             yield Finding("warning", f"Device {labels[0]}: {reserved / total:.0%} of the memory is reserved.")
 
 
-@rule("CudaAllocRetries", GOING)
+@rule(
+    "CudaAllocRetries",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run, rank, device) (increase(torch_cuda_alloc_retries_total[10m])) > 0
+        and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        summary=(
+            "Allocations on {{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} succeed only at the "
+            "second try."
+        ),
+        description=(
+            "PyTorch's allocator had to give its cached memory back to the driver in the last 10 minutes. Each time the "
+            "training waits; an out-of-memory error may be next."
+        ),
+    ),
+    first_steps=(
+        "With sizes that vary, try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or pad to a few sizes; else reduce the "
+        "batch. Some retries at the first steps do no harm."
+    ),
+    why="Each retry waits for the device and gives all cached memory back; torchtitan warns at the first.",
+)
 def retries(context: RuleContext) -> Iterator[Finding]:
     """Allocations needed a second try."""
     for labels, more in context.increase(CUDA_ALLOC_RETRIES, MINUTES_10).items():
@@ -49,7 +122,24 @@ def retries(context: RuleContext) -> Iterator[Finding]:
             )
 
 
-@rule("CudaMemoryFragmented", GOING)
+@rule(
+    "CudaMemoryFragmented",
+    GOING,
+    Alert(
+        "info",
+        """
+        max by (run, rank, device) (torch_cuda_memory_inactive_split_bytes / (torch_cuda_memory_reserved_bytes > 0)) > 0.3
+        and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        for_="15m",
+        summary="The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} is fragmented.",
+        description=(
+            "{{ $value | humanizePercentage }} of what PyTorch holds lies in free rests of blocks that are partly in use."
+        ),
+    ),
+    first_steps="Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or pad to a few sizes.",
+    why="With a third of the memory in rests of blocks, large tensors find no place long before it is full.",
+)
 def fragmented(context: RuleContext) -> Iterator[Finding]:
     """Much of the reserved memory lies in unused parts of blocks."""
     for labels, split in context.values.rows(CUDA_MEMORY_INACTIVE_SPLIT):
@@ -58,7 +148,28 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
             yield Finding("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in rests of blocks.")
 
 
-@rule("GpuThrottled", GOING)
+@rule(
+    "GpuThrottled",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run, rank, device, uuid, reason) (rate(torch_gpu_throttled_seconds_total{reason!~"power|sync_boost"}[5m])) > 0.1
+        and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        for_="10m",
+        summary=("{{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} is held down ({{ $labels.reason }})."),
+        description=(
+            "GPU {{ $labels.uuid }} has run below its clocks for {{ $value | humanizePercentage }} of the time. In a "
+            "synchronous job all ranks wait for it."
+        ),
+    ),
+    first_steps=(
+        "Compare its temperature and clocks with those of other GPUs of the host: all warm means the host or the room, one "
+        "warm means the card."
+    ),
+    why="A tenth of the time. Not for `power` and `sync_boost`: that is how a GPU works at its limit, day in, day out.",
+)
 def throttled(context: RuleContext) -> Iterator[Finding]:
     """A GPU's clocks are held down, for other reasons than usual."""
     for (device, _, reason), seconds in context.increase(GPU_THROTTLED, MINUTES_5).items():
@@ -66,7 +177,26 @@ def throttled(context: RuleContext) -> Iterator[Finding]:
             yield Finding("warning", f"GPU {device}: held down for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
 
 
-@rule("GpuEccErrors", GOING)
+@rule(
+    "GpuEccErrors",
+    GOING,
+    Alert(
+        "critical",
+        """
+        max by (run, rank, device, uuid) (increase(torch_gpu_ecc_errors_total{kind="uncorrected"}[1h])) > 0
+        and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        summary=(
+            "The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} has errors that cannot "
+            "be corrected."
+        ),
+        description=("GPU {{ $labels.uuid }} has had uncorrected memory errors in the last hour. Results since then may be wrong."),
+    ),
+    first_steps=(
+        "Take the run off this GPU and go back to a checkpoint from before. If errors come back after a reset, replace the card."
+    ),
+    why="Uncorrected errors mean wrong numbers; an hour, so that it is seen though the run goes on.",
+)
 def ecc_errors(context: RuleContext) -> Iterator[Finding]:
     """A GPU's memory had errors that were not corrected."""
     for (device, _, kind), errors in context.increase(GPU_ECC_ERRORS, HOUR).items():
@@ -74,7 +204,32 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
             yield Finding("critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {context.within(HOUR)}.")
 
 
-@rule("GpuUnderused", BUSY)
+@rule(
+    "GpuUnderused",
+    BUSY,
+    Alert(
+        "info",
+        """
+        max by (run, rank, device, uuid) (avg_over_time(torch_gpu_utilization_ratio[5m])) < 0.5
+        and on (run, rank) torch_train_state{state=~"training|evaluating"} == 1
+        and on (run, rank) max_over_time(torch_train_state{state="training"}[10m]) == 1
+        """,
+        for_="15m",
+        summary="{{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} is idle most of the time.",
+        description=(
+            "GPU {{ $labels.uuid }} has been busy for {{ $value | humanizePercentage }} of the last minutes, though the "
+            "run is training."
+        ),
+    ),
+    first_steps=(
+        "See where the time of a step goes; more DataLoader workers, larger batches and torch.compile are the usual remedies."
+    ),
+    why=(
+        "Over 15 minutes, which evaluations and checkpoints do not fill. Within 10 minutes there was training: a longer "
+        "evaluation may leave the GPU idle."
+    ),
+    note="MIG devices have no utilisation: it cannot fire for them.",
+)
 def underused(context: RuleContext) -> Iterator[Finding]:
     """A GPU is idle most of the time though the run trains. Only after five whole minutes: at the start every GPU is idle."""
     trained = context.highest(TRAIN_STATE, MINUTES_10).at((("training",),))
@@ -85,7 +240,40 @@ def underused(context: RuleContext) -> Iterator[Finding]:
             yield Finding("info", f"GPU {device}: in use for {share:.0%} of the last 5 minutes.")
 
 
-@rule("HostMemoryPressure", GOING)
+@rule(
+    "HostMemoryPressure",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run, host) (
+          (
+            torch_container_memory_working_set_bytes / (torch_container_memory_limit_bytes > 0)
+            or
+            1 - torch_host_memory_available_bytes / (torch_host_memory_total_bytes > 0)
+            unless torch_container_memory_limit_bytes
+          )
+          * on (run, rank, job, instance) group_left (host)
+          max by (run, rank, job, instance, host) (torch_train_info)
+          and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
+        ) > 0.9
+        """,
+        for_="5m",
+        summary="Host {{ $labels.host }} of run {{ $labels.run }} is running out of memory.",
+        description=(
+            "{{ $value | humanizePercentage }} of the memory of the container, or of the host where there is no limit, are "
+            "in use. At 100 % the kernel kills processes."
+        ),
+    ),
+    first_steps=(
+        "Compare process_resident_memory_bytes and torch_process_children_memory_bytes over the last hours. If memory is "
+        "nearly gone, write a checkpoint now; if workers grow, use fewer."
+    ),
+    why="The kernel ends processes at 100 %; workers that start, or a checkpoint that is copied, fill the last tenth.",
+    note=(
+        "Once per host or container, however many ranks it has. The container's limit where there is one, else the host's memory."
+    ),
+)
 def memory(context: RuleContext) -> Iterator[Finding]:
     """The container's memory is nearly full, or the host's where it has no limit."""
     limit, used, where = (
@@ -101,3 +289,23 @@ def memory(context: RuleContext) -> Iterator[Finding]:
 
 
 RULES = (out_of_memory, near_limit, retries, fragmented, throttled, ecc_errors, underused, memory)
+
+GROUP = Group(
+    "resources",
+    "torch_grad_exporter_resource_alerts",
+    "Alerts on memory, GPUs and hosts.",
+    (
+        (
+            "Scrape with `honor_labels: true`. What each alert means and what to do: docs/runbook.md. Alerts carry `run`, and "
+            "`rank` and `device`, or `host`, as it is about one; never `job` or `instance`, so that a process which two jobs "
+            "scrape pages once."
+        ),
+        (
+            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to ranks that go on; where '
+            "torch_train_state is not stored (metric_relabel_configs), nothing below fires. What the device or its driver does "
+            "not tell is absent: torch_cuda_* before the program has used a device, torch_gpu_* without NVML or nvidia-ml-py. "
+            "What rests on it cannot fire then."
+        ),
+    ),
+    RULES,
+)

@@ -1,4 +1,4 @@
-"""Rules on the progress of the run, as `dashboards/prometheus/training.alerts.yml` has them."""
+"""Rules on the progress of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch_grad_exporter.collectors.training import (
     TRAIN_SLOWEST_STEP,
     TRAIN_START_TIMESTAMP,
 )
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, rule, times
+from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, times
+from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rule
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
 
 SLOW, SLOWEST = 5.0, 1800.0
@@ -33,13 +34,78 @@ FED = 0.5
 """`DataLoaderStarvation`: a GPU that is in use for so much of the time does not wait for data."""
 
 
-@rule("TrainingFailed", frozenset({"failed"}))
+@rule(
+    "TrainingFailed",
+    frozenset({"failed"}),
+    Alert(
+        "critical",
+        """
+        count by (run) (
+          max by (run, rank) (
+            (
+              last_over_time(torch_train_last_activity_timestamp_seconds[1h])
+              or last_over_time(torch_train_start_timestamp_seconds[1h]) + 600
+            )
+            and on (run, rank, job, instance) last_over_time(torch_train_state{state="failed"}[1h]) == 1
+          )
+          >= on (run) group_left () max by (run) (last_over_time(torch_train_start_timestamp_seconds[1h]))
+        )
+        """,
+        for_="2m",
+        summary="Run {{ $labels.run }} has failed.",
+        description="An exception ended {{ $value }} of its ranks within the last hour, and none has been started since.",
+    ),
+    first_steps=(
+        "Read the log of the rank that failed first: the one with the oldest torch_train_last_activity_timestamp_seconds. "
+        "Check that metrics were sound until the end, then start again from the last checkpoint."
+    ),
+    why=(
+        "A failure is news for an hour, also where the process was seen once and has gone. The 600 s stand for the first "
+        "activity of a process that failed before it had any, while other ranks may still be starting. For 2m: a run that "
+        "is started again by then needs no person."
+    ),
+    note=(
+        "Nothing of the run has been started since the failure: an elastic restart is none of it. Cannot fire where the "
+        "state `failed` never reaches Prometheus: without `linger=`, `textfile_dir=` or a push it does not; then "
+        "TrainingTargetDown does."
+    ),
+)
 def failed(_context: RuleContext) -> Iterator[Finding]:
     """The run has failed; as long as the process reports it, it was not started again."""
     yield Finding("critical", "An exception ended the training.")
 
 
-@rule("TrainingNonFiniteLoss", GOING)
+@rule(
+    "TrainingNonFiniteLoss",
+    GOING,
+    Alert(
+        "critical",
+        """
+        max by (run) (
+          increase(torch_train_loss_nonfinite_total[5m]) > 0
+          or
+          torch_train_loss_nonfinite_total > 0
+          and on (run, rank, job, instance) time() - torch_train_start_timestamp_seconds < 600
+        )
+        and on (run) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        keep_firing_for="30m",
+        summary="The loss of run {{ $labels.run }} is NaN or infinite.",
+        description=(
+            "A loss that was observed in the last minutes is not a number. Unless these steps are skipped, the weights are "
+            "lost, and all steps from here on are wasted."
+        ),
+    ),
+    first_steps=(
+        "See whether it goes on. One such loss with finite gradients is a bad batch or a skipped step; else stop the run "
+        "and go back to a checkpoint."
+    ),
+    why=(
+        "One is enough, the weights are next. In its first 600 s a process counts as a whole: what came before the first "
+        "scrape, no increase shows."
+    ),
+    note="Cannot fire where no loss is observed: `exporter.observe(loss=...)`, or a model that returns it.",
+)
 def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
     losses = context.lately(TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
@@ -47,7 +113,59 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
         yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.")
 
 
-@rule("TrainingStalled", BUSY)
+@rule(
+    "TrainingStalled",
+    BUSY,
+    Alert(
+        "critical",
+        """
+        time() - max by (run) (torch_train_last_activity_timestamp_seconds) > 300
+        unless on (run) (
+          time() - max by (run) (torch_train_last_activity_timestamp_seconds)
+          <= clamp_max(
+            5 * (
+              max by (run) (torch_train_slowest_step_seconds)
+              or max by (run) (torch_train_last_step_timestamp_seconds - torch_train_start_timestamp_seconds)
+            ),
+            1800
+          )
+        )
+        unless on (run) (
+          time() - max by (run) (torch_train_last_activity_timestamp_seconds)
+          <= 1.5 * (
+            max by (run) (max_over_time(torch_train_slowest_step_seconds[1d]))
+            or max by (run) (torch_train_last_step_timestamp_seconds - torch_train_start_timestamp_seconds)
+          )
+        )
+        unless on (run) (
+          time() - max by (run) (torch_train_last_activity_timestamp_seconds) <= 1800
+          and on (run) torch_train_state{state="evaluating"} == 1
+        )
+        and on (run) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        summary="Run {{ $labels.run }} stands still.",
+        description=(
+            "No rank has done a forward, a backward or a step for {{ $value | humanizeDuration }}, much longer than any "
+            "pause of the last day. The processes are alive and answer scrapes."
+        ),
+    ),
+    first_steps=(
+        "Find the rank with the oldest torch_train_last_activity_timestamp_seconds, and see with py-spy dump where its "
+        "process stands. Then restart from the last checkpoint."
+    ),
+    why=(
+        "5 x the slowest of the last 128 steps, as NVIDIA's resiliency extension has for hangs; 300 s spare the short "
+        "pauses of runs with short steps. No more than 1800 s of that: one pause of half an hour must not hide a hang for "
+        "hours. 1.5 x the slowest of a day: a checkpoint that takes minutes is known once it was seen. 1800 s while a rank "
+        "evaluates, for evaluations that do not go through the forward of the root module."
+    ),
+    note=(
+        "The run as a whole: if one rank hangs, the others soon wait for it. It must have been silent for longer than each "
+        "of four times, of which those that are not known do not count. Until there were two steps, the time up to the "
+        "first stands for the slowest one; before the first, as in an evaluation that checks whether all works, nothing "
+        "does."
+    ),
+)
 def stalled(context: RuleContext) -> Iterator[Finding]:
     """Nothing has happened for longer than each of four limits, of which unknown ones do not count."""
     age = context.age(TRAIN_LAST_ACTIVITY_TIMESTAMP)
@@ -62,7 +180,27 @@ def stalled(context: RuleContext) -> Iterator[Finding]:
         yield Finding("critical", f"Nothing has happened for {duration(age)}.")
 
 
-@rule("TrainingNeverStarted", frozenset({"initialising"}))
+@rule(
+    "TrainingNeverStarted",
+    frozenset({"initialising"}),
+    Alert(
+        "warning",
+        """
+        time() - max by (run) (
+          torch_train_start_timestamp_seconds and on (run, rank, job, instance) torch_train_state{state="initialising"} == 1
+        ) > 1200
+        unless on (run) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        summary="Run {{ $labels.run }} has not made its first step.",
+        description=("The exporter was started {{ $value | humanizeDuration }} ago and has seen no optimizer step on any rank."),
+    ),
+    first_steps=(
+        "Read the run's log. If torch_train_backward_passes_total rises, training is under way and its steps are not seen; "
+        "if not, see with py-spy dump where the processes stand."
+    ),
+    why="20 minutes for loading, compiling and the first step, as in SageMaker Debugger's rules.",
+    note="A hang in an evaluation before the first step is none of it: that is TrainingStalled.",
+)
 def never_started(context: RuleContext) -> Iterator[Finding]:
     """There was no step yet."""
     age = context.age(TRAIN_START_TIMESTAMP)
@@ -70,7 +208,25 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
         yield Finding("warning", f"No step has been taken in the {duration(age)} since the start.")
 
 
-@rule("LossSpike", GOING)
+@rule(
+    "LossSpike",
+    GOING,
+    Alert(
+        "warning",
+        """
+        max by (run) (increase(torch_train_loss_spikes_total[10m])) >= 3
+        and on (run) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        summary="The loss of run {{ $labels.run }} jumps.",
+        description="At least three losses in 10 minutes lay more than 6 sigma over the median of the last 128.",
+    ),
+    first_steps=(
+        "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
+        "and skip the data in between, or lower the learning rate."
+    ),
+    why="One spike beyond 6 sigma is a bad batch, three in 10 minutes are a trend (6 sigma over 128 steps as in OLMo-core).",
+    note="Cannot fire where no loss is observed, nor before 20 losses.",
+)
 def loss_spikes(context: RuleContext) -> Iterator[Finding]:
     """The loss jumped again and again."""
     spikes = context.growth(TRAIN_LOSS_SPIKES, MINUTES_10)
@@ -78,7 +234,53 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
         yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.")
 
 
-@rule("DataLoaderStarvation", BUSY)
+@rule(
+    "DataLoaderStarvation",
+    BUSY,
+    Alert(
+        "warning",
+        """
+        max by (run) (
+          rank:torch_train_data_seconds:ratio5m > 0.2
+          unless on (run, rank) avg_over_time(torch_gpu_utilization_ratio[5m]) >= 0.5
+          and on (run, rank) torch_train_state{state=~"training|evaluating"} == 1
+        )
+        """,
+        for_="10m",
+        keep_firing_for="5m",
+        summary="Run {{ $labels.run }} waits for its data.",
+        description=(
+            "{{ $value | humanizePercentage }} of the training time go into waiting for the DataLoader, on the rank that "
+            "waits longest."
+        ),
+    ),
+    Alert(
+        "critical",
+        """
+        max by (run) (
+          rank:torch_train_data_seconds:ratio5m > 0.5
+          unless on (run, rank) avg_over_time(torch_gpu_utilization_ratio[5m]) >= 0.5
+          and on (run, rank) torch_train_state{state=~"training|evaluating"} == 1
+        )
+        """,
+        for_="10m",
+        keep_firing_for="5m",
+        summary="Run {{ $labels.run }} waits for its data most of the time.",
+        description=(
+            "{{ $value | humanizePercentage }} of the training time go into waiting for the DataLoader, on the rank that "
+            "waits longest."
+        ),
+    ),
+    first_steps=(
+        "If torch_process_children_cpu_seconds_total rises by a second per second and worker, add workers or cores; if it "
+        "hardly rises, the workers wait for storage."
+    ),
+    why=(
+        "A fifth of the time is worth more workers, half of it is a machine that stands idle. A GPU that is busy for half "
+        "of the time or more does not wait for data."
+    ),
+    note="Cannot fire without `exporter.watch_loader`, nor on GPUs, where phases are not known: there see GpuUnderused.",
+)
 def starvation(context: RuleContext) -> Iterator[Finding]:
     """Much of the time is spent waiting for data, and no GPU is in use meanwhile."""
     phases = dict(context.increase(TRAIN_PHASE_SECONDS, MINUTES_5).items())
@@ -90,4 +292,287 @@ def starvation(context: RuleContext) -> Iterator[Finding]:
         yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} went by waiting for data.")
 
 
-RULES = (failed, nonfinite_loss, stalled, never_started, loss_spikes, starvation)
+TRAINING_TARGET_DOWN = server_rule(
+    "TrainingTargetDown",
+    Alert(
+        "critical",
+        """
+        count by (run) (
+          max by (run, rank) (
+            target:torch_train_state:last{state=~"initialising|training|evaluating"}
+            and on (job, instance) up == 0
+            and on (job, instance) max_over_time(up[1h]) == 1
+            unless on (run, rank, job, instance) last_over_time(torch_train_state{state=~"finished|failed"}[1h]) == 1
+          )
+          unless on (run, rank) torch_train_state == 1
+        )
+        unless on (run) (
+          count by (run) (count by (run, rank) (torch_train_state{state!~"finished|failed"} == 1))
+          >= max by (run) (torch_train_world_size)
+        )
+        """,
+        for_="2m",
+        summary="Processes of run {{ $labels.run }} do not answer.",
+        description=(
+            "{{ $value }} ranks that were running cannot be scraped any more: they were killed, their host is gone, or the "
+            "network is."
+        ),
+    ),
+    first_steps=(
+        'See which targets have up == 0 and whether their processes run. If not, check the scheduler and dmesg for "Out of '
+        'memory"; if so, open /metrics from the Prometheus host.'
+    ),
+    why=(
+        "A death is news for an hour: a fixed target of a run that is over stays down permanently. For 2m, since one "
+        "scrape may fail."
+    ),
+    note=(
+        "Not for ranks that an elastic restart has left out: the run has all that it needs. A target that was down from "
+        "the first is unknown, and so silent. With fixed targets a run that ended looks like one that died, unless "
+        "`linger=` shows its end; so it is for an hour after the target was last up. The last scrape may lie between two "
+        "evaluations of the rules."
+    ),
+)
+
+
+TRAINING_PUSH_STOPPED = server_rule(
+    "TrainingPushStopped",
+    Alert(
+        "critical",
+        """
+        count by (run) (
+          max by (run, rank) (
+            (
+              last_over_time(torch_train_last_activity_timestamp_seconds[1h])
+              > last_over_time(torch_train_start_timestamp_seconds[1h])
+              or last_over_time(torch_train_start_timestamp_seconds[1h]) + 600
+            )
+            and on (run, rank, job, instance) last_over_time(torch_train_state{state!~"finished|failed"}[1h]) == 1
+            and on (run, rank, job, instance) (
+              last_over_time(torch_train_start_timestamp_seconds[1h])
+              >= on (run, rank) group_left () max by (run, rank) (last_over_time(torch_train_start_timestamp_seconds[1h]))
+            )
+            unless on (job, instance) last_over_time(up[1h])
+            unless on (run, rank) last_over_time(torch_train_state[3m])
+          )
+          >= on (run) group_left () max by (run) (last_over_time(torch_train_start_timestamp_seconds[1h]))
+        )
+        """,
+        for_="2m",
+        summary="Processes of run {{ $labels.run }} push no more.",
+        description=(
+            "{{ $value }} ranks that were running have pushed nothing for 5 minutes: they were killed, their host is gone, "
+            "or the receiver is."
+        ),
+    ),
+    first_steps=(
+        "Check whether the processes run; torch_train_info says on which hosts they were. If they do, their log says why a "
+        "push failed. If it fires for several runs at once, check the receiver first."
+    ),
+    why=(
+        "Three exports of the usual 60 s have not come, and with for 2m no two more: 5 minutes, before TrainingStalled "
+        "fires for the ranks that wait for this one. for 2m, since after an outage of the store no run has pushed for "
+        "minutes. 600 s as in TrainingFailed, and an hour as there."
+    ),
+    note=(
+        "A process without `up` is pushed: a scraped series goes with its `up` or before it. There is no mark for the end "
+        "of a series that is pushed, so it has to be silent for a while. Of each rank the newest process, and nothing of "
+        "the run was started since it was last active: its next life pushes as another instance, or under the same name, "
+        "with the activity of the one before."
+    ),
+)
+
+
+TRAINING_RANK_MISSING = server_rule(
+    "TrainingRankMissing",
+    Alert(
+        "warning",
+        """
+        count by (run) (count by (run, rank) (torch_train_state)) < max by (run) (torch_train_world_size)
+        and on (run) torch_train_state{state!~"finished|failed"} == 1
+        """,
+        for_="10m",
+        summary="Prometheus does not see all ranks of run {{ $labels.run }}.",
+        description=("It sees {{ $value }}, and the run has more by its own account. What happens on the others goes unnoticed."),
+    ),
+    first_steps=(
+        "See which ranks are there with count by (rank) (torch_train_state), and look at the targets and the logs of the others."
+    ),
+    why="For 10m, while ranks start and end one after another.",
+)
+
+
+LOSS_NOT_IMPROVING = server_rule(
+    "LossNotImproving",
+    Alert(
+        "info",
+        """
+        avg_over_time(run:torch_train_loss:mean[6h]) >= avg_over_time(run:torch_train_loss:mean[6h] offset 6h)
+        and count_over_time(run:torch_train_loss:mean[6h] offset 6h) >= 0.9 * count_over_time(run:torch_train_loss:mean[6h])
+        and count_over_time(run:torch_train_loss:mean[6h]) >= 0.9 * count_over_time(run:torch_train_loss:mean[6h] offset 6h)
+        and on (run) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        for_="30m",
+        summary="The loss of run {{ $labels.run }} no longer falls.",
+        description="Its mean over the last 6 hours, {{ $value | humanize }}, is not below that of the 6 hours before.",
+    ),
+    first_steps=("Look at the loss on validation data and at the learning rate, and decide whether the run is worth its machines."),
+    why=(
+        "Two windows of 6 h, each with at least nine tenths of the values of the other: half an hour without a Prometheus "
+        "is no reason to be silent, a run that is younger is."
+    ),
+    note="Cannot fire where no loss is observed, nor in the first 12 hours.",
+)
+
+
+THROUGHPUT_REGRESSION = server_rule(
+    "ThroughputRegression",
+    Alert(
+        "warning",
+        """
+        run:torch_train_throughput:rate15m < 0.8 * run:torch_train_throughput:rate1h
+        and on (run) 900 * max by (run) (rate(torch_train_steps_total[1h] offset 15m)) >= 10
+        and on (run) time() - max by (run) (torch_train_start_timestamp_seconds) > 4500
+        and on (run) torch_train_state{state=~"training|evaluating"} == 1
+        unless on (run) avg_over_time(torch_train_state{state="evaluating"}[15m]) > 0.3
+        """,
+        for_="15m",
+        summary="Run {{ $labels.run }} has become slower.",
+        description="In the last 15 minutes it got less than 80 % as much done as in the hour before.",
+    ),
+    first_steps=(
+        "See which phase of the step has grown, and whether one rank has. Compare clocks, temperatures and storage with "
+        "the hour before."
+    ),
+    why=(
+        "A fifth less than in the hour before is more than the noise of data and network. 4500 s: the 15 minutes and the "
+        "hour before them lie in one life of the process. 900 s x rate: with less than 10 steps in 15 minutes one step "
+        "more or less would alarm; so it cannot fire where steps take more than 90 s. 0.3: evaluations of up to 4.5 of the "
+        "15 minutes leave them before `for` is over, longer ones say nothing about the speed of training."
+    ),
+    note=(
+        "A checkpoint of up to 6 minutes leaves the 15 minutes before `for` is over. Cannot fire where evaluations take "
+        "more than 30 % of the time."
+    ),
+)
+
+
+STRAGGLER_RANK = server_rule(
+    "StragglerRank",
+    Alert(
+        "warning",
+        """
+        rank:torch_train_own_seconds:ratio_median > 1.33
+        and on (run, rank) torch_train_state{state=~"training|evaluating"} == 1
+        """,
+        for_="10m",
+        keep_firing_for="10m",
+        summary="Rank {{ $labels.rank }} of run {{ $labels.run }} slows the others down.",
+        description=(
+            "Without the waiting for others its steps take {{ $value | humanize }} times as long as those of the median rank."
+        ),
+    ),
+    first_steps=(
+        "Compare its processors, throttling and host time with those of another rank. If the slowness moves with the host, "
+        "take the host out; if it stays with the rank, it is the data."
+    ),
+    why="NVIDIA's straggler score of 0.75, turned round: its time over the median of all.",
+    note="Cannot fire on CUDA and under FSDP2, where no rank's own time is known: see ranks.rules.yml.",
+)
+
+
+RANK_DESYNC = server_rule(
+    "RankDesync",
+    Alert(
+        "warning",
+        """
+        max by (run) (torch_train_last_step_timestamp_seconds)
+        - on (run) group_right ()
+        max by (run, rank) (torch_train_last_step_timestamp_seconds or torch_train_start_timestamp_seconds)
+        > 600
+        and on (run, rank) torch_train_state{state=~"initialising|training|evaluating"} == 1
+        """,
+        for_="2m",
+        summary="Rank {{ $labels.rank }} of run {{ $labels.run }} makes no steps while others do.",
+        description="Its last step is {{ $value | humanizeDuration }} behind the last one of the run.",
+    ),
+    first_steps=(
+        "See with py-spy dump on its host where the process stands. If it hangs, end it, so that the run fails or restarts now."
+    ),
+    why="Ten minutes without a step while others step, as in prime-rl.",
+    note=(
+        "By the times of the last steps, not by counters: those of two scrapes differ by themselves. Where all hang, as "
+        "they do when they wait for each other, no rank is behind, and TrainingStalled fires."
+    ),
+)
+
+
+TRAINING_RESTARTING = server_rule(
+    "TrainingRestarting",
+    Alert(
+        "warning",
+        """
+        max by (run) (changes(max by (run, rank) (max_over_time(torch_train_start_timestamp_seconds[10m]))[1h:1m])) >= 3
+        and on (run) last_over_time(torch_train_state{state!="finished"}[10m]) == 1
+        """,
+        summary="Run {{ $labels.run }} is restarted again and again.",
+        description=(
+            "A process of one of its ranks was replaced by a new one {{ $value }} times within the last hour. What was "
+            "done since the last checkpoint is lost each time."
+        ),
+    ),
+    first_steps=(
+        "See whether its processes end at the same step: then it is the program or its data, and the log of the first rank "
+        "to end has the cause. Else look for a host that is the same each time."
+    ),
+    why=(
+        "A preemption or a lost node is one restart or two, three within the hour are a loop. 10 minutes bridge the time "
+        "between two processes, Kubernetes' longest back-off of 5 minutes included, and end the alert when no process "
+        "starts any more. By the minute, as rules are evaluated."
+    ),
+    note=(
+        "A loop of crashes, of which each is mended within minutes, so that no other alert fires. The newest process of "
+        "each rank in 10 minutes: it may come back on another host, two jobs may scrape it, and the text file of an "
+        "earlier one must not count while none is there. Cannot fire where processes run for less than the time between "
+        "two scrapes."
+    ),
+)
+
+
+RULES = (
+    failed,
+    nonfinite_loss,
+    stalled,
+    never_started,
+    loss_spikes,
+    starvation,
+    TRAINING_TARGET_DOWN,
+    TRAINING_PUSH_STOPPED,
+    TRAINING_RANK_MISSING,
+    LOSS_NOT_IMPROVING,
+    THROUGHPUT_REGRESSION,
+    STRAGGLER_RANK,
+    RANK_DESYNC,
+    TRAINING_RESTARTING,
+)
+
+GROUP = Group(
+    "training",
+    "torch_grad_exporter_training_alerts",
+    "Alerts on the progress of a training run.",
+    (
+        (
+            "Needs training.rules.yml and ranks.rules.yml in the same folder; scrape with `honor_labels: true`. What each "
+            "alert means and what to do: docs/runbook.md. Alerts carry `run`, and `rank` where it is about one; never `job` or "
+            "`instance`, so that a run which two jobs scrape, or whose ranks have moved, pages once. To have a label of your "
+            "own on them, add it to the `by (run)` of the alert."
+        ),
+        (
+            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to runs that go on: a rate over 5 '
+            'minutes lives on for 5 minutes after the run. `state=~"training|evaluating"`: an evaluation must not end an '
+            "alert, nor begin its `for` anew. Where torch_train_state is not stored (metric_relabel_configs), nothing below "
+            "fires."
+        ),
+    ),
+    RULES,
+)

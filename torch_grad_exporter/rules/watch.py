@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
-from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules import exporter, gradients, resources, training
-from torch_grad_exporter.rules.context import Problem, Rule, RuleContext
+from torch_grad_exporter.rules.context import Problem, RuleContext
+from torch_grad_exporter.rules.declaration import Rule, remembered
 from torch_grad_exporter.rules.memory import MINUTES_10, Memories
 from torch_grad_exporter.rules.registry import Rules
 from torch_grad_exporter.rules.values import Values
 
-RULES = Rules((*training.RULES, *gradients.RULES, *resources.RULES, *exporter.RULES))
+GROUPS = (training.GROUP, gradients.GROUP, resources.GROUP, exporter.GROUP)
+
+RULES = Rules(rule for group in GROUPS for rule in group.rules)
 """All of them; of the same severity the first one is listed first."""
 
 SEVERITIES = ("critical", "warning", "info")
 
 LEAST_SECONDS = 3.0
 """Seconds over which a rate is taken."""
-
-
-def _remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
-    """The metrics whose past the rules need, each for the longest time that a rule needs."""
-    seconds: dict[Spec, float] = {}
-    for spec, back in (one for rule in rules for one in rule.remembers.items()):
-        seconds[spec] = max(back, seconds.get(spec, 0.0))
-    return seconds
 
 
 class Watch:
@@ -37,7 +31,7 @@ class Watch:
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._rules = tuple(rules)
-        self._memories = Memories(_remembered(self._rules))
+        self._memories = Memories(remembered(self._rules))
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now, unless it did so just now."""

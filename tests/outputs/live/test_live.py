@@ -57,6 +57,7 @@ from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, Window, 
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
 from torch_grad_exporter.outputs.live.recorder import Recorder
 from torch_grad_exporter.outputs.prometheus.text import Renderer
+from torch_grad_exporter.rules import RULES
 
 NOW = 1_800_000_000.0
 PAGE = REPOSITORY / "torch_grad_exporter" / "outputs" / "live" / "page"
@@ -382,6 +383,36 @@ def test_what_is_sent_and_how(trained: Trained) -> None:
         assert trained.get(path, method="POST")[0] == 405
 
 
+def test_the_runbook_has_a_section_for_each_rule(trained: Trained) -> None:
+    """It is served as a page; each section can be linked to, and no link leads anywhere that is not there."""
+    status, headers, body = trained.get("/runbook")
+    page = body.decode()
+    anchors = set(re.findall(r'id="([^"]+)"', page))
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert {rule.name.lower() for rule in RULES} == anchors
+    links = set(re.findall(r'href="([^"]+)"', page))
+    assert links - {f"#{anchor}" for anchor in anchors} == {".", "static/page.css"}
+    assert trained.get("/static/page.css")[0] == 200
+
+
+def test_problems_are_those_of_the_status(trained: Trained) -> None:
+    """`exporter.problems()` has what the page lists, with what to do first; after a NaN that is the worst, also when closed."""
+    assert [problem.alert for problem in trained.exporter.problems()] == [one["alert"] for one in trained.json("/api/v1/status")["problems"]]
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start_exporter(model, None, every=1) as exporter:
+        for weight in (1.0, math.nan):
+            optimizer.zero_grad()
+            (model(batch()).square().mean() * weight).backward()
+            optimizer.step()
+        assert eventually(lambda: bool(exporter.problems()))
+        found = exporter.problems()
+        assert (found[0].alert, found[0].severity) == ("TrainingNonFiniteGradients", "critical")
+        (rule,) = [rule for rule in RULES if rule.name == found[0].alert]
+        assert found[0].first_steps == rule.first_steps
+    assert exporter.problems()[:1] == found[:1]
+
+
 def test_no_answer_lets_a_browser_run_or_keep_anything(trained: Trained) -> None:
     """The page's answers, errors too, carry the policy that allows nothing from elsewhere, and are not stored nor sniffed."""
     assert "default-src 'none'" in CSP
@@ -389,6 +420,7 @@ def test_no_answer_lets_a_browser_run_or_keep_anything(trained: Trained) -> None
     assert "http" not in CSP
     for path, expected in [
         ("/", 200),
+        ("/runbook", 200),
         ("/static/app.js", 200),
         ("/api/v1/status", 200),
         ("/static/nothing.js", 404),
@@ -400,7 +432,7 @@ def test_no_answer_lets_a_browser_run_or_keep_anything(trained: Trained) -> None
         assert (headers["cache-control"], headers["x-content-type-options"]) == ("no-store", "nosniff")
         assert headers.get("content-security-policy") == CSP, path
         assert (headers.get("referrer-policy"), headers.get("cross-origin-opener-policy")) == ("no-referrer", "same-origin"), path
-        assert status == 200 or b"script" not in body.lower()
+        assert (status == 200 and path != "/runbook") or b"<script" not in body.lower()
 
 
 def test_only_the_pages_own_files_are_there(trained: Trained) -> None:

@@ -301,6 +301,8 @@ def test_a_nan_and_a_dead_layer(training: Callable[..., Run], open_page: Callabl
     assert page.get_by_test_id("nonfinite-note").inner_text() == f"{run.model.second.weight.numel()} elements"
     assert problem.locator(".text").inner_text().endswith("in 1 unskipped step, since the start, in second.")
     assert problem.get_by_role("button", name="Show layer").get_attribute("data-layer") == "second"
+    assert problem.locator(".steps").inner_text().startswith("Stop the run and go back to a checkpoint")
+    assert problem.get_by_role("link", name="More").get_attribute("href") == "runbook#trainingnonfinitegradients"
     soon(page, lambda: nonfinite_pixels(page) > 0)
 
     with torch.no_grad():

@@ -58,7 +58,7 @@ from torch_grad_exporter.collectors.training import (
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part
-from torch_grad_exporter.rules import THRESHOLDS, Values, Watch
+from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
 """Seconds for which a scrape is shown."""
@@ -136,12 +136,19 @@ class Live:
         """Remembers the counters by which problems are judged, whether the page is open or not."""
         self._latest()
 
+    def problems(self) -> list[Problem]:
+        """What is wrong now, the worst first."""
+        return self._problems(self._latest(), self._now())
+
+    def _problems(self, values: Values, now: float) -> list[Problem]:
+        with self._lock:
+            return self._watch.problems(values, now)
+
     def status(self) -> Json:
         """`api/v1/status`."""
         values, now = self._latest(), self._now()
-        state = values.state()
+        state, problems = values.state(), self._problems(values, now)
         with self._lock:
-            problems = self._watch.problems(values, now)
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
         found: Json = {
             "now": now,

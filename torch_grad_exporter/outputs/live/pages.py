@@ -37,6 +37,7 @@ FOLDER = files(__package__).joinpath("page")
 """Found here and now: to find it imports modules, which no background thread does while the training may fork."""
 
 INDEX = "index.html"
+HTML = {"/": INDEX, "/runbook": "runbook.html"}
 BUNDLE = "page"
 STATIC = "/static/"
 API = "/api/v1/"
@@ -101,8 +102,8 @@ class Pages:
 
     def answer(self, request: Request) -> Response | None:
         """The response; `None` where the path is none of the page's."""
-        if request.path == "/":
-            return _file(request, INDEX)
+        if request.path in HTML:
+            return _file(request, HTML[request.path])
         if request.path.startswith(STATIC):
             return _file(request, request.path.removeprefix(STATIC))
         if request.path.startswith(API):

@@ -4,7 +4,6 @@
 
   const { numbers } = page;
   const { element, icon, link, byId, text } = page.dom;
-  const RUNBOOK = "https://github.com/torch-grad-exporter/torch-grad-exporter/blob/main/docs/runbook.md";
   const SHOWN = 6;
   const FULL = 0.9;
   // Of the budget, as in the alert ExporterOverBudget: what adapts to it is now above, now below.
@@ -118,6 +117,7 @@
     show(answer, frozen = false) {
       const status = { ...answer, frozen };
       this.status = status;
+      this.saved = frozen;
       this._state(status);
       for (const one of this.tiles) this._fill(one, status);
       this._problems(status.problems || []);
@@ -191,14 +191,17 @@
       const badge = element("span", { class: "severity" }, icon(picture), said);
       const alert = element("span", { class: "alert" }, problem.alert);
       const words = element("span", { class: "text" }, problem.text);
-      const help = link(`${RUNBOOK}#${encodeURIComponent(String(problem.alert).toLowerCase())}`, "What to do");
+      const steps = element("span", { class: "steps" }, problem.first_steps || "");
+      const help = link(`runbook#${encodeURIComponent(String(problem.alert).toLowerCase())}`, "More");
       help.classList.add("help");
+      help.dataset.live = "";
+      help.hidden = this.saved;
       let body = element("span", { class: "body" }, badge, alert, words);
       if (problem.layer !== null && problem.layer !== undefined) {
         body = element("button", { type: "button", class: "body", "data-layer": problem.layer }, badge, alert, words, element("span", { class: "go" }, "Show layer"));
         body.addEventListener("click", () => this.opened(problem.layer, body));
       }
-      return element("li", { "data-severity": severity, "data-alert": problem.alert }, body, help);
+      return element("li", { "data-severity": severity, "data-alert": problem.alert }, body, steps, help);
     }
 
     _resources(resources) {

@@ -1,0 +1,104 @@
+"""What a rule is: one declaration of how Prometheus and a process judge a condition, and of what to do about it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch_grad_exporter.metrics.families import Spec
+from torch_grad_exporter.rules.context import Finding, Problem, RuleContext
+
+Judge = Callable[[RuleContext], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """How Prometheus judges: one severity of a rule.
+
+    `expr`: PromQL. `for_`: how long it has to hold until the alert fires; `keep_firing_for`: how long the alert goes on when it
+    has ceased to hold; both in Prometheus' notation, empty for not at all. `summary` and `description` are templates of Prometheus.
+    """
+
+    severity: str
+    expr: str
+    for_: str = ""
+    keep_firing_for: str = ""
+    summary: str = ""
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expr", textwrap.dedent(self.expr).strip())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A condition that is wrong.
+
+    `alerts`: how Prometheus judges it; none of a rule that only processes judge. `judge`: how a process judges it by its own
+    families, in the states of the run that are `states`; `None` where that takes more than one process knows, such as other ranks
+    or a target that is down. `remembers`: metrics whose past it needs, and how many seconds back, in addition to those
+    that are always remembered. `first_steps`: what to do first. `why`: the reasons of the numbers in the expressions. `note`:
+    what else has to be known of them, such as where they cannot fire.
+    """
+
+    name: str
+    alerts: tuple[Alert, ...] = ()
+    judge: Judge | None = None
+    states: frozenset[str | None] = frozenset()
+    remembers: Mapping[Spec, float] = field(default_factory=dict)
+    first_steps: str = ""
+    why: str = ""
+    note: str = ""
+
+    def problems(self, context: RuleContext) -> Iterator[Problem]:
+        """What is wrong by it, as far as this process knows."""
+        if self.judge is not None and context.state in self.states:
+            for found in self.judge(context):
+                yield Problem(self.name, found.severity, found.text, found.layer, found.others, self.first_steps)
+
+
+def rule(
+    name: str,
+    states: frozenset[str | None],
+    *alerts: Alert,
+    remembers: Mapping[Spec, float] | None = None,
+    first_steps: str = "",
+    why: str = "",
+    note: str = "",
+) -> Callable[[Judge], Rule]:
+    """Makes a rule of a function that judges it, see `Rule`."""
+    return lambda judge: Rule(
+        name=name,
+        alerts=alerts,
+        judge=judge,
+        states=states,
+        remembers=remembers or {},
+        first_steps=first_steps,
+        why=why,
+        note=note,
+    )
+
+
+def server_rule(name: str, *alerts: Alert, first_steps: str, why: str = "", note: str = "") -> Rule:
+    """A rule that only a server which knows all ranks and their past can judge."""
+    return Rule(name=name, alerts=alerts, first_steps=first_steps, why=why, note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rules of one file, `NAME.alerts.yml`. `title` and `about`: paragraphs of its head."""
+
+    name: str
+    group: str
+    title: str
+    about: tuple[str, ...]
+    rules: tuple[Rule, ...]
+
+
+def remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
+    """The metrics whose past the rules need, each for the longest time that a rule needs."""
+    seconds: dict[Spec, float] = {}
+    for spec, back in (one for rule in rules for one in rule.remembers.items()):
+        seconds[spec] = max(back, seconds.get(spec, 0.0))
+    return seconds
