@@ -323,10 +323,9 @@ class Exporter:
         whose norm it is. May be called from any thread, except with `grad_norm`,
         which belongs to the step of the thread that trains: from another one it is counted as an error and changes nothing.
         """
-        values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
-        for name, value in values.items():
-            if value is not None and not self._ending.closed:
-                self._guards.observe(self._training.capture.observe, name, value)
+        if not self._ending.closed:
+            values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
+            self._guards.observe(self._training.capture.observe, values)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.

@@ -18,6 +18,7 @@ from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.transfer.events import Mailbox, Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
@@ -50,6 +51,7 @@ class Observations:
         optimizers: Optimizers,
         reader: GradientReader,
         mailbox: Mailbox,
+        errors: ErrorLog,
     ) -> None:
         self._clock = clock
         self._tracker = tracker
@@ -57,27 +59,32 @@ class Observations:
         self._optimizers = optimizers
         self._reader = reader
         self._mailbox = mailbox
+        self._guard = errors.boundary("observe", limit=None)
         self._ring = _Ring()
         self._settings_read = self._loss_read = float("-inf")
 
-    def observe(self, name: str, value: Number, *, here: bool = True) -> None:
-        """Takes an observed value; a tensor's first element is copied without waiting for it.
+    def observe(self, values: Mapping[str, Number | None], *, here: bool) -> None:
+        """Takes observed values, by name; a tensor's first element is copied without waiting for it.
 
-        `here`: on the training thread. A global norm from elsewhere raises a RuntimeError: of which step it is cannot be known.
+        `here`: on the training thread. A global norm from elsewhere is an error: of which step it is cannot be known. A value that
+        cannot be taken costs itself alone.
         """
-        if name == "samples":
-            self._clock.examples_unknown()
-        if not here:
-            if name == "grad_norm":
-                raise RuntimeError("observe(grad_norm=...) has to be called on the thread that trains")
-            self._post(name, value)
-            return
         start = self._clock.clock()
-        if name == "grad_norm":
+        for name, value in values.items():
+            if value is not None:
+                self._guard(self._take, name, value, here)
+        if here:
+            self._clock.spent(self._clock.clock() - start)
+
+    def _take(self, name: str, value: Number, here: bool) -> None:
+        if name != "grad_norm":
+            if name == "samples":
+                self._clock.examples_unknown()
+            self._post(name, value)
+        elif here:
             self._norm(value)
         else:
-            self._post(name, value)
-        self._clock.spent(self._clock.clock() - start)
+            raise RuntimeError("observe(grad_norm=...) has to be called on the thread that trains")
 
     def _norm(self, value: Number) -> None:
         ticket = self._sent(value)
@@ -99,7 +106,7 @@ class Observations:
         moment = self._clock.clock()
         if self._tracker.current.sampled or moment - self._loss_read > READ_SECONDS:
             self._loss_read = moment
-            self.observe("loss", loss)
+            self._post("loss", loss)
 
     def settings(self, moment: float, *, sampled: bool) -> None:
         """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
@@ -112,7 +119,7 @@ class Observations:
                 if settings.get("lr") is not None:
                     self._post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)))
         if self._reader.scale is not None:
-            self.observe("loss_scale", self._reader.scale)
+            self._post("loss_scale", self._reader.scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

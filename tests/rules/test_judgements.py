@@ -1,0 +1,229 @@
+"""The two judgements of each rule agree: of generated histories promtool says the same as a process does of itself.
+
+Histories lie on one grid: Prometheus scrapes each minute, and the process remembers at the same moments. What is left is the band
+around each threshold in which the two may differ: `increase` extrapolates over the ends of a series that is younger than its
+window. Where a process would judge otherwise with all thresholds 15 % higher or lower, the two are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.rules.test_problems import LONG, NOT_HERE, NOW, RECORDS, Course, Metrics, Rows, Story, c, series, shipped, told
+from tests.rules.test_rules import promtool
+from torch_grad_exporter.collectors.training import STATES
+from torch_grad_exporter.rules import THRESHOLDS, Watch
+
+MINUTE = 60
+STORIES = 80
+"""Histories of one seed."""
+
+BAND = 0.15
+"""How far a threshold is moved, as a share of it."""
+
+Problems = list[tuple[str, str, str | None]]
+
+
+class Chance:
+    """Makes histories. All that changes, changes between two moments of the grid, of which the first is when the run began."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def story(self) -> Story:
+        """A run with some of the metrics that rules read."""
+        age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
+        metrics: Metrics = {}
+        for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers, self._cuda,
+                     self._gpus, self._memory, self._cost, self._samples):  # fmt: skip
+            if self._random.random() < 0.6:
+                metrics |= kind(age)
+        return Story(metrics, self._state(age), age)
+
+    def _state(self, age: float) -> Callable[[float], str | None]:
+        state = self._random.choices(STATES, weights=[2 if state in ("training", "evaluating") else 1 for state in STATES])[0]
+        if state == "evaluating":  # it trained before
+            since = self._moment(age)
+            return lambda ago: "training" if ago > since else "evaluating"
+        return lambda _: state
+
+    def _moment(self, age: float) -> float:
+        """Seconds ago, half a minute away from each moment of the grid."""
+        return MINUTE * self._random.randrange(max(1, int(age) // MINUTE)) + MINUTE / 2
+
+    def _counter(self, age: float, most: int, events: int = 4) -> Course:
+        """A counter that began with the run and has jumped some times."""
+        jumps = [(self._moment(age), self._random.randint(0, most)) for _ in range(self._random.randint(0, events))]
+        return lambda ago: float(sum(by for at, by in jumps if ago <= at))
+
+    def _rising(self, age: float, rate: float) -> Course:
+        """A counter that rises with the time."""
+        return lambda ago: rate * (age - ago)
+
+    def _gauge(self, *around: float) -> Course:
+        """A number near one of these, or one before and another one after some moment."""
+        first, second = (self._random.choice(around) * 10 ** self._random.uniform(-0.7, 0.7) for _ in range(2))
+        since = self._moment(LONG) if self._random.random() < 0.4 else LONG + 1
+        return lambda ago: first if ago <= since else second
+
+    def _share(self) -> float:
+        return self._random.choice((0.0, 1.0, self._random.random(), self._random.random()))
+
+    def _losses(self, age: float) -> Metrics:
+        return {"TRAIN_LOSS_NONFINITE": self._counter(age, 1, 1), "TRAIN_LOSS_SPIKES": self._counter(age, 3)}
+
+    def _steps(self, age: float) -> Metrics:
+        nonfinite: Rows = {
+            ("a", outcome): self._counter(age, 9, 2) for outcome in ("skipped", "stepped") if self._random.random() < 0.5
+        }
+        return {
+            "TRAIN_SKIPPED_STEPS": self._counter(age, 30),
+            "TRAIN_STEPS": {("a",): self._rising(age, self._random.choice((0.0, 0.02, 1.0)))},
+            "GRAD_NONFINITE_STEPS": nonfinite,
+        }
+
+    def _activity(self, age: float) -> Metrics:
+        last = self._random.uniform(0, age)
+        return {
+            "TRAIN_LAST_ACTIVITY_TIMESTAMP": NOW - last,
+            "TRAIN_LAST_STEP_TIMESTAMP": NOW - last,
+            "TRAIN_SLOWEST_STEP": self._gauge(1.0, 100.0, 400.0),
+        }
+
+    def _data(self, age: float) -> Metrics:
+        waiting = self._share()
+        phases = {("forward",): self._rising(age, 1 - waiting), ("data",): self._rising(age, waiting)}
+        used = {("0", "u"): self._share()} if self._random.random() < 0.3 else {}
+        return {"TRAIN_PHASE_SECONDS": phases, "GPU_UTILIZATION": used}
+
+    def _spikes(self, age: float) -> Metrics:
+        names = [(str(number),) for number in range(self._random.randint(1, 6))]
+        return {
+            "GRAD_GLOBAL_NORM_SPIKES": {("a",): self._counter(age, 2), ("b",): self._counter(age, 1)},
+            "GRAD_NORM_SPIKES": {name: self._counter(age, 3) for name in names},
+            "GRAD_CAPTURES": {name: self._rising(age, self._random.choice((0.01, 0.3))) for name in names},
+        }
+
+    def _clipping(self, age: float) -> Metrics:
+        return {
+            "GRAD_CLIP_COEFFICIENT": {("a",): self._gauge(0.003, 0.03, 0.5)},
+            "GRAD_SAMPLE_STEP": {("a",): self._rising(age, self._random.choice((0.0, 0.5)))},
+        }
+
+    def _layers(self, age: float) -> Metrics:
+        names = [(str(number),) for number in range(self._random.randint(1, 5))]
+        return {
+            "GRAD_GLOBAL_NORM": {("a",): self._gauge(1000.0)},
+            "GRAD_NORM_RECENT_MAX": {name: self._gauge(1e-4, 1.0) for name in names},
+            "GRAD_MISSING_PARAMETERS": {name: float(self._random.random() < 0.2) for name in names},
+            "GRAD_DEAD_RATIO": {name: self._share() for name in names},
+            "GRAD_UNITS": dict.fromkeys(names, 8.0),
+        }
+
+    def _cuda(self, age: float) -> Metrics:
+        return {
+            "CUDA_OOMS": {("0",): self._counter(age, 1, 1)},
+            "CUDA_ALLOC_RETRIES": {("0",): self._counter(age, 2, 1)},
+            "CUDA_MEMORY_RESERVED": {("0",): 1000 * self._share()},
+            "CUDA_MEMORY_TOTAL": {("0",): 1000.0},
+            "CUDA_MEMORY_INACTIVE_SPLIT": {("0",): 500 * self._random.random()},
+        }
+
+    def _gpus(self, age: float) -> Metrics:
+        throttled = {("0", "u", reason): self._rising(age, self._share()) for reason in ("power", "hw_thermal")}
+        errors = {("0", "u", kind): self._counter(age, 1, 1) for kind in ("corrected", "uncorrected")}
+        return {"GPU_THROTTLED": throttled, "GPU_ECC_ERRORS": errors, "GPU_UTILIZATION": {("0", "u"): self._share()}}
+
+    def _memory(self, age: float) -> Metrics:
+        host = {"HOST_MEMORY_TOTAL": 1000.0, "HOST_MEMORY_AVAILABLE": 1000 * self._random.random() / 3}
+        if self._random.random() < 0.5:
+            return host
+        return {**host, "CONTAINER_MEMORY_LIMIT": 1000.0, "CONTAINER_MEMORY_WORKING_SET": 1000 * self._share()}
+
+    def _cost(self, age: float) -> Metrics:
+        budget = {"EXPORTER_OVERHEAD_BUDGET": 0.01} if self._random.random() < 0.7 else {}
+        ratio, rate = (0.012 * 10 ** self._random.uniform(-0.5, 0.5) for _ in range(2))
+        return {"EXPORTER_OVERHEAD_RATIO": ratio, "EXPORTER_OVERHEAD_SECONDS": self._rising(age, rate), **budget}
+
+    def _samples(self, age: float) -> Metrics:
+        return {
+            "EXPORTER_SAMPLING_INTERVAL": self._random.choice((1.0, 64.0, 2000.0, 4096.0)),
+            "TRAIN_STEPS": {("a",): self._rising(age, self._random.choice((0.0, 1.0, 3.0)))},
+            "EXPORTER_CAPTURES": self._rising(age, self._random.choice((0.0, 0.5))),
+            "EXPORTER_CAPTURES_SKIPPED": self._rising(age, self._random.choice((0.0, 0.01, 0.2))),
+            "EXPORTER_LAYERS_FOLDED": float(self._random.random() < 0.3),
+            "EXPORTER_COLLECTOR_SUCCESS": {("gpu",): float(self._random.random() < 0.7)},
+        }
+
+
+def judged(story: Story) -> Problems:
+    """What is wrong in the end, where the process has remembered all moments of the grid."""
+    watch = Watch()
+    for ago in range(int(story.age), 0, -MINUTE):
+        watch.remember(story.at(ago), NOW - ago)
+    return [(problem.alert, problem.severity, problem.layer) for problem in watch.problems(story.at(0), NOW)]
+
+
+def scaled(story: Story, by: float, limits: Mapping[str, float]) -> Problems:
+    """What would be wrong with all thresholds scaled."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setitem(THRESHOLDS, name, limit * by)  # type: ignore[arg-type]
+        return judged(story)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("seed", range(3))
+def test_promtool_and_the_process_judge_alike(seed: int, tmp_path: Path) -> None:
+    """For each history and alert, outside of the band, both find the same layers, or nothing; most alerts fire in some."""
+    chance = Chance(seed)
+    stories = {f"story {number}": chance.story() for number in range(STORIES)}
+    alerts = [key for key in shipped() if key[0] not in NOT_HERE]
+    found = {name: judged(story) for name, story in stories.items()}
+    limits = dict(THRESHOLDS)
+    moved = {name: [scaled(story, 1 + by, limits) for by in (-BAND, BAND)] for name, story in stories.items()}
+    unstable = {
+        (name, *key)
+        for name in stories
+        for key in alerts
+        if any(told(found[name], *key) != told(other, *key) for other in moved[name])
+    }
+    firing = Counter(key for name in stories for key in alerts if told(found[name], *key) and (name, *key) not in unstable)
+    assert sum(0 < firing[key] < STORIES for key in alerts) > 0.8 * len(alerts)
+    assert len(unstable) < 0.1 * len(stories) * len(alerts)
+    checks = [_check(alert, severity, found, unstable) for alert, severity in alerts]
+    whole = [one for name, story in stories.items() for one in series(story, name)]
+    whole += [
+        {"series": f'unstable{{run="{name}", alert="{alert}", severity="{severity}"}}', "values": f"1x{int(LONG) // MINUTE}"}
+        for name, alert, severity in sorted(unstable)
+    ]
+    test = {"interval": "1m", "input_series": whole, "promql_expr_test": checks}
+    content = {"rule_files": [str(path) for path in RECORDS], "evaluation_interval": f"{LONG:g}s", "tests": [test]}
+    (tmp_path / "judgements.test.yml").write_text(json.dumps(content))
+    promtool("test", "rules", tmp_path / "judgements.test.yml")
+
+
+def _check(alert: str, severity: str, found: Mapping[str, Problems], unstable: set[tuple[str, str, str]]) -> dict[str, object]:
+    expected = [
+        {"labels": f'{{run="{name}"' + (f', layer="{layer}"}}' if layer else "}"), "value": 1}
+        for name, problems in found.items()
+        for layer in told(problems, alert, severity)
+        if (name, alert, severity) not in unstable
+    ]
+    left_out = f'unstable{{alert="{alert}", severity="{severity}"}}'
+    expression = f"group by (run, layer) ({shipped()[alert, severity]}) unless on (run) {left_out}"
+    return {"expr": expression, "eval_time": f"{LONG:g}s", "exp_samples": expected}
+
+
+def test_histories_are_those_of_the_catalogue() -> None:
+    """Each metric of a history is one that there is, and a history is the same each time it is made."""
+    first, second = Chance(7).story(), Chance(7).story()
+    assert first.metrics.keys() == second.metrics.keys()
+    assert all(hasattr(c, name) for name in first.metrics)
+    assert list(first.numbers(120)) == list(second.numbers(120))
