@@ -803,7 +803,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
-    """Nothing in it is loaded from anywhere: no source but `data:`, no link but anchors and those that a saved page hides, and a policy says so."""
+    """Nothing in it is loaded from anywhere: no source but `data:`, no link but anchors and what it hides, and a policy says so."""
     found = Page(page_of(tmp_path, saved(made())))
     for tag, attributes in found.tags:
         for name in ("src", "href", "srcset", "data", "action", "xlink:href"):

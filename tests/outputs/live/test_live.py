@@ -396,8 +396,9 @@ def test_the_runbook_has_a_section_for_each_rule(trained: Trained) -> None:
 
 
 def test_problems_are_those_of_the_status(trained: Trained) -> None:
-    """`exporter.problems()` has what the page lists, with what to do first; after a NaN that is the worst, also when closed."""
-    assert [problem.alert for problem in trained.exporter.problems()] == [one["alert"] for one in trained.json("/api/v1/status")["problems"]]
+    """`exporter.problems()` has what the page lists, with what to do first; a NaN is the worst, also when closed."""
+    shown = trained.json("/api/v1/status")["problems"]
+    assert [problem.alert for problem in trained.exporter.problems()] == [one["alert"] for one in shown]
     model = Perceptron()
     optimizer = sgd(model)
     with start_exporter(model, None, every=1) as exporter:
