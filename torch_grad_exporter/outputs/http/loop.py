@@ -10,6 +10,7 @@ what one connection raises costs that connection alone; no TLS byte is sent by c
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import selectors
 import socket
@@ -22,14 +23,37 @@ from http import HTTPStatus
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.outputs.http import tls
 from torch_grad_exporter.outputs.http.connection import Connection, Phase
+from torch_grad_exporter.outputs.http.listener import Acceptor
 from torch_grad_exporter.outputs.http.message import Request, RequestError, Response, parse, plain
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 
 # As much as a TLS record holds: with less, a part could stay decrypted in memory, where the selector does not see it.
 _RECEIVE_BYTES = 16384
-_ACCEPTS_PER_TURN = 32
-_PAUSE_SECONDS = 0.5
 _FAREWELL_SECONDS = 1.0
+
+
+class Waker:
+    """Makes a selector return, from any thread and from a signal's handler."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        selector.register(self._receiver, selectors.EVENT_READ, self)
+
+    def wake(self) -> None:
+        """The selector returns now or the next time."""
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: there is no thread to wake
+            self._sender.send(b"\0")
+
+    def woken(self) -> None:
+        """It has returned."""
+        self._receiver.recv(_RECEIVE_BYTES)
+
+    def abandon(self) -> None:
+        """Closes its sockets and leaves the selector's entry alone. Idempotent."""
+        self._receiver.close()
+        self._sender.close()
 
 
 class ConnectionLoop:
@@ -51,7 +75,6 @@ class ConnectionLoop:
         clock: Callable[[], float] = time.monotonic,
         web_config: WebConfigFile | None = None,
     ) -> None:
-        self._listener = listener
         self._dispatch = dispatch
         self._on_error = on_error
         self._guard = Guard(self._step_failed)
@@ -61,14 +84,10 @@ class ConnectionLoop:
         self._web_config = web_config
         self._connections: dict[Connection, None] = {}  # a set in the order of arrival
         self._finished: deque[tuple[Connection, Callable[[Connection], None]]] = deque()
-        self._accept_again_at: float | None = None
         self._stop_at: float | None = None
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._waker = Waker(self._selector)
+        self._acceptor = Acceptor(listener, self._selector, functools.partial(on_error, "request"), clock)
 
     def run(self) -> None:
         """Serves until `stop`; then nothing is open any more. The body of the thread."""
@@ -80,17 +99,17 @@ class ConnectionLoop:
     def respond(self, connection: Connection, response: Response | None) -> None:
         """Hands over the response, `None` for none; from any thread. Without effect where there was one already."""
         self._finished.append((connection, self._drop if response is None else lambda c: self._send(c, response)))
-        self._wake()
+        self._waker.wake()
 
     def begin(self, connection: Connection) -> None:
         """Starts to listen to a client that came before; from any thread."""
         self._finished.append((connection, self._begin))
-        self._wake()
+        self._waker.wake()
 
     def stop(self, grace: float) -> None:
         """Makes `run` free the port at once and return when the answers in progress are out, at most after `grace` seconds."""
         self._stop_at = self._clock() + grace
-        self._wake()
+        self._waker.wake()
 
     def abandon(self) -> None:
         """Closes every socket of this process. Idempotent, takes no lock and leaves the selector's entries alone.
@@ -100,9 +119,8 @@ class ConnectionLoop:
         for connection in list(self._connections):
             connection.sock.close()
         self._connections.clear()
-        self._listener.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
+        self._acceptor.abandon()
+        self._waker.abandon()
         self._selector.close()
 
     def _serve(self) -> None:
@@ -113,26 +131,21 @@ class ConnectionLoop:
         if self._stop_at is None:
             self._on_error("request", error)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: there is no thread to wake
-            self._wake_sender.send(b"\0")
-
     def _done(self) -> bool:
         if self._stop_at is None:
             return False
-        self._stop_accepting()
-        self._accept_again_at = None
-        self._listener.close()
+        self._acceptor.close()
         for connection in [c for c in self._connections if c.phase < Phase.SENDING]:
             self._drop(connection)
         return not self._connections or self._clock() >= self._stop_at
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._patience()):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wake_receiver:
-                self._wake_receiver.recv(_RECEIVE_BYTES)
+            if key.data is self._acceptor:
+                for sock in self._acceptor.accepted():
+                    self._admit(sock)
+            elif key.data is self._waker:
+                self._waker.woken()
             else:
                 self._attempt(self._advance, key.data)
         self._take_finished()
@@ -148,29 +161,13 @@ class ConnectionLoop:
     def _end_overdue(self, now: float) -> None:
         for connection in [c for c in self._connections if c.deadline <= now]:
             self._attempt(self._give_up, connection)
-        if self._accept_again_at is not None and self._accept_again_at <= now:
-            self._accept_again_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        self._acceptor.resume(now)
 
     def _patience(self) -> float | None:
         """Seconds until something is due even if no client moves."""
         due = [c.deadline for c in self._connections]
-        due += [moment for moment in (self._accept_again_at, self._stop_at) if moment is not None]
+        due += [moment for moment in (self._acceptor.resumes_at, self._stop_at) if moment is not None]
         return max(0.0, min(due) - self._clock()) if due else None
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as exc:
-                # Out of file descriptors, mostly. The socket stays readable, so without a pause this would spin.
-                self._on_error("request", exc)
-                self._stop_accepting()
-                self._accept_again_at = self._clock() + _PAUSE_SECONDS
-                return
-            self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
         while len(self._connections) >= self._max_connections:
@@ -194,10 +191,6 @@ class ConnectionLoop:
     def _begin(self, connection: Connection) -> None:
         connection.tls = None if self._web_config is None else self._web_config.current.tls
         self._enter(connection, Phase.READING if connection.tls is None else Phase.HANDSHAKE, selectors.EVENT_READ)
-
-    def _stop_accepting(self) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # not registered, or closed
-            self._selector.unregister(self._listener)
 
     def _drop(self, connection: Connection) -> None:
         """Forgets it, in whatever state it is."""
