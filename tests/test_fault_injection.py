@@ -66,13 +66,13 @@ LEFT_OUT = {
     "outputs.otlp.push_settings": "wrong settings raise before the training",
     "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(
-        (f"outputs.otlp.{room}" for room in ("delivery", "delta", "otlp", "protobuf")),
+        (f"outputs.otlp.{room}" for room in ("delivery", "delivery_grpc", "delivery_http", "delta", "otlp", "protobuf")),
         "the threads of the push, in which nothing of the training runs",
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.memory",
-            "rules.registry", "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live",
+            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration",
+            "rules.memory", "rules.registry", "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live",
             "outputs.live.pages",
         ),
         "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",

@@ -827,7 +827,8 @@ def test_a_child_counts_while_it_runs_and_after() -> None:
         used = child.burn(0.2)
         child.end()
         ended = of_children(collector)
-        assert ended[:2] == (number, memory)
+        assert ended[0] == number
+        assert ended[1] == pytest.approx(memory, abs=2**20)  # other children of this process may move a little
         assert ended[2] - before >= used - 2 * TICK
     *_, after = of_children(collector)
     assert after >= ended[2] >= running[2]
