@@ -72,8 +72,8 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration",
-            "rules.memory", "rules.registry", "rules.resources", "rules.training", "rules.values", "rules.watch", "outputs.live.live",
-            "outputs.live.pages",
+            "rules.memory", "rules.registry", "rules.resources", "rules.training", "rules.values", "rules.watch",
+            "outputs.live.live", "outputs.live.pages",
         ),
         "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",
     ),

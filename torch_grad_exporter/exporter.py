@@ -323,9 +323,11 @@ class Exporter:
         whose norm it is. May be called from any thread, except with `grad_norm`,
         which belongs to the step of the thread that trains: from another one it is counted as an error and changes nothing.
         """
-        if not self._ending.closed:
-            values = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
-            self._guards.observe(self._training.capture.observe, values)
+        given = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
+        values = iter([(name, value) for name, value in given.items() if value is not None])
+        for _ in given:  # a value that fails costs itself alone: those behind it are taken
+            if self._ending.closed or self._guards.observe(self._training.capture.observe, values):
+                break
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -137,7 +137,7 @@ class Capture:
         backward, steps = _step_watch(given, parts, count_only)
         observations = Observations(
             clock=given.clock, tracker=parts.rounds.tracker, count_only=count_only, optimizers=given.optimizers,
-            reader=given.reader, mailbox=given.mailbox, errors=given.errors,
+            reader=given.reader, mailbox=given.mailbox,
         )  # fmt: skip
         self._forwards = ForwardWatch(
             clock=given.clock, ladder=parts.ladder, steps=steps, backward=backward, preparation=parts.preparation,
@@ -183,8 +183,8 @@ class Capture:
         """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
         return self._reader.devices
 
-    def observe(self, values: Mapping[str, Number | None]) -> None:
-        """Takes observed values by name. From any thread, but for `grad_norm`."""
+    def observe(self, values: Iterator[tuple[str, Number]]) -> None:
+        """Takes observed values by name, see `Observations.observe`. From any thread, but for `grad_norm`."""
         self._observations.observe(values, here=self._thread.may_be_here())
 
     def manual_step(self, number: int | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.transfer.events import Mailbox, Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
@@ -51,7 +50,6 @@ class Observations:
         optimizers: Optimizers,
         reader: GradientReader,
         mailbox: Mailbox,
-        errors: ErrorLog,
     ) -> None:
         self._clock = clock
         self._tracker = tracker
@@ -59,34 +57,31 @@ class Observations:
         self._optimizers = optimizers
         self._reader = reader
         self._mailbox = mailbox
-        self._guard = errors.boundary("observe", limit=None)
         self._ring = _Ring()
         self._settings_read = self._loss_read = float("-inf")
 
-    def observe(self, values: Mapping[str, Number | None], *, here: bool) -> None:
+    def observe(self, values: Iterator[tuple[str, Number]], *, here: bool) -> None:
         """Takes observed values, by name; a tensor's first element is copied without waiting for it.
 
-        `here`: on the training thread. A global norm from elsewhere is an error: of which step it is cannot be known. A value that
-        cannot be taken costs itself alone.
+        `here`: on the training thread. A global norm from elsewhere raises a `RuntimeError`: of which step it is cannot be known.
+        Behind a value that cannot be taken the others are still to come from `values`.
         """
         start = self._clock.clock()
-        for name, value in values.items():
-            if value is not None:
-                self._guard(self._take, name, value, here)
-        if here:
-            self._clock.spent(self._clock.clock() - start)
+        try:
+            for name, value in values:
+                if name == "grad_norm":
+                    self._norm(value, here=here)
+                else:
+                    if name == "samples":
+                        self._clock.examples_unknown()
+                    self._post(name, value)
+        finally:
+            if here:
+                self._clock.spent(self._clock.clock() - start)
 
-    def _take(self, name: str, value: Number, here: bool) -> None:
-        if name != "grad_norm":
-            if name == "samples":
-                self._clock.examples_unknown()
-            self._post(name, value)
-        elif here:
-            self._norm(value)
-        else:
+    def _norm(self, value: Number, *, here: bool) -> None:
+        if not here:
             raise RuntimeError("observe(grad_norm=...) has to be called on the thread that trains")
-
-    def _norm(self, value: Number) -> None:
         ticket = self._sent(value)
         if ticket is not None:
             self._count_only.norm_comes()
