@@ -96,6 +96,9 @@ LEFT_OUT = {
 }  # fmt: skip
 """Rooms without seams, and why."""
 
+BY_CHANCE = {"resources.children.CpuSeconds.both"}
+"""Reached where children of tests before these end meanwhile, in the same process."""
+
 UNREACHED = {
     "resources.children.CpuSeconds.both": "children that end, tests/collectors/test_process.py",
     "collectors.process.standard_registry": "the start",
@@ -850,7 +853,7 @@ def test_the_list_of_seams_is_complete(reached: dict[str, dict[str, int]]) -> No
     assert set(UNREACHED) <= names
     assert names - set(reached) <= set(UNREACHED), "reach them in a scene, or say in UNREACHED what does"
     if not torch.accelerator.is_available():
-        assert set(UNREACHED) - (names - set(reached)) == set(), "they are reached now"
+        assert set(UNREACHED) - (names - set(reached)) <= BY_CHANCE, "they are reached now"
 
 
 @pytest.mark.parametrize("seam", [seam for seam in seams() if str(seam) not in UNREACHED], ids=str)
