@@ -122,10 +122,8 @@ def _with_job_chosen(text: str, job: str) -> str:
 def _with_runbook(path: str, text: str, url: str) -> str:
     """A file of alerts, each with its section of the runbook, or the overview, whose table of alerts leads there."""
     if path.endswith(".alerts.yml"):
-        for name in set(re.findall(r"- alert: (\w+)", text)):
-            annotations = rf"(- alert: {name}\n(?:.*\n)*?( +)annotations:\n)"
-            text = re.sub(annotations, rf"\g<1>\g<2>  runbook_url: {url}#{name.lower()}\n", text)
-        return text
+        rule = re.compile(r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n")
+        return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1].lower()}\n", text)
     return _with_links(text, f"{url}#${{__data.fields.alertname}}") if path == OVERVIEW else text
 
 

@@ -688,10 +688,13 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
     counts = {"nonfinite_elements": 0, "nonfinite_steps": 1, "skipped_steps": 1, "loss_spikes": 1}
     saved["status"].update(state="training", step=100, ended=None, last_step=SECONDS[-1] - 400, **norms, **counts)
     saved["status"]["problems"] = [
-        {"alert": "TrainingStalled", "severity": "critical", "text": "Nothing has happened.", "layer": None, "others": []},
+        {
+            "alert": "TrainingStalled", "severity": "critical", "text": "Nothing has happened.", "layer": None, "others": [],
+            "first_steps": "Find the rank.",
+        },
         {"alert": "LayerDead", "severity": "warning", "text": "Layer a", "layer": "a", "others": []},
         {"alert": "LayerDead", "severity": "warning", "text": "2 more layers", "layer": None, "others": ["b", "c"]},
-    ]
+    ]  # fmt: skip
     html = tmp_path / "saved.html"
     html.write_text(plot.page(saved), encoding="utf-8")
     page = open_page(html.as_uri()).page
@@ -709,6 +712,8 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
         assert (page.get_by_test_id(name).inner_text(), page.get_by_test_id(f"{name}-note").inner_text()) == words
     expect(page.locator("#since")).to_have_text(re.compile(r"^was running for 1\sd"))
     assert triangles(page, "warning") == 3
+    assert page.locator(".steps").all_inner_texts() == ["Find the rank.", "", ""]  # in what was saved before there were any
+    assert page.get_by_role("link", name="More").count() == 0  # nothing serves the runbook of a file
     for ratio, level in ((0.0119, ""), (0.0121, "warning")):
         page.evaluate(f"TorchGrad.app.overview.show({{ overhead_ratio: {ratio}, overhead_budget_ratio: 0.01 }})")
         assert page.locator("#tile-overhead").get_attribute("data-level") == level

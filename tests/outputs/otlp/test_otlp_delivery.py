@@ -32,6 +32,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportR
 from tests.support import otlp_receiver as liars
 from tests.support.certificates import authority
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Liar, Receiver, expected, refused, retry_info
+from tests.support.tools import eventually
 from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_NORM, GRAD_NORM_DISTRIBUTION
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.otlp.delivery import TRIES, Delivery, DeliveryError, RejectedError
@@ -317,6 +318,23 @@ def test_tries_are_bounded() -> None:
     assert len(receiver.received) == TRIES
 
 
+@pytest.mark.parametrize("protocol", WAYS)
+def test_closing_ends_a_pause(protocol: str) -> None:
+    """A request whose next try is due in a minute fails as soon as the connection is given back."""
+    receiver_of, way_of = WAYS[protocol]
+    later = {
+        "http": Answer(503, {"Retry-After": "60"}),
+        "grpc": Answer(code=Code.RESOURCE_EXHAUSTED, trailers=retry_info(60)),
+    }
+    with receiver_of() as receiver, ThreadPoolExecutor(1) as pool:
+        way = way_of(receiver.endpoint, timeout=100)
+        receiver.answer(later[protocol])
+        sending = pool.submit(failure, way)
+        assert eventually(lambda: len(receiver.received) == 1)
+        way.close()
+        assert "503" in sending.result(30) or "RESOURCE_EXHAUSTED" in sending.result(30)
+
+
 def check_tries(protocol: str, answers: list[tuple[Answer, float]]) -> None:
     """All of them at a time: each request succeeds with its second try, not before so many seconds, but soon after."""
     receiver_of, way_of = WAYS[protocol]
@@ -440,6 +458,20 @@ def test_no_secret_is_told() -> None:
         told = failure(way)
     assert "efused" in told
     assert "secret" not in told
+
+
+def test_no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is it in the lines that urllib3 logs of each request; those of another's request are logged as ever."""
+
+    def treat(liar: Liar, connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        liar.send(connection, liars.OK + b"Content-Length: 0\r\nConnection: close\r\n\r\n")
+
+    with caplog.at_level(logging.DEBUG), Liar(treat) as liar, closing(http(f"{liar.endpoint}?key=secret", timeout=10)) as way:
+        way.send(BODY)
+        assert "secret" not in caplog.text
+        assert requests.post(f"{liar.endpoint}/of-another", timeout=10).ok
+        assert "/of-another" in caplog.text
 
 
 def test_no_password_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Acceptor:
         self._watch()
 
     def accepted(self) -> Iterator[socket.socket]:
-        """Those that have come, some at a time; pauses where there are no more file descriptors, say."""
+        """Those that have come, some at a time and never blocking; pauses where there are no more file descriptors, say."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, _ = self._listener.accept()
@@ -95,6 +95,13 @@ class Acceptor:
                 self._unwatch()
                 self.resumes_at = self._clock() + PAUSE_SECONDS
                 return
+            try:
+                sock.setblocking(False)
+                # A small body after its head would else wait for the client's delayed acknowledgement.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError:  # some systems report here that the client is gone already
+                sock.close()
+                continue
             yield sock
 
     def resume(self, now: float) -> None:

@@ -173,13 +173,6 @@ class ConnectionLoop:
         while len(self._connections) >= self._max_connections:
             self._drop(min(self._connections, key=operator.attrgetter("reluctance")))
         connection = Connection(sock, self._clock() + self._timeout)
-        try:
-            sock.setblocking(False)
-            # A small body after its head would else wait for the client's delayed acknowledgement.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # some systems report here that the client is gone already
-            sock.close()
-            return
         self._connections[connection] = None
         self._attempt(self._welcome, connection)
 

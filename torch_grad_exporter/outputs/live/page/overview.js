@@ -194,7 +194,6 @@
       const steps = element("span", { class: "steps" }, problem.first_steps || "");
       const help = link(`runbook#${encodeURIComponent(String(problem.alert).toLowerCase())}`, "More");
       help.classList.add("help");
-      help.dataset.live = "";
       help.hidden = this.saved;
       let body = element("span", { class: "body" }, badge, alert, words);
       if (problem.layer !== null && problem.layer !== undefined) {
