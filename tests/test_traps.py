@@ -30,7 +30,6 @@ import prometheus_client
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from torch._dynamo.utils import counters
@@ -43,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import real_prometheus
 from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.ranks import run_ranks
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, mode, value, values
 from tests.support.tools import eventually, find
@@ -270,7 +270,7 @@ def rank_main(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
     """What each of two gloo ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, args=(str(folder),), nprocs=TWO_RANKS)
+    run_ranks(rank_main, str(folder), ranks=TWO_RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(TWO_RANKS)]
 
 

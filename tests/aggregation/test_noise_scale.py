@@ -5,17 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import os
 import pickle
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.aggregation.noise import ENOUGH, Batches, NoiseScale
@@ -26,7 +25,6 @@ BATCHES = (12, 16, 20)
 OBSERVED = 8
 """What is observed where it is, whatever the loop's batches are."""
 STEPS = 45
-DEADLINE = 100
 
 
 def gaussian(
@@ -190,7 +188,7 @@ def rank_main(rank: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=20), rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=RANKS
     )
     found = {name: train(Task(), rank, *case) for name, case in CASES.items()}
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
@@ -201,19 +199,10 @@ def rank_main(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[object]]]]:
     """What both ranks wrote down."""
     folder = tmp_path_factory.mktemp("noise")
-    ranks = mp.spawn(rank_main, args=(str(folder),), nprocs=RANKS, join=False)
-    try:
-        until = time.monotonic() + DEADLINE
-        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
-            assert time.monotonic() < until, f"not done within {DEADLINE} s"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    run_ranks(rank_main, str(folder), ranks=RANKS)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(RANKS)]  # noqa: S301 - written above
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("name", ["inferred", "accumulated"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_two_ranks(name: str, rank: int, found: list[dict[str, dict[str, list[object]]]]) -> None:
@@ -226,7 +215,6 @@ def test_two_ranks(name: str, rank: int, found: list[dict[str, dict[str, list[ob
         assert mine["shown"][step] == pytest.approx(expected, rel=1e-6), step
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 def test_observed_samples(found: list[dict[str, dict[str, list[object]]]]) -> None:
     """Where samples are observed these count, from the ninth on: the first only says where they begin, and comes after a step."""
     sizes = [BATCHES[0], *[0] * 8, *[OBSERVED] * (STEPS - 9)]

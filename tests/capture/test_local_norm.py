@@ -13,7 +13,6 @@ import gc
 import math
 import os
 import pickle
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,18 +23,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.distributed import Branches, Checkpointed, data, warning_of_torch
 from tests.support.models import Perceptron
+from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import errors, values
 from torch_grad_exporter import Exporter, start_exporter
 
 STEPS = 4
-DEADLINE = 150
-"""Seconds; several times what it takes."""
 OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 UNKNOWN = None
 """Expected where a local norm cannot be known."""
@@ -377,7 +374,7 @@ def rank_main(rank: int, folder: str, names: list[str]) -> None:
     for number, name in enumerate(names):
         for on in (False, True):
             store = f"file://{folder}/store-{number}-{on}"
-            dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=20), rank=rank, world_size=2)
+            dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=2)
             found[name, on] = observed(LOOPS[name], on=on)
             gc.collect()
             if "powersgd" in name:
@@ -392,19 +389,10 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None and "name" in spec.params))
     folder = tmp_path_factory.mktemp("local")
-    ranks = mp.spawn(rank_main, args=(str(folder), names), nprocs=2, join=False)
-    try:
-        until = time.monotonic() + DEADLINE
-        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
-            assert time.monotonic() < until, f"not done within {DEADLINE} s"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    run_ranks(rank_main, str(folder), names)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("name", LOOPS)
 def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
     """On each rank the norm is that of its own gradient as float64 has it, or absent where that cannot be known."""
@@ -418,7 +406,6 @@ def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) 
     assert first != second or name == "each backward reduced"
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("name", LOOPS)
 def test_training_is_unchanged(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
     """The parameters in the end are those of a run without an exporter, to the last bit."""

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.distributed import Checkpointed
 from tests.support.models import Perceptron
+from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
 
@@ -26,7 +26,6 @@ SLOW = 0.1
 WARM = 4
 """Steps before what is measured: in the first ones the wrapper gathers the sizes of its buckets in the forward."""
 STEPS = 6
-DEADLINE = 100
 
 KINDS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, object]]] = {
     "plain": (Perceptron, {}),
@@ -72,7 +71,9 @@ def rank_main(rank: int, folder: str) -> None:
     """One of the ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=20), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=120), rank=rank, world_size=2
+    )
     found = {kind: train(kind, rank) for kind in KINDS}
     found["seldom sampled"] = train("plain", rank, every=1000)
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
@@ -83,19 +84,10 @@ def rank_main(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[list[float | None]]]]]:
     """What both ranks wrote down."""
     folder = tmp_path_factory.mktemp("waits")
-    ranks = mp.spawn(rank_main, args=(str(folder),), nprocs=2, join=False)
-    try:
-        until = time.monotonic() + DEADLINE
-        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
-            assert time.monotonic() < until, f"not done within {DEADLINE} s"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    run_ranks(rank_main, str(folder))
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written above
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("alone", "reentrant checkpoint")])
 def test_the_fast_rank_waits(kind: str, found: list[dict[str, dict[str, list[list[float | None]]]]]) -> None:
     """The rank that is not slow waits for about as long as the other one sleeps; that one does not wait; each round counts once."""
@@ -110,7 +102,6 @@ def test_the_fast_rank_waits(kind: str, found: list[dict[str, dict[str, list[lis
     assert slow < 0.4 * SLOW
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 def test_where_it_cannot_be_known(found: list[dict[str, dict[str, list[list[float | None]]]]]) -> None:
     """With a reentrant checkpoint no round is counted, and without other ranks there is no such metric."""
     for mine in found:
@@ -118,7 +109,6 @@ def test_where_it_cannot_be_known(found: list[dict[str, dict[str, list[list[floa
         assert mine["alone"]["found"][-1] == [None, None]
 
 
-@pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("kind", ["plain", "seldom sampled"])
 def test_the_wait_is_part_of_the_backward(kind: str, found: list[dict[str, dict[str, dict[str, float]]]]) -> None:
     """On steps that are sampled and on others: the fast rank spends it there, and the slow one sleeps outside of all phases."""

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import Key, errors, key, values
 from torch_grad_exporter import start_exporter
 
@@ -143,7 +143,7 @@ def rank_main(rank: int, folder: str) -> None:
     }
     for name, layout in LAYOUTS.items():
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=60)
+            "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=PATIENCE)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -174,7 +174,7 @@ Found = list[dict[str, list[dict[Key, float]]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By rank and layout, the scrapes: before the first step and after each."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, args=(str(folder),), nprocs=WORLD)
+    run_ranks(rank_main, str(folder), ranks=WORLD)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(WORLD)]  # noqa: S301 - our own
 
 

@@ -27,13 +27,10 @@ from tests.matrix.distributed import REGIMES
 from tests.matrix.harness import Naive, Run, Way, of_reading
 from tests.matrix.naive import naive_capture
 from tests.matrix.test_matrix import same
+from tests.support.ranks import PATIENCE, joined, start_ranks
 from tests.support.scrape import Key, key, values
 
 WAYS = (*Way, *Naive)
-PATIENCE = dt.timedelta(seconds=30)
-"""How long a rank waits for the other one in a collective."""
-DEADLINE = 240
-"""Seconds after which ranks that are not done are ended; several times what they need."""
 
 EQUAL_ON_ALL_RANKS = (
     "torch_grad_norm", "torch_grad_max_magnitude", "torch_grad_global_norm",
@@ -59,8 +56,8 @@ class Findings(dict[tuple[str, object], list[Finding]]):
         return f"<{len(self)} findings>"
 
 
-def rank_main(rank: int, folder: str, names: list[str]) -> None:
-    """One rank of two: runs all regimes in all ways, and writes down what it is about to run and what it found."""
+def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive]) -> None:
+    """One rank of two: runs these regimes in these ways, and writes down what it is about to run and what it found."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
     torch.set_num_threads(1)
@@ -73,10 +70,10 @@ def rank_main(rank: int, folder: str, names: list[str]) -> None:
     with Path(folder, str(rank)).open("wb", buffering=0) as report:
         for name in names:
             plain = Run(Way.PLAIN)
-            for way in WAYS:
+            for way in ways:
                 report.write(pickle.dumps((name, way, None)))
-                store = f"file://{folder}/{names.index(name)}-{WAYS.index(way)}"
-                dist.init_process_group("gloo", init_method=store, timeout=PATIENCE, rank=rank, world_size=2)
+                store = f"file://{folder}/{names.index(name)}-{ways.index(way)}"
+                dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=2)
                 start = time.monotonic()
                 finding = Finding()
                 try:
@@ -134,28 +131,22 @@ def read(path: Path) -> Iterator[tuple[str, object, Finding | None]]:
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """What both ranks found of all regimes that a selected test asks for."""
     callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None))
+    asked = [spec.params for spec in callspecs if spec is not None]
+    names = list(dict.fromkeys(one["name"] for one in asked))
+    ways = [way for way in WAYS if way in (Way.PLAIN, Way.EVERYTHING) or any(way in one.values() for one in asked)]
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = mp.spawn(rank_main, args=(str(folder), names), nprocs=2, join=False)
     ended = ""
     try:
-        until = time.monotonic() + DEADLINE
-        while not ranks.join(timeout=max(0.0, until - time.monotonic())):
-            if time.monotonic() >= until:
-                ended = f"did not end within {DEADLINE} s, all regimes together"
-                break
+        if not joined(start_ranks(rank_main, str(folder), names, ways)):
+            ended = f"did not end within {PATIENCE:.0f} s, all regimes together"
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         ended = f"the process ended: {error}"
-    for process in ranks.processes:
-        process.kill()
-        process.join()
     found = [{(name, way): finding for name, way, finding in read(folder / str(rank))} for rank in range(2)]
     lost = Finding(failed=f"not run: an earlier regime {ended}")
     began = Finding(failed=f"in this regime: {ended}")
-    return Findings({one: [mine.get(one, lost) or began for mine in found] for one in itertools.product(names, WAYS)})
+    return Findings({one: [mine.get(one, lost) or began for mine in found] for one in itertools.product(names, ways)})
 
 
-@pytest.mark.timeout(DEADLINE + 60)
 @pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS], ids=lambda way: way.name.lower())
 @pytest.mark.parametrize("name", REGIMES)
 def test_regime(name: str, way: Way, findings: Findings) -> None:
@@ -171,7 +162,6 @@ def test_regime(name: str, way: Way, findings: Findings) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
-@pytest.mark.timeout(DEADLINE + 60)
 @pytest.mark.parametrize("name", [name for name in REGIMES if name.startswith(("ddp", "zero")) and "uneven" not in name])
 def test_ranks_agree(name: str, findings: Findings) -> None:
     """Ranks whose gradients are reduced show the same norms and counts, to the last bit."""
@@ -182,7 +172,7 @@ def test_ranks_agree(name: str, findings: Findings) -> None:
     assert first == second
 
 
-@pytest.mark.timeout(DEADLINE + 60)
+@pytest.mark.full
 @pytest.mark.parametrize("naive", Naive, ids=lambda naive: naive.name.lower())
 @pytest.mark.parametrize("name", REGIMES)
 def test_naive_capture_is_noticed(name: str, naive: Naive, findings: Findings) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import Perceptron, batch
+from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, mode, values
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -183,7 +183,7 @@ def rank_main(rank: int, folder: str) -> None:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[str]]]:
     """By rank, the layers that each case shows."""
     folder = tmp_path_factory.mktemp("replicas")
-    mp.spawn(rank_main, args=(str(folder),), nprocs=2)
+    run_ranks(rank_main, str(folder))
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]  # noqa: S301 - our own
 
 

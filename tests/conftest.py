@@ -1,0 +1,45 @@
+"""What holds for all tests: the order of their files, and that what has been imported is no work for the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+LONG = (
+    "rules/test_alerts_end_to_end.py",
+    "test_fault_injection.py",
+    "matrix/test_matrix.py",
+    "test_exits.py",
+    "outputs/otlp/test_push.py",
+    "matrix/test_distributed.py",
+    "capture/test_local_norm.py",
+    "capture/test_ordinary_model.py",
+    "dashboards/test_dashboard_queries.py",
+    "distributed/test_job.py",
+    "statistics/test_device_chunks.py",
+    "capture/test_count_only.py",
+    "test_traps.py",
+    "test_lifecycle.py",
+    "outputs/http/test_tls.py",
+    "distributed/test_discovery.py",
+    "capture/test_compile.py",
+    "test_torch_compat.py",
+)
+"""The files that take longest. They come first, so that no worker is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long files first."""
+    places = {HERE / name: place for place, name in enumerate(LONG)}
+    assert all(path.is_file() for path in places)
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """A full collection looks at all of torch otherwise, a second each time."""
+    gc.collect()
+    gc.freeze()
