@@ -272,7 +272,7 @@ def check(starter: Starter, bare: End, text: str, *arguments: str) -> None:
     ends_in_time(run, bare)
 
 
-@pytest.mark.parametrize("way", ["with", "left"])
+@pytest.mark.parametrize("way", [pytest.param("with", marks=pytest.mark.full), "left"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_as_without_the_exporter(starter: Starter, bare: Callable[[str], End], ending: str, way: str) -> None:
     """Status, traceback and output are the same, with the exporter as a context or never closed, and no time is added."""
@@ -458,7 +458,14 @@ SCRAPES: dict[str, tuple[str, bytes, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("here", ["pass", "fail()", "sys.exit(5)"], ids=["at its end", "by an exception", "by sys.exit"])
+@pytest.mark.parametrize(
+    "here",
+    [
+        pytest.param("pass", id="at its end"),
+        pytest.param("fail()", id="by an exception", marks=pytest.mark.full),
+        pytest.param("sys.exit(5)", id="by sys.exit", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("scrape", SCRAPES)
 def test_an_end_beside_a_scrape(starter: Starter, bare: Callable[[str], End], scrape: str, here: str, tmp_path: Path) -> None:
     """Whatever a client, a collector or the worker is at, the program ends at once, as without the exporter."""

@@ -259,7 +259,6 @@ def of_dtensors(_rank: int) -> dict[str, object]:
 def rank_main(rank: int, folder: str) -> None:
     """One rank of two: writes what it found."""
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
     found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import pickle
 from pathlib import Path
 
@@ -185,8 +184,6 @@ CASES = {"inferred": (1, False), "accumulated": (3, False), "observed": (1, True
 
 def rank_main(rank: int, folder: str) -> None:
     """One of the ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=RANKS
     )

@@ -11,7 +11,6 @@ import copy
 import datetime as dt
 import gc
 import math
-import os
 import pickle
 import traceback
 import warnings
@@ -367,8 +366,6 @@ def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
 
 def rank_main(rank: int, folder: str, names: list[str]) -> None:
     """One of the ranks: all loops, with and without."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.set_num_threads(1)
     gc.disable()  # as in `test_distributed.py`
     kept, found = [], {}
     for number, name in enumerate(names):
@@ -377,6 +374,7 @@ def rank_main(rank: int, folder: str, names: list[str]) -> None:
             dist.init_process_group("gloo", init_method=store, timeout=dt.timedelta(seconds=PATIENCE), rank=rank, world_size=2)
             found[name, on] = observed(LOOPS[name], on=on)
             gc.collect()
+            gc.freeze()
             if "powersgd" in name:
                 kept.append(dist.group.WORLD)
             dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -69,8 +68,6 @@ def train(kind: str, rank: int, every: int = 1) -> dict[str, object]:
 
 def rank_main(rank: int, folder: str) -> None:
     """One of the ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", timeout=dt.timedelta(seconds=120), rank=rank, world_size=2
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -134,8 +133,6 @@ def train(model: torch.nn.Module, part: int, scrape: Callable[[], None]) -> None
 
 def rank_main(rank: int, folder: str) -> None:
     """One of the ranks: all layouts, one after the other."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
     found: dict[str, list[dict[Key, float]]] = {}
     options = {
         "every": 1,

@@ -58,14 +58,11 @@ class Findings(dict[tuple[str, object], list[Finding]]):
 
 def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive]) -> None:
     """One rank of two: runs these regimes in these ways, and writes down what it is about to run and what it found."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
-    torch.set_num_threads(1)
     # A collection in a thread of gloo would end the process if it freed that thread's own process group, as wrappers do that
     # are held by cycles. One in this thread, after each run, also tells the other rank at once that this one has failed; it
     # looks only at what is new.
     gc.disable()
-    gc.freeze()
     kept = []
     with Path(folder, str(rank)).open("wb", buffering=0) as report:
         for name in names:
@@ -147,7 +144,9 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Findings({one: [mine.get(one, lost) or began for mine in found] for one in itertools.product(names, ways)})
 
 
-@pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS], ids=lambda way: way.name.lower())
+@pytest.mark.parametrize(
+    "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
+)
 @pytest.mark.parametrize("name", REGIMES)
 def test_regime(name: str, way: Way, findings: Findings) -> None:
     """On each rank the scrape agrees with the record, and losses, parameters and collectives are those of a run without."""

@@ -17,7 +17,9 @@ def without_exporter(name: str) -> Run:
     return REGIMES[name].run(Way.PLAIN)
 
 
-@pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS], ids=lambda way: way.name.lower())
+@pytest.mark.parametrize(
+    "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
+)
 @pytest.mark.parametrize("name", REGIMES)
 def test_regime(name: str, way: Way) -> None:
     """Each scrape agrees with the loop's own record; losses and what the model holds are those of a run without an exporter."""

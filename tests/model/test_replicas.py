@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,8 +164,6 @@ CASES: dict[str, Callable[[], object]] = {
 
 def rank_main(rank: int, folder: str) -> None:
     """Writes down the layers that this rank shows in each case."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found: dict[str, set[str]] = {}
     for name, case in CASES.items():

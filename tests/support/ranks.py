@@ -5,10 +5,13 @@ One server serves all the tests of a process. What it has imported is what most 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
+import os
 import time
 from collections.abc import Callable
 
+import torch
 import torch.multiprocessing
 
 PATIENCE = 300.0
@@ -22,9 +25,19 @@ FORKED.set_forkserver_preload(
 
 def start_ranks(main: Callable[..., None], *arguments: object, ranks: int = 2) -> torch.multiprocessing.ProcessContext:
     """Calls `main(rank, *arguments)` in a process for each rank."""
-    started = torch.multiprocessing.start_processes(main, arguments, ranks, join=False, start_method=FORKED.get_start_method())
+    started = torch.multiprocessing.start_processes(
+        _main, (main, ranks, arguments), ranks, join=False, start_method=FORKED.get_start_method()
+    )
     assert started is not None
     return started
+
+
+def _main(rank: int, main: Callable[..., None], ranks: int, arguments: tuple[object, ...]) -> None:
+    """A rank's process, with one thread for torch and the variables that torchrun sets."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    gc.freeze()  # a full collection looks at all of torch otherwise
+    main(rank, *arguments)
 
 
 def joined(started: torch.multiprocessing.ProcessContext, seconds: float = PATIENCE) -> bool:
