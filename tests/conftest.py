@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import Starter
 
 HERE = Path(__file__).parent
 
@@ -43,3 +46,11 @@ def pytest_collection_finish() -> None:
     """A full collection looks at all of torch otherwise, a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    """One for all tests of a worker."""
+    one = Starter(tmp_path_factory.mktemp("programs"))
+    yield one
+    one.close()

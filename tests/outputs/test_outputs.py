@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import Perceptron
+from tests.support.programs import Starter
 from tests.support.scrape import errors
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
@@ -116,14 +115,10 @@ while not any(name.endswith(".json") for name in os.listdir(sys.argv[1])):
     ("ending", "stays"),
     [("", False), ("sys.exit(3)", False), ("raise ValueError", True), ("os.kill(os.getpid(), signal.SIGKILL)", True)],
 )
-def test_what_is_left_when_the_process_ends(ending: str, stays: bool, tmp_path: Path) -> None:
+def test_what_is_left_when_the_process_ends(starter: Starter, ending: str, stays: bool, tmp_path: Path) -> None:
     """Without `with`: a program that comes to its end takes its file back, one that an exception or a signal ends does not."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = textwrap.dedent(PROGRAM) + ending
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}.get(ending, -signal.SIGKILL)
+    done = starter.start(textwrap.dedent(PROGRAM) + ending, str(tmp_path)).wait()
+    assert done == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}.get(ending, -signal.SIGKILL)
     assert len(entries(tmp_path)) == stays
 
 
