@@ -35,13 +35,16 @@ $(STAMP): pyproject.toml
 demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inject nan@100')
 	@$(BIN)/torch-grad-exporter demo $(ARGS)
 
-# Two files at a time: more would share a core with tests that look at the clock. Torch has one thread in each: the threads of
-# two processes would wait for the same cores, and they wait by turning.
+# Two files for each core at a time, since many tests wait for a server or another process; the longest files come first
+# (tests/conftest.py). Torch has one thread in each worker: the threads of several would wait for the same cores by spinning.
+WORKERS ?= $(shell echo $$((2 * $$(nproc 2>/dev/null || echo 2))))
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: venv tools ## run the tests (ARGS='-k demo')
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: venv tools ## run the tests that `make test` leaves out: those of the tests, and thin variants
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m full $(ARGS)
+	$(PYTEST) -m full $(ARGS)
 
 mutants: venv tools ## plant 60 faults and see which the tests find (40 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.aggregation.test_gradients import NOW, captured, closed, row
 from tests.support.scrape import Key, errors, key, values
+from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import layer_rows
 from torch_grad_exporter.aggregation.exponential import Exponentials
@@ -84,15 +85,16 @@ def traced(exporter: Exporter) -> int:
     return tracemalloc.get_traced_memory()[0] - exporter._view.history.nbytes
 
 
-def test_ten_thousand_adapters_need_no_more_than_a_hundred() -> None:
-    """10,000 adapters, a hundred at a time and each with a name of its own: series and memory are bounded, sums never fall."""
+@pytest.mark.parametrize("most", [3_000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_thousands_of_adapters_need_no_more_than_a_hundred(most: int) -> None:
+    """Thousands of adapters, a hundred at a time, each with a name of its own: series and memory are bounded, sums never fall."""
     torch.manual_seed(0)
     tasks, together = Tasks(100), 100
     before: dict[str, tuple[float, float]] = {}
     series, memory = [], []
     with start_exporter(tasks.model, None, every=1) as exporter:
         tracemalloc.start()
-        for adapters in range(1_000, 10_001, 1_000):
+        for adapters in range(1_000, most + 1, 1_000):
             tasks.train(adapters)
             families = exporter.collect()
             found = totals(families)
@@ -102,13 +104,13 @@ def test_ten_thousand_adapters_need_no_more_than_a_hundred() -> None:
             before = found
             series.append(sum(family.series for family in families))
             memory.append(traced(exporter))
+        # What is on its way to the history counts as well, until its thread is done. Labels kept would be 2 kB each.
+        assert eventually(lambda: traced(exporter) - min(memory[:2]) < 500_000)
         tracemalloc.stop()
         layers = exporter._view.history.layers
         assert errors(exporter) == {}
     assert max(series[1:]) - min(series[1:]) <= 20  # but for gauges that come with time
     assert len(layers) <= 1_000 + together + 1
-    # The least of three, as the history's thread may be at work. 7,000 labels of 2 kB each would be 28 times as much.
-    assert min(memory[-3:]) - min(memory[:3]) < 500_000
 
 
 def gauges_and_counters(found: dict[Key, float], layer: str) -> tuple[set[str], dict[str, float]]:
