@@ -37,8 +37,9 @@ demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inje
 
 # Two files for each core at a time, since many tests wait for a server or another process; the longest files come first
 # (tests/conftest.py). Torch has one thread in each worker: the threads of several would wait for the same cores by spinning.
+# Bytecode is written whatever the environment says: each worker, and each process of a test, would compile all files again.
 WORKERS ?= $(shell echo $$((2 * $$(nproc 2>/dev/null || echo 2))))
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv tools ## run the tests (ARGS='-k demo')
 	$(PYTEST) $(ARGS)
