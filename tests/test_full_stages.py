@@ -171,7 +171,7 @@ def test_a_full_ring_skips_and_counts() -> None:
     """With a ring of eight buffers and no worker, eight vectors wait; each sample beyond is skipped and counted."""
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
-        exporter._training.capture._reader._transfer = Device()
+        exporter._training.capture._parts.reader._transfer = Device()
         loop.train(40)
         captured = exporter._training.capture.samples
         assert 4 <= captured <= 8  # a sample that was measured again before the step has two
