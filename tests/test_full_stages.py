@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.layout import ORDINARY, Packing
 from torch_grad_exporter.transfer import events, transfer
-from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Part, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Mailbox, Observed, Part
 from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
 
 STEPS = "torch_train_steps_total"
@@ -222,7 +222,7 @@ class Never:
 def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much comes behind a vector that is still under way, a bounded number of records waits; those behind are taken."""
     monkeypatch.setattr(host, "MOST_WAITING", 100)
-    post, errors = mailbox(), ErrorLog(("worker",))
+    post, errors = Mailbox(), ErrorLog(("worker",))
     table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
     gradients = GradientAggregation(Decisions())
     gradients.use(table)

@@ -50,7 +50,7 @@ from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Decisions, Mailbox, mailbox
+from torch_grad_exporter.transfer.events import Decisions, Mailbox
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -90,7 +90,7 @@ class TrainingSide:
 
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
-    post, decisions = mailbox(), Decisions()
+    post, decisions = Mailbox(), Decisions()
     layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)

@@ -1,4 +1,4 @@
-"""BackwardWatch: one backward, from the first hook that sees it to its end, and what it wrote.
+"""BackwardWatch: one backward, from the forward before it to its end, and what it wrote.
 
 A backward is known by autograd's number of its graph task. At its end a nested callback runs after everything that
 DistributedDataParallel and FSDP2 queued for it, so the gradients are reduced there, and before clipping. A sample is read there
@@ -14,15 +14,25 @@ import functools
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE
+from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.capture.sampler import capturing_graph
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.parameters import TrackedParameter
-from torch_grad_exporter.torch_compat import after_backward, at_end_of_backward, graph_is_kept, graph_task
+from torch_grad_exporter.torch_compat import (
+    after_backward,
+    at_end_of_backward,
+    graph_is_kept,
+    graph_task,
+    on_gradient,
+    within_transform,
+)  # fmt: skip
 from torch_grad_exporter.transfer.outcomes import Mode
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -53,29 +63,84 @@ class _Backward:
 class BackwardWatch:
     """Receives the hooks of backwards, on autograd's threads, one at a time."""
 
-    def __init__(self, parts: Parts, preparation: RoundPreparation, count_only: CountOnly) -> None:
+    def __init__(self, parts: Parts, count_only: CountOnly) -> None:
         self._parts = parts
-        self._preparation = preparation
         self._count_only = count_only
         self._clock = parts.clock
         self._rounds = parts.rounds
         self._running = _Backward()
+        self._early_evidence = ClearingEvidence()
+        self._early: GradientVersions | None = None
+        """With FSDP2: what was seen before the forward, where it shows its sharded parameters in their places."""
         hooks, models = parts.hooks, range(parts.index.models)
         self._end_hook = hooks.guarded("backward_hook", self._ended)
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in models]
-        self.output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in models]
-        self.node_hook = hooks.guarded("backward_hook", self._node_fired)
+        self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in models]
+        self._node_hook = hooks.guarded("backward_hook", self._node_fired)
+
+    # Before it
+
+    def forward_began(self, root: torch.nn.Module) -> None:
+        """A forward of a root with gradients begins: with FSDP2 the last moment at which sharded parameters are in their places."""
+        if graph_task() != -1:
+            return
+        rounds = self._rounds
+        if rounds.next_is_sampled:
+            self._parts.reductions.look(root)
+        if self._parts.index.fully_sharded:
+            current = rounds.current
+            again = bool(current.backwards) and not current.stepped and not rounds.stepping
+            self._early_evidence = self._evidence_now() if again else ClearingEvidence()
+            if not again or self._early is None:  # else, in the middle of a round, FSDP2 may have left them gathered
+                self._early = self._versions()
+
+    def _versions(self) -> GradientVersions | None:
+        index = self._parts.index
+        if not self._parts.rounds.next_is_sampled or index.table.parameters() is None:  # `None`: FSDP2 has gathered them
+            return None
+        return GradientVersions.of(index.refresh().tracked)
+
+    def forward_ended(self, model: int, output: object) -> None:
+        """A forward of the root of this number is over: hooks its output, and arms the nodes for a check."""
+        if not self._parts.ladder.announces or within_transform():
+            return
+        if self.running:  # one that began and did not end has raised
+            self._running.task = -1
+            self._parts.reductions.disarm()
+        for tensor in differentiable(output):
+            on_gradient(tensor, self._output_hooks[model])
+        if self._wants_nodes():
+            self._parts.cost.of(self._arm)
+
+    def step_over(self) -> None:
+        """A step is over: scans the parameters again if the next round is sampled."""
+        parts = self._parts
+        if parts.index.fully_sharded:
+            parts.hooks.come_first()
+        if parts.ladder.announces or not parts.rounds.next_is_sampled:  # a check of the rung `output` is over after one round
+            parts.nodes.disarm()
+        if self._wants_nodes():
+            parts.cost.of(parts.index.refresh)
+            parts.cost.of(self._arm)
+
+    def _wants_nodes(self) -> bool:
+        """Whether nodes are to be armed that are not, and can be."""
+        parts = self._parts
+        wanted = parts.ladder.wants_nodes(parts.rounds.samples) and parts.rounds.next_is_sampled
+        # The nodes of gathered parameters do not show what happens to the sharded ones.
+        return wanted and not parts.nodes.armed and not parts.index.fully_sharded
+
+    def _arm(self) -> None:
+        """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
+        table = self._parts.index.table
+        # Not after another scan: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
+        if table.parameters() is not None:
+            self._parts.nodes.arm(table, self._node_hook)
 
     @property
     def running(self) -> bool:
         """Whether a backward has begun and not ended."""
         return self._running.task != -1
-
-    def raised(self) -> None:
-        """No backward is running: one that began and did not end has raised."""
-        if self._running.task != -1:
-            self._running.task = -1
-            self._parts.reductions.disarm()
 
     # How it begins
 
@@ -124,7 +189,7 @@ class BackwardWatch:
         self._parts.waits.saw(task)
         self._parts.sampler.backward_began()
         self._clock.switch(BACKWARD)
-        self._rounds.backward_began(self._preparation.evidence, within_step=self._clock.stepping)
+        self._rounds.backward_began(self._evidence, within_step=self._clock.stepping)
         if self._rounds.current.sampled and not self._can_read():
             self._rounds.sample_impossible()
         sampled = self._rounds.current.sampled
@@ -148,8 +213,7 @@ class BackwardWatch:
         on_host, local = self._parts.reader.devices <= {"cpu"}, self._parts.ladder.mode is Mode.OUTPUT
         self._parts.reductions.begin(self._parts.sampler.table, backwards, on_host=on_host, local=local)
         if self._parts.ladder.mode is not Mode.OPTIMIZER:
-            early = self._preparation.early
-            self._running.before = early if self._parts.index.fully_sharded else self._parts.sampler.versions()
+            self._running.before = self._early if self._parts.index.fully_sharded else self._parts.sampler.versions()
 
     def _can_read(self) -> bool:
         """Whether the gradients of this backward can be distinguished from earlier ones, and be read."""
@@ -158,7 +222,7 @@ class BackwardWatch:
         if self._parts.ladder.mode is Mode.PARAMETER:
             self._renew_table()
             return self._parts.nodes.armed
-        seen = not self._parts.index.fully_sharded or self._preparation.early is not None
+        seen = not self._parts.index.fully_sharded or self._early is not None
         return seen or not self._parts.ladder.sees_backwards
 
     def _renew_table(self) -> None:
@@ -168,6 +232,17 @@ class BackwardWatch:
         table = self._parts.sampler.renew_table()
         if self._parts.nodes.armed and not self._parts.nodes.sees_all_of(table):
             self._parts.nodes.disarm()
+
+    def _evidence(self) -> ClearingEvidence:
+        """What the gradients of the last backward look like now; with FSDP2, what they looked like before the forward."""
+        return self._early_evidence if self._parts.index.fully_sharded else self._evidence_now()
+
+    def _evidence_now(self) -> ClearingEvidence:
+        parts, probes = self._parts, self._parts.probes
+        gone, written = probes.gone(), probes.written()
+        if not (gone or written):
+            return ClearingEvidence()
+        return ClearingEvidence(gone, written, probes.updated(), parts.optimizers.reporting, parts.reader.knows_scaler)
 
     # How it ends
 

@@ -13,7 +13,6 @@ from torch_grad_exporter.capture.forwards import ForwardWatch
 from torch_grad_exporter.capture.loop import TrainingLoop
 from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -23,19 +22,12 @@ class Capture:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        preparation = RoundPreparation(parts)
-        self._count_only = CountOnly(parts, preparation)
+        self._count_only = CountOnly(parts)
+        backward = BackwardWatch(parts, self._count_only)
+        steps = StepWatch(parts, backward)
         self._observations = Observations(parts, self._count_only)
-        backward = BackwardWatch(parts, preparation, self._count_only)
-        steps = StepWatch(parts, preparation, backward)
-        self._forwards = ForwardWatch(
-            parts, preparation=preparation, backward=backward, steps=steps, count_only=self._count_only,
-            observations=self._observations,
-        )  # fmt: skip
-        self._loop = TrainingLoop(
-            parts, backward=backward, steps=steps, forwards=self._forwards, count_only=self._count_only,
-            observations=self._observations,
-        )  # fmt: skip
+        self._forwards = ForwardWatch(parts, backward, steps, self._count_only, self._observations)
+        self._loop = TrainingLoop(parts, steps, self._forwards, self._count_only, self._observations)
 
     def watch(self, number: int, module: torch.nn.Module) -> None:
         """Hooks the forwards of the root of this number."""

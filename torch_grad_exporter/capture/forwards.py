@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,35 +12,22 @@ from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.torch_compat import called_from_step, graph_task, on_gradient, within_transform
-
-OUTPUTS = 16
-VISITED = 64
-"""Tensors of an output that are hooked, and items that are visited, at most: it may be a cache of thousands."""
+from torch_grad_exporter.torch_compat import called_from_step, graph_task
 
 
 class ForwardWatch:
     """Belongs to the training thread."""
 
     def __init__(
-        self,
-        parts: Parts,
-        *,
-        preparation: RoundPreparation,
-        backward: BackwardWatch,
-        steps: StepWatch,
-        count_only: CountOnly,
-        observations: Observations,
+        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, count_only: CountOnly, observations: Observations
     ) -> None:
         self._parts = parts
+        self._count_only = count_only
         self._clock = parts.clock
-        self._preparation = preparation
         self._backward = backward
         self._steps = steps
-        self._count_only = count_only
         self._observations = observations
         self._trained = False
         """Whether there was a training forward, outside of a backward, since the last step."""
@@ -58,7 +42,7 @@ class ForwardWatch:
             clock.leave_step()
             self._steps.abandoned()
         if torch.is_grad_enabled():
-            self._preparation.forward_began(module)
+            self._backward.forward_began(module)
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
@@ -78,7 +62,7 @@ class ForwardWatch:
             return
         clock.switch(OUTSIDE)
         if torch.is_grad_enabled():
-            self._hook(model, output)
+            self._backward.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
                 self._observations.output(output)
         if self._parts.periodic is not None and not module.training:
@@ -88,15 +72,6 @@ class ForwardWatch:
     def step_over(self) -> None:
         """A step is over."""
         self._trained = False
-
-    def _hook(self, model: int, output: object) -> None:
-        """Hooks the output, so that its backward is seen."""
-        if not self._parts.ladder.announces or within_transform():
-            return
-        self._backward.raised()
-        for tensor in differentiable(output):
-            on_gradient(tensor, self._backward.output_hooks[model])
-        self._preparation.forward_ended(self._backward.node_hook)
 
     def _count_examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
@@ -112,37 +87,3 @@ def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | 
     if any(type(size) is not int for size in sizes):
         return 0  # a tracer's symbols: this forward is no training
     return sizes[0] if len(set(sizes)) == 1 else None
-
-
-def differentiable(output: object) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output that a backward can start from; containers are searched level by level.
-
-    Yields `OUTPUTS` at most and visits `VISITED` items at most, so that an output may hold anything.
-    """
-    if isinstance(output, torch.Tensor):
-        if _in_a_graph(output):
-            yield output
-        return
-    found = 0
-    # An output may be an object of the user's own; its attributes are searched, but not those of what is in it.
-    known = isinstance(output, dict | list | tuple) or dataclasses.is_dataclass(output)
-    level = deque([output] if known else itertools.islice(getattr(output, "__dict__", {}).values(), VISITED))
-    for _ in range(VISITED):
-        if not level or found == OUTPUTS:
-            return
-        item = level.popleft()
-        if isinstance(item, torch.Tensor):
-            if _in_a_graph(item):
-                found += 1
-                yield item
-        elif isinstance(item, dict):
-            level.extend(itertools.islice(item.values(), VISITED))
-        elif isinstance(item, list | tuple):
-            level.extend(itertools.islice(item, VISITED))
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            level.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
-
-
-def _in_a_graph(tensor: torch.Tensor) -> bool:
-    """Whether a backward can start from the tensor; a leaf belongs to no graph, and would keep a hook permanently."""
-    return tensor.requires_grad and tensor.grad_fn is not None

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.forwards import ForwardWatch
@@ -35,8 +34,6 @@ class TrainingLoop:
     def __init__(
         self,
         parts: Parts,
-        *,
-        backward: BackwardWatch,
         steps: StepWatch,
         forwards: ForwardWatch,
         count_only: CountOnly,
@@ -44,16 +41,16 @@ class TrainingLoop:
     ) -> None:
         self._parts = parts
         self._clock = parts.clock
+        self._hooks = parts.hooks
         self._rounds = parts.rounds
-        self._backward = backward
         self._steps = steps
         self._forwards = forwards
         self._count_only = count_only
         self._observations = observations
         self._weights = WeightProbe(parts) if parts.options.weights else None
-        self._end_hook = parts.hooks.guarded("optimizer_hook", self._backward_ended)
-        self._look_hook = parts.hooks.guarded("optimizer_hook", self._look)
-        self._over_hook = parts.hooks.guarded("optimizer_hook", self._counting_over)
+        self._end_hook = self._hooks.guarded("optimizer_hook", self._backward_ended)
+        self._look_hook = self._hooks.guarded("optimizer_hook", self._look)
+        self._over_hook = self._hooks.guarded("optimizer_hook", self._counting_over)
         self._late_hook: Handle | None = None
         self._within: tuple[int, set[int]] = -1, set()
         """The graph task of the last backward in which optimizers have stepped, and which."""
@@ -95,7 +92,7 @@ class TrainingLoop:
         sampled = self._rounds.current.sampled
         if sampled:
             parts.reader.scaler_looked_for(_calling_scaler(sys._getframe(1)))
-        if sampled and not over and parts.hooks.others_follow(optimizer):
+        if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
@@ -187,7 +184,7 @@ class TrainingLoop:
         if seconds is not None:
             parts.schedule.stepped(seconds - own, None if sampled else own)
         if first:
-            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._backward.node_hook)
+            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook)
 
     # The end
 

@@ -9,7 +9,6 @@ import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.capture.sampler import capturing_graph
 from torch_grad_exporter.torch_compat import compiled_backwards
@@ -19,9 +18,8 @@ from torch_grad_exporter.transfer.outcomes import Mode
 class StepWatch:
     """Receives the steps of the model's own optimizers. Belongs to the training thread."""
 
-    def __init__(self, parts: Parts, preparation: RoundPreparation, backward: BackwardWatch) -> None:
+    def __init__(self, parts: Parts, backward: BackwardWatch) -> None:
         self._parts = parts
-        self._preparation = preparation
         self._backward = backward
         self._rounds = parts.rounds
         self._found_inf: dict[int, torch.Tensor] = {}
@@ -71,7 +69,7 @@ class StepWatch:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
         rounds.step_ended(optimizer, self._waited(optimizer) if rounds.sample_is_open else frozenset())
-        self._preparation.step_over(self._backward.node_hook)
+        self._backward.step_over()
         return first
 
     def abandoned(self) -> None:

@@ -15,12 +15,10 @@ from statistics import fmean
 
 import torch
 
-from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.count_only.hook import CountingHook
 from torch_grad_exporter.capture.count_only.witness import Witness
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.model.parameters import TrackedParameter
@@ -67,14 +65,12 @@ class _ExamplesPerBackward:
 class CountOnly:
     """Belongs to the training thread, but for `look` and `release`."""
 
-    def __init__(self, parts: Parts, preparation: RoundPreparation) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._clock = parts.clock
         self._rounds = parts.rounds
-        self._preparation = preparation
         self._examples = _ExamplesPerBackward(parts.clock)
         self._counting: CountingHook | None = None
-        self._node_hook: NodeHook | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
         self._skipped = 0
@@ -82,11 +78,11 @@ class CountOnly:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
+    def round_over(self, regular: Callable[[], int | None], over: GuardedHook) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
 
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
-        step that ends the counting, and with that of another optimizer. `node_hook`: for a check that comes after it.
+        step that ends the counting, and with that of another optimizer.
         """
         number, backwards = self._rounds.current.number, self._examples.round_over()
         if self._clock.skipped != self._skipped:
@@ -97,7 +93,6 @@ class CountOnly:
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
         elif self._on_trial(backwards):
-            self._node_hook = node_hook
             self._begin(found[0], rounds, over)
 
     def _on_trial(self, backwards: int) -> bool:
@@ -193,8 +188,6 @@ class CountOnly:
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
         self._rounds.rounds_counted(steps, skipped)
-        if steps and self._node_hook is not None:
-            self._preparation.step_over(self._node_hook)
         if backwards:
             self._rounds.backwards_counted(backwards)
             self._parts.probes.backward_over(self._rounds.current.models)
