@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.layout import ORDINARY, Packing
 from torch_grad_exporter.transfer import events, transfer
-from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Part, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Mailbox, Observed, Part
 from torch_grad_exporter.transfer.transfer import SENTINEL, Arrived, HostTransfer, Ticket
 
 STEPS = "torch_train_steps_total"
@@ -171,7 +171,7 @@ def test_a_full_ring_skips_and_counts() -> None:
     """With a ring of eight buffers and no worker, eight vectors wait; each sample beyond is skipped and counted."""
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
-        exporter._training.capture._reader._transfer = Device()
+        exporter._training.capture._parts.reader._transfer = Device()
         loop.train(40)
         captured = exporter._training.capture.samples
         assert 4 <= captured <= 8  # a sample that was measured again before the step has two
@@ -222,7 +222,7 @@ class Never:
 def test_what_waits_on_the_host_side_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much comes behind a vector that is still under way, a bounded number of records waits; those behind are taken."""
     monkeypatch.setattr(host, "MOST_WAITING", 100)
-    post, errors = mailbox(), ErrorLog(("worker",))
+    post, errors = Mailbox(), ErrorLog(("worker",))
     table = LayerIndex({"": torch.nn.Linear(2, 2, bias=False)}).table
     gradients = GradientAggregation(Decisions())
     gradients.use(table)

@@ -19,8 +19,9 @@ from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
-from torch_grad_exporter.capture.build import Capture, CaptureInputs
+from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.observations import Number
+from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -49,7 +50,7 @@ from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Decisions, Mailbox, mailbox
+from torch_grad_exporter.transfer.events import Decisions, Mailbox
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -89,7 +90,7 @@ class TrainingSide:
 
 def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     settings, index = checked.settings, checked.index
-    post, decisions = mailbox(), Decisions()
+    post, decisions = Mailbox(), Decisions()
     layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
@@ -107,9 +108,8 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     def look_at_devices() -> None:
         guard(memory.refresh)
 
-    inputs = CaptureInputs(
+    parts = Parts(
         index=index,
-        models=len(checked.models),
         optimizers=optimizers,
         reader=reader,
         schedule=schedule,
@@ -122,7 +122,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     )
     return TrainingSide(
         mailbox=post, decisions=decisions, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
-        capture=Capture(inputs), layout=layout,
+        capture=Capture(parts), layout=layout,
     )  # fmt: skip
 
 

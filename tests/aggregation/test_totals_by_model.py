@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import Captured, Decisions, Observed, Outcome, OutcomeResolved, Stepped, Weights, mailbox
+from torch_grad_exporter.transfer.events import Captured, Decisions, Mailbox, Observed, Outcome, OutcomeResolved, Stepped, Weights
 from torch_grad_exporter.transfer.transfer import Arrived
 
 pytestmark = no_timeout_in_a_soak
@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "b": torch.nn.Linear(4, 2, bias=False)})
         self.index = LayerIndex({"": self.module})
-        self.post = mailbox()
+        self.post = Mailbox()
         self.gradients = GradientAggregation(Decisions())
         self.gradients.use(self.index.table)
         self.now = NOW

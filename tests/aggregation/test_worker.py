@@ -32,7 +32,6 @@ from torch_grad_exporter.transfer.events import (
     Part,
     Stepped,
     Weights,
-    mailbox,
 )
 from torch_grad_exporter.transfer.transfer import Arrived
 
@@ -75,7 +74,7 @@ class Scene:
     """A host side without a thread, unless it is started, and the mailbox that feeds it."""
 
     def __init__(self) -> None:
-        self.post: Mailbox = mailbox()
+        self.post: Mailbox = Mailbox()
         self.records = Records()
         log = logging.Logger("test")  # noqa: LOG001 - one of its own, not of the process
         log.addHandler(self.records)

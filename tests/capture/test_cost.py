@@ -14,7 +14,7 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.capture.cost import PAIRS, SAMPLES, DeviceTimer, SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.transfer.events import Stepped, mailbox
+from torch_grad_exporter.transfer.events import Mailbox, Stepped
 
 CUDA = torch.device("cuda", 0)
 
@@ -97,7 +97,7 @@ def test_device_time_counts_as_overhead_and_lengthens_the_interval() -> None:
     optimizer = sgd(model)
     with start_exporter(model, port=None) as exporter:
         device = FakeDevice(1.0)
-        reader = exporter._training.capture._reader
+        reader = exporter._training.capture._parts.reader
         reader.timer._recorded = device.recorded
         reader._places = frozenset([CUDA])
         for _ in range(30):
@@ -114,7 +114,7 @@ def test_device_time_counts_as_overhead_and_lengthens_the_interval() -> None:
 
 def test_what_the_exporter_took_is_told_with_one_step() -> None:
     """The time on the training thread and on devices since the step before, together, and none of it again."""
-    post = mailbox()
+    post = Mailbox()
     clock = StepClock(post, clock=lambda: 0.0)
     for host, devices in ((0.25, 0.5), (0.0, 0.0), (0.5, 1.0)):
         clock.spent(host)

@@ -241,7 +241,7 @@ def test_a_step_that_the_user_numbers_is_counted_once() -> None:
             loop.step()
             exporter.step(loop.steps)
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
-        assert exporter._training.capture._rounds.tracker.current.number == loop.steps
+        assert exporter._training.capture._parts.rounds.current.number == loop.steps
 
 
 def test_a_witness_that_is_not_used_costs_no_backward() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.models import Perceptron
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
-from torch_grad_exporter.capture.triggers import Ladder
+from torch_grad_exporter.capture.ladder import Ladder
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.transfer.outcomes import Mode

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,35 +13,9 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tests.support.properties  # noqa: F401 - the profile
-from torch_grad_exporter.capture import round_events, round_pattern, rounds
-from torch_grad_exporter.capture.round_events import (
-    BackwardBegan,
-    BackwardEnded,
-    BackwardsCounted,
-    BeginRound,
-    CloseSample,
-    CountSkipped,
-    CountUnseen,
-    ForeignStep,
-    GradientsFound,
-    ModelReached,
-    NoBackwardSeen,
-    NormObserved,
-    ReadGradients,
-    ResolveNorm,
-    RoundEvent,
-    RoundNumbered,
-    RoundOfStep,
-    RoundsCounted,
-    SampleImpossible,
-    SampleRead,
-    StepAbandoned,
-    StepBegan,
-    StepEnded,
-    TrainingOver,
-)
+from torch_grad_exporter.capture import round_pattern, rounds
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
-from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.rounds import Round, RoundEffects, RoundTracker
 from torch_grad_exporter.transfer.outcomes import Outcome
 
 UNSEEN = 9
@@ -180,6 +156,43 @@ OPTIMIZERS = strategies.integers(0, 2)
 EVIDENCE = strategies.builds(ClearingEvidence, *[strategies.booleans()] * 5)
 
 
+@dataclass
+class Made:
+    """What the tracker has decided."""
+
+    skipped: int = 0
+    unseen: int = 0
+    closed: list[tuple[int, Outcome]] = field(default_factory=list)
+    closed_for: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
+    """The optimizers that stepped, and those that usually do, of each sample."""
+    norms: list[Outcome] = field(default_factory=list)
+    begun: list[tuple[bool, bool]] = field(default_factory=list)
+
+    def tracker(self, due: Callable[[int], bool]) -> RoundTracker:
+        """A tracker whose decisions are noted here."""
+        effects = RoundEffects(self.skip, self.count_unseen, self.norms.append, self.close, lambda _number: False, self.begin)
+        return RoundTracker(due, lambda: UNSEEN, effects)
+
+    def skip(self, steps: int) -> None:
+        self.skipped += steps
+
+    def count_unseen(self, optimizer: int, steps: int) -> None:
+        assert optimizer == UNSEEN
+        self.unseen += steps
+
+    def close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
+        self.closed.append((current.number, outcome))
+        self.closed_for.append((frozenset(current.stepped), usual))
+
+    def begin(self, sampled: bool, after_step: bool) -> None:
+        self.begun.append((sampled, after_step))
+
+
+def nothing() -> ClearingEvidence:
+    """The gradients of the last backward are there as they were."""
+    return ClearingEvidence()
+
+
 class Machine(RuleBasedStateMachine):
     """Both are told the same, and have to agree after each event."""
 
@@ -187,51 +200,35 @@ class Machine(RuleBasedStateMachine):
     def start(self, every: int) -> None:
         """Every so many rounds are sampled."""
         self.plain = Plain(every)
-        self.tracker = RoundTracker(lambda number: number % every == 0, lambda: UNSEEN)
-        self.skipped = self.unseen = 0
-        self.closed: list[tuple[int, Outcome]] = []
-        self.norms: list[Outcome] = []
-
-    def tell(self, event: RoundEvent) -> list[object]:
-        """Tells the tracker, and does what it decides."""
-        left: list[object] = []
-        for decided in self.tracker.handle(event):
-            match decided:
-                case CountSkipped():
-                    self.skipped += decided.steps
-                case CountUnseen():
-                    assert decided.optimizer == UNSEEN
-                    self.unseen += decided.steps
-                case CloseSample():
-                    self.closed.append((decided.number, decided.outcome))
-                case ResolveNorm():
-                    self.norms.append(decided.outcome)
-                case BeginRound():
-                    assert decided.number == self.tracker.current.number
-                case _:
-                    left.append(decided)
-        return left
+        self.made = Made()
+        self.tracker = self.made.tracker(lambda number: number % every == 0)
 
     @rule(models=MODELS, evidence=EVIDENCE, fired=strategies.sets(strategies.integers(0, 3)), read=strategies.booleans())
     def backward(self, models: set[int], evidence: ClearingEvidence, fired: set[int], read: bool) -> None:
         """A backward from its begin to its end; what is to be read is read, or fails to be."""
         plain = self.plain
-        asks = self.tracker.asks_for_evidence(within_step=False)
-        assert asks == (bool(plain.now.backwards) and not plain.now.stepped)
-        self.tell(BackwardBegan(within_step=False, evidence=evidence))
+        asked: list[bool] = []
+
+        def seen() -> ClearingEvidence:
+            asked.append(True)
+            return evidence
+
+        asks = bool(plain.now.backwards) and not plain.now.stepped
+        self.tracker.backward_began(seen)
+        assert asked == [True] * asks
         plain.backward_begins(evidence)
         for model in models:
-            self.tell(ModelReached(model))
+            self.tracker.model_reached(model)
         plain.now.models |= models
         fired = fired if plain.now.sampled else set()
-        wants = self.tell(BackwardEnded(frozenset(fired)))
+        wants = self.tracker.backward_ended(fired)
         plain.now.backwards += 1
         plain.now.fired |= fired
         known = [one.backwards for one in plain.past if one.backwards][-64:]
         expected = bool(fired) and plain.now.backwards >= (min(known) if known else 1)
-        assert (wants == [ReadGradients()]) == expected
+        assert wants == expected
         if expected:
-            self.tell(SampleRead(read))
+            self.tracker.sample_read(taken=read)
             if not read:
                 plain.lose()
             elif plain.now.state == "nothing read":
@@ -241,7 +238,7 @@ class Machine(RuleBasedStateMachine):
     def backward_that_cannot_be_read(self) -> None:
         """A sampled round turns out not to be readable."""
         if self.plain.now.sampled:
-            self.tell(SampleImpossible())
+            self.tracker.sample_impossible()
             self.plain.now.sampled = False
             self.plain.lost += 1
 
@@ -249,13 +246,13 @@ class Machine(RuleBasedStateMachine):
     def step(self, optimizer: int, waited: frozenset[int]) -> None:
         """A step: the first of its round, another one, or one of an optimizer that has stepped already."""
         plain = self.plain
-        self.tell(StepBegan(optimizer))
+        self.tracker.step_began(optimizer)
         assert optimizer in self.tracker.stepping
         again = optimizer in plain.now.stepped
-        assert (NoBackwardSeen() in self.tell(RoundOfStep(optimizer))) == (again or not plain.now.backwards)
+        assert self.tracker.step_taken(optimizer) == (again or not plain.now.backwards)
         if again:
             plain.next_round()
-        self.tell(StepEnded(optimizer, waited))
+        self.tracker.step_ended(optimizer, waited)
         plain.now.stepped.add(optimizer)
         plain.tell(Outcome.STEPPED)
         if plain.now.state == "read" and plain.all_have_stepped(waited):
@@ -265,8 +262,8 @@ class Machine(RuleBasedStateMachine):
     @rule(optimizer=OPTIMIZERS, closure=strategies.booleans())
     def step_that_raises(self, optimizer: int, closure: bool) -> None:
         """A step that begins and never ends."""
-        self.tell(StepBegan(optimizer, closure))
-        self.tell(StepAbandoned())
+        self.tracker.step_began(optimizer, closure=closure)
+        self.tracker.step_abandoned()
         self.plain.now.abandoned = bool(self.plain.now.backwards)
         assert not self.tracker.stepping
         assert not self.tracker.closures
@@ -274,7 +271,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def norm(self) -> None:
         """The user gives the global norm: the sample tells its outcome, if there is one."""
-        self.tell(NormObserved())
+        self.tracker.norm_observed()
         self.plain.now.norm = self.plain.now.state == "nothing read"
         if self.plain.now.stepped:
             self.plain.tell(Outcome.STEPPED)
@@ -283,7 +280,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.now.stepped and self.plain.now.state != "read")
     def rounds_that_were_counted(self, counted: int, skipped: int) -> None:
         """Rounds that were counted elsewhere, none of them sampled; a skipped one has the next one sampled."""
-        self.tell(RoundsCounted(counted, skipped))
+        self.tracker.rounds_counted(counted, skipped)
         now = self.plain.now
         self.plain.now = Now(now.number + counted + skipped, False, now.backwards, now.models, stepped=now.stepped)
         self.plain.skipped += skipped
@@ -294,14 +291,14 @@ class Machine(RuleBasedStateMachine):
     def backwards_that_were_counted(self, backwards: int) -> None:
         """Backwards of a round that goes on are of the same models."""
         models = set(self.plain.now.models)
-        self.tell(BackwardsCounted(backwards))
+        self.tracker.backwards_counted(backwards)
         self.plain.next_round()
         self.plain.now.backwards, self.plain.now.models = backwards, models
 
     @rule(number=strategies.integers(0, 1000))
     def numbered(self, number: int) -> None:
         """The user numbers the round."""
-        self.tell(RoundNumbered(number))
+        self.tracker.numbered(number)
         self.plain.now.number = number
 
     @invariant()
@@ -312,20 +309,21 @@ class Machine(RuleBasedStateMachine):
         now, current = self.plain.now, self.tracker.current
         assert (current.number, current.sampled, current.backwards) == (now.number, now.sampled, now.backwards)
         assert (current.fired, current.stepped) == (now.fired, now.stepped)
-        assert (self.skipped, self.unseen) == (self.plain.skipped, self.plain.unseen)
+        assert (self.made.skipped, self.made.unseen) == (self.plain.skipped, self.plain.unseen)
         assert self.tracker.lost == self.plain.lost
-        assert self.closed == self.plain.closed
-        assert self.norms == self.plain.norms
+        assert self.made.closed == self.plain.closed
+        assert self.made.norms == self.plain.norms
         assert self.tracker.sample_is_open == (now.state == "read")
 
     def teardown(self) -> None:
         """At the end nothing is left open."""
         if hasattr(self, "plain"):
-            self.tell(TrainingOver())
+            self.tracker.training_over()
             self.plain.tell(Outcome.UNKNOWN)
             self.plain.close(Outcome.STEPPED if self.plain.now.stepped else Outcome.UNKNOWN)
             self.both_agree()
-            assert self.tell(TrainingOver()) == []
+            self.tracker.training_over()
+            self.both_agree()
 
 
 TestMachine = pytest.mark.filterwarnings("ignore")(Machine.TestCase)
@@ -336,13 +334,12 @@ def test_the_rules_of_rounds_know_no_torch() -> None:
     """The tracker and what it is made of import nothing that imports torch."""
     imported = {
         node.module
-        for module in (rounds, round_events, round_pattern)
+        for module in (rounds, round_pattern)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module
     }
     ours = {name for name in imported if name.startswith("torch")}
     assert ours == {
-        "torch_grad_exporter.capture.round_events",
         "torch_grad_exporter.capture.round_pattern",
         "torch_grad_exporter.transfer.outcomes",
     }
@@ -350,11 +347,13 @@ def test_the_rules_of_rounds_know_no_torch() -> None:
 
 def test_a_foreign_step_changes_nothing_but_what_is_known_of_the_round() -> None:
     """A step of an optimizer of another model ends no round and closes no sample."""
-    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
-    tracker.handle(BackwardBegan())
-    tracker.handle(BackwardEnded(frozenset({0})))
-    tracker.handle(SampleRead(taken=True))
-    assert tracker.handle(ForeignStep()) == []
+    made = Made()
+    tracker = made.tracker(lambda _: True)
+    tracker.backward_began(nothing)
+    tracker.backward_ended({0})
+    tracker.sample_read(taken=True)
+    tracker.foreign_step()
+    assert made == Made()
     assert tracker.current.foreign
     assert tracker.sample_is_open
     assert tracker.current.number == 0
@@ -362,52 +361,69 @@ def test_a_foreign_step_changes_nothing_but_what_is_known_of_the_round() -> None
 
 def test_gradients_that_are_found_at_a_step_are_read() -> None:
     """Where no backward is seen, what an optimizer is about to use makes the sample; the next step of it begins another round."""
-    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
-    tracker.handle(StepBegan(0))
-    assert tracker.handle(RoundOfStep(0, reads=True)) == []
-    assert tracker.handle(GradientsFound(frozenset())) == []
-    assert tracker.handle(GradientsFound(frozenset({1, 2}))) == [ReadGradients()]
-    tracker.handle(SampleRead(taken=True))
-    tracker.handle(RoundOfStep(0))
-    assert tracker.handle(StepEnded(0, frozenset({0}))) == [
-        CloseSample(0, frozenset({1, 2}), Outcome.STEPPED, *[frozenset({0})] * 2)
-    ]
-    assert BeginRound(1, after_step=True) in tracker.handle(RoundOfStep(0, reads=True))
+    made = Made()
+    tracker = made.tracker(lambda _: True)
+    tracker.step_began(0)
+    tracker.step_to_be_read(0)
+    assert not tracker.gradients_found(frozenset())
+    assert tracker.gradients_found(frozenset({1, 2}))
+    tracker.sample_read(taken=True)
+    tracker.step_taken(0)
+    assert made == Made()
+    tracker.step_ended(0, frozenset({0}))
+    assert made == Made(closed=[(0, Outcome.STEPPED)], closed_for=[(frozenset({0}), frozenset())])
+    assert tracker.current.fired == {1, 2}
+    tracker.step_to_be_read(0)
+    assert (tracker.current.number, made.begun) == (1, [(True, True)])
 
 
 def test_two_clearings_in_a_round_may_be_passes_of_one_step_the_third_is_none() -> None:
     """Before the first plain step, gradients cleared a third time within a round were skipped, and the two before as well."""
-    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
-    decided: list[object] = []
+    made = Made()
+    tracker = made.tracker(lambda _: True)
     for _ in range(4):
-        decided += tracker.handle(BackwardBegan(evidence=ClearingEvidence(gone=True)))
-        decided += tracker.handle(BackwardEnded())
-    assert decided == [CountSkipped(3), BeginRound(1, after_step=False)]
+        tracker.backward_began(lambda: ClearingEvidence(gone=True))
+        tracker.backward_ended(set())
+    assert made == Made(skipped=3, begun=[(True, False)])
+    assert tracker.current.number == 1
 
 
 def test_passes_of_several_backwards_are_no_skipped_steps() -> None:
     """Two passes of two backwards to each step, cleared in between; that nothing is cleared within the second changes nothing."""
-    tracker = RoundTracker(lambda _: True, lambda: UNSEEN)
-    decided: list[object] = []
+    made = Made()
+    tracker = made.tracker(lambda _: True)
     for _ in range(6):
         for cleared in (False, False, True, False):
-            decided += tracker.handle(BackwardBegan(evidence=ClearingEvidence(gone=cleared)))
-            decided += tracker.handle(BackwardEnded())
-        for event in (StepBegan(0), RoundOfStep(0), StepEnded(0)):
-            decided += tracker.handle(event)
-    assert [one for one in decided if isinstance(one, CountSkipped)] == []
+            tracker.backward_began(functools.partial(ClearingEvidence, gone=cleared))
+            tracker.backward_ended(set())
+        tracker.step_began(0)
+        tracker.step_taken(0)
+        tracker.step_ended(0)
+    assert made.skipped == 0
     assert tracker.current.number == 5
 
 
 def test_a_skipped_step_in_counted_rounds_is_remembered_until_a_round_begins() -> None:
     """Counted rounds without a skip that follow do not make it forgotten: the next round is sampled."""
-    tracker = RoundTracker(lambda number: number == 0, lambda: UNSEEN)
-    tracker.handle(StepBegan(0))
-    tracker.handle(StepEnded(0))
-    tracker.handle(BackwardBegan())
+    tracker = Made().tracker(lambda number: number == 0)
+    tracker.step_began(0)
+    tracker.step_ended(0)
+    tracker.backward_began(nothing)
     assert not tracker.current.sampled
-    tracker.handle(StepEnded(0))
-    tracker.handle(RoundsCounted(5, 1))
-    tracker.handle(RoundsCounted(5, 0))
-    tracker.handle(BackwardBegan())
+    tracker.step_ended(0)
+    tracker.rounds_counted(5, 1)
+    tracker.rounds_counted(5, 0)
+    tracker.backward_began(nothing)
     assert tracker.current.sampled
+
+
+def test_an_answer_that_comes_late_makes_the_next_round_a_sample() -> None:
+    """A step before that turns out to be skipped is looked at, unless the round before was sampled."""
+    effects = RoundEffects(*[lambda *_arguments: None] * 4, lambda _number: True, lambda *_arguments: None)
+    tracker = RoundTracker(lambda number: number == 0, lambda: UNSEEN, effects)
+    sampled = []
+    for _ in range(4):
+        tracker.backward_began(nothing)
+        sampled.append(tracker.current.sampled)
+        tracker.step_ended(0)
+    assert sampled == [True, False, True, False]

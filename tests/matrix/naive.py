@@ -11,10 +11,9 @@ import torch
 
 from tests.matrix.harness import Naive
 from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.ladder import Ladder
+from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.capture.triggers import Ladder
-from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.transfer.outcomes import Mode
 
 
@@ -22,25 +21,23 @@ class AtStep(Ladder):
     """Reads in the optimizer's pre-hook, in its post-hook where there is a closure."""
 
     def __init__(self, *stages: Any) -> None:  # noqa: ANN401 - those of the original
-        super().__init__(*stages[:3], start=Mode.OPTIMIZER)
+        super().__init__(*stages[:3], mode=Mode.OPTIMIZER)
 
 
 class AtAccumulation(StepWatch):
     """Copies each gradient in a post-accumulate-grad hook that was registered at the start; reads the last copy at the step."""
 
-    def __init__(self, *, index: LayerIndex, optimizers: Optimizers, **stages: Any) -> None:  # noqa: ANN401 - as above
-        super().__init__(index=index, optimizers=optimizers, **stages)
-        self._all = index, optimizers
+    def __init__(self, parts: Parts, *stages: Any) -> None:  # noqa: ANN401 - as above
+        super().__init__(parts, *stages)
         self._copies: dict[int, torch.Tensor] = {}
-        HANDLES.extend(p.register_post_accumulate_grad_hook(self._copy) for p in index.table.parameters() or ())
+        HANDLES.extend(p.register_post_accumulate_grad_hook(self._copy) for p in parts.index.table.parameters() or ())
 
     def _copy(self, parameter: torch.Tensor) -> None:
         self._copies[id(parameter)] = parameter.grad.detach().clone()
 
     def _read(self, optimizer: int) -> None:
-        index, optimizers = self._all
-        table = index.refresh()
-        owners, _ = optimizers.owners(table, {optimizer})
+        table = self._parts.index.refresh()
+        owners, _ = self._parts.optimizers.owners(table, {optimizer})
         parameters = table.parameters() or []
         kept = [p.grad for p in parameters]
         try:
@@ -72,7 +69,7 @@ class Closing(Capture):
 def naive_capture(way: Naive) -> Iterator[None]:
     """Exporters that are started meanwhile read in this naive place."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("torch_grad_exporter.capture.build.Ladder", AtStep))
+        stack.enter_context(mock.patch("torch_grad_exporter.capture.parts.Ladder", AtStep))
         if way is Naive.ACCUMULATE:
             stack.enter_context(mock.patch("torch_grad_exporter.capture.build.StepWatch", AtAccumulation))
             stack.enter_context(mock.patch("torch_grad_exporter.exporter.Capture", Closing))

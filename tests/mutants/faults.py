@@ -55,9 +55,9 @@ CAPTURE = (
     ),
     Fault(
         "misses of one rung count for the next",
-        "capture/triggers.py",
-        "self.current, self._misses = self._rungs[mode], 0",
-        "self.current = self._rungs[mode]",
+        "capture/ladder.py",
+        "self.mode, self._misses = mode, 0",
+        "self.mode = mode",
         ("capture/test_ladder.py", "capture/test_capture.py", "capture/test_net_capture.py"),
         ("capture/test_ordinary_model.py", "capture/test_compile.py"),
     ),
@@ -72,8 +72,8 @@ CAPTURE = (
     Fault(
         "rounds are only counted for ever so long",
         "capture/count_only/hook.py",
-        "if steps < self._rounds and moment < self._until and len(self.backwards) == steps * self.to_a_step:",
-        "if steps < self._rounds and len(self.backwards) == steps * self.to_a_step:",
+        "if steps < self.rounds and moment < self.until and len(self.backwards) == steps * self.to_a_step:",
+        "if steps < self.rounds and len(self.backwards) == steps * self.to_a_step:",
         ("capture/test_count_only.py",),
         ("capture/test_net_counted.py",),
     ),

@@ -143,7 +143,7 @@ def test_devices_are_asked_in_the_loop_alone() -> None:
 def test_a_collector_that_is_switched_off_asks_no_device() -> None:
     """Without both collectors that show devices the loop does not look at them either."""
     with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
-        assert exporter._training.capture._loop._step_end._periodic is None
+        assert exporter._training.capture._parts.periodic is None
 
 
 def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:

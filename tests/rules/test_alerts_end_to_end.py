@@ -176,8 +176,8 @@ def failing_collector(training: Training) -> None:
 def losing_samples(training: Training, every: int = 3) -> None:
     """Of so many samples one cannot be read."""
     reader, read = (
-        training.exporter._training.capture._reader,
-        training.exporter._training.capture._reader.read,
+        training.exporter._training.capture._parts.reader,
+        training.exporter._training.capture._parts.reader.read,
     )
     reader.read = lambda *given: training.steps % every != 0 and read(*given)  # type: ignore[method-assign]
     while True:

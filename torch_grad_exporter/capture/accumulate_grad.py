@@ -20,25 +20,17 @@ NodeHook = Callable[..., None]
 
 
 class AccumulateGradNodes:
-    """Hooks on the AccumulateGrad nodes of a table's parameters, while armed.
-
-    `table`: for which they were armed. `fired`: the parameters that received a gradient, as far as `saw` was called for them.
-    """
+    """Hooks on the AccumulateGrad nodes of a table's parameters, while `armed`. `fired`: those for which `saw` was called."""
 
     def __init__(self) -> None:
         self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
         self._handles: list[Handle] = []
-        self.table: ParameterTable | None = None
+        self.armed = False
         self.fired: set[TrackedParameter] = set()
-
-    @property
-    def armed(self) -> bool:
-        """Whether any node is hooked."""
-        return self.table is not None
 
     def arm(self, table: ParameterTable, hook: NodeHook) -> None:
         """Hooks the nodes of all parameters of the table that are not hooked yet."""
-        self.table = table
+        self.armed = True
         for tracked in table.tracked:
             parameter = tracked.parameter()
             if tracked not in self._nodes and parameter is not None and parameter.requires_grad:
@@ -70,7 +62,7 @@ class AccumulateGradNodes:
 
     def disarm(self) -> None:
         """Removes the hooks and releases the nodes; idempotent, from any thread."""
-        self.table = None
+        self.armed = False
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

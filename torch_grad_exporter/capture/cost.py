@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 import torch
 
@@ -22,42 +21,31 @@ SAMPLES = 64
 """Samples at most whose device times are still outstanding; the cost of older ones stays unknown."""
 
 
-class Event(Protocol):
-    """A `torch.cuda.Event` that takes times."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def elapsed_time(self, end: Any, /) -> float:  # noqa: ANN401 - an event of the same kind
-        """Milliseconds from this event to `end`."""
+Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+"""Events before and after work."""
 
 
-def recorded_event(device: torch.device) -> Event:
+def recorded_event(device: torch.device) -> torch.cuda.Event:
     """An event at the present place of the device's current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
-    found: Event = event
-    return found
-
-
-Pairs = list[tuple[Event, Event]]
-"""Events before and after work."""
+    return event
 
 
 class DeviceTimer:
     """Times work on CUDA devices. Belongs to the training thread: querying an event is a CUDA call."""
 
-    def __init__(self, recorded: Callable[[torch.device], Event] = recorded_event) -> None:
+    def __init__(self, recorded: Callable[[torch.device], torch.cuda.Event] = recorded_event) -> None:
         self._recorded = recorded
         self._pairs: Pairs = []
 
-    def begin(self, devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
+    def begin(self, devices: Iterable[torch.device]) -> list[tuple[torch.device, torch.cuda.Event]]:
         """Work begins on these devices; what is returned belongs to `end`."""
         if len(self._pairs) >= PAIRS:
             return []
         return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
 
-    def end(self, begun: Iterable[tuple[torch.device, Event]]) -> None:
+    def end(self, begun: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
         """All work that was begun is launched."""
         self._pairs.extend((event, self._recorded(device)) for device, event in begun)
 
@@ -99,7 +87,7 @@ class SampleCost:
     def settle(self) -> None:
         """Reports to the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
         waiting = self._unsettled
-        while waiting and all(end.query() for _, end in waiting[0][1]):
+        while waiting and all(end.query() for _, end in waiting[0][1]):  # type: ignore[no-untyped-call]
             seconds, pairs = waiting.popleft()
             on_devices = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
             self._clock.spent_on_devices(on_devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,44 +11,24 @@ import torch
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.observations import Observations
-from torch_grad_exporter.capture.preparation import RoundPreparation
-from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE, StepClock
+from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.capture.training_thread import TrainingThread
-from torch_grad_exporter.capture.triggers import Ladder, hook_output
-from torch_grad_exporter.torch_compat import called_from_step, graph_task, within_transform
+from torch_grad_exporter.torch_compat import called_from_step, graph_task
 
 
 class ForwardWatch:
-    """Belongs to the training thread. `models`: how many roots there are.
-
-    `periodic`: something else that belongs to that thread, to be done at the end of an evaluation's forwards.
-    """
+    """Belongs to the training thread."""
 
     def __init__(
-        self,
-        *,
-        clock: StepClock,
-        ladder: Ladder,
-        steps: StepWatch,
-        backward: BackwardWatch,
-        preparation: RoundPreparation,
-        count_only: CountOnly,
-        observations: Observations,
-        thread: TrainingThread,
-        models: int,
-        periodic: Callable[[], None] | None,
+        self, parts: Parts, backward: BackwardWatch, steps: StepWatch, count_only: CountOnly, observations: Observations
     ) -> None:
-        self._clock = clock
-        self._ladder = ladder
-        self._steps = steps
-        self._backward = backward
-        self._preparation = preparation
+        self._parts = parts
         self._count_only = count_only
+        self._clock = parts.clock
+        self._backward = backward
+        self._steps = steps
         self._observations = observations
-        self._thread = thread
-        self._models = models
-        self._periodic = periodic
         self._trained = False
         """Whether there was a training forward, outside of a backward, since the last step."""
 
@@ -62,12 +42,12 @@ class ForwardWatch:
             clock.leave_step()
             self._steps.abandoned()
         if torch.is_grad_enabled():
-            self._preparation.forward_began(module)
+            self._backward.forward_began(module)
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
             if not again:  # within a backward this may be a thread of autograd's
-                self._thread.is_here()
+                self._parts.thread.is_here()
                 clock.switch(FORWARD)
             if clock.examples_known and not (again and self._trained):
                 self._count_examples(args, kwargs)
@@ -82,27 +62,19 @@ class ForwardWatch:
             return
         clock.switch(OUTSIDE)
         if torch.is_grad_enabled():
-            self._hook(model, output)
+            self._backward.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
                 self._observations.output(output)
-        if self._periodic is not None and not module.training:
-            self._periodic()
+        if self._parts.periodic is not None and not module.training:
+            self._parts.periodic()
         clock.spent(clock.clock() - start)
 
     def step_over(self) -> None:
         """A step is over."""
         self._trained = False
 
-    def _hook(self, model: int, output: object) -> None:
-        """Hooks the output, so that its backward is seen."""
-        if not self._ladder.current.announces or within_transform():
-            return
-        self._backward.raised()
-        hook_output(output, self._backward.output_hooks[model])
-        self._preparation.forward_ended(self._backward.node_hook)
-
     def _count_examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        size = batch_size(args, kwargs) if self._models == 1 else None
+        size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
         if size is None:
             self._clock.examples_unknown()
         else:

@@ -1,4 +1,4 @@
-"""TrainingLoop: what the hooks of optimizers mean for the clock and the rounds.
+"""TrainingLoop: what the hooks of optimizers, and the steps that the user reports, mean for the clock and the rounds.
 
 Unsampled steps pass here too, so every line counts: a step costs two calls, and nothing here depends on the number of
 parameters.
@@ -7,23 +7,25 @@ parameters.
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import torch
 
-from torch_grad_exporter.capture.callers import calling_scaler
+from torch_grad_exporter.capture.count_only.budget import HOOKS_SECONDS
 from torch_grad_exporter.capture.count_only.counting import CountOnly
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
-from torch_grad_exporter.capture.round_events import ForeignStep
-from torch_grad_exporter.capture.round_executor import Rounds
-from torch_grad_exporter.capture.step_end import StepEnd
+from torch_grad_exporter.capture.forwards import ForwardWatch
+from torch_grad_exporter.capture.observations import Observations
+from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.reader import OptimizerView, Scaler
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
-from torch_grad_exporter.capture.training_thread import TrainingThread
-from torch_grad_exporter.capture.weight_watch import WeightWatch
-from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.capture.torch_hooks import Handle
+from torch_grad_exporter.capture.weights import WeightProbe
 from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
+from torch_grad_exporter.transfer.tracing import active_trace
+
+NEAREST = 12
+"""Frames that are searched for a gradient scaler."""
 
 
 class TrainingLoop:
@@ -31,33 +33,29 @@ class TrainingLoop:
 
     def __init__(
         self,
-        *,
-        clock: StepClock,
-        rounds: Rounds,
+        parts: Parts,
         steps: StepWatch,
+        forwards: ForwardWatch,
         count_only: CountOnly,
-        step_end: StepEnd,
-        reader: GradientReader,
-        optimizers: Optimizers,
-        hooks: Hooks,
-        thread: TrainingThread,
-        weights: WeightWatch | None,
+        observations: Observations,
     ) -> None:
-        self._clock = clock
-        self._rounds = rounds
+        self._parts = parts
+        self._clock = parts.clock
+        self._hooks = parts.hooks
+        self._rounds = parts.rounds
         self._steps = steps
+        self._forwards = forwards
         self._count_only = count_only
-        self._step_end = step_end
-        self._reader = reader
-        self._optimizers = optimizers
-        self._hooks = hooks
-        self._weights = weights
-        self._within = StepsBeforeTheEnd()
-        self._end_hook = hooks.guarded("optimizer_hook", self._backward_ended)
-        self._look_hook = hooks.guarded("optimizer_hook", self._look)
-        self._over_hook = hooks.guarded("optimizer_hook", self._counting_over)
+        self._observations = observations
+        self._weights = WeightProbe(parts) if parts.options.weights else None
+        self._end_hook = self._hooks.guarded("optimizer_hook", self._backward_ended)
+        self._look_hook = self._hooks.guarded("optimizer_hook", self._look)
+        self._over_hook = self._hooks.guarded("optimizer_hook", self._counting_over)
         self._late_hook: Handle | None = None
-        self._thread = thread
+        self._within: tuple[int, set[int]] = -1, set()
+        """The graph task of the last backward in which optimizers have stepped, and which."""
+        self._hooked = False
+        """Whether an optimizer's hook has reported a step since the user last did."""
 
     # Hooks
 
@@ -68,54 +66,55 @@ class TrainingLoop:
 
         `over`: it was not seen until it was over, so that no other hook is to be waited for.
         """
-        if not self._optimizers.concerns(optimizer):
-            if self._thread.may_be_here():  # on another thread it has nothing to do with these models
+        parts, clock = self._parts, self._clock
+        if not parts.optimizers.concerns(optimizer):
+            if parts.thread.may_be_here():  # on another thread it has nothing to do with these models
                 self._foreign_step(self._inside())
             return
         self._count_only.settle()
-        within, inside = graph_task() != -1, self._inside()
-        number = self._optimizers.number(optimizer, within_backward=within, inside=inside)
+        task, inside = graph_task(), self._inside()
+        number = parts.optimizers.number(optimizer, within_backward=task != -1, inside=inside)
         if number is None:
             self._foreign_step(inside)
             return
-        start = self._clock.clock()
-        if within:
-            self._step_within_backward(number, optimizer)
-            self._clock.spent(self._clock.clock() - start)
+        start = clock.clock()
+        if task != -1:
+            self._step_within_backward(task, number, optimizer)
+            clock.spent(clock.clock() - start)
             return
-        self._thread.is_here()
-        if self._clock.stepping and not called_from_step(sys._getframe(3)):
-            self._clock.leave_step()
+        parts.thread.is_here()
+        if clock.stepping and not called_from_step(sys._getframe(3)):
+            clock.leave_step()
             self._steps.abandoned()
-        if self._clock.stepping and number in self._rounds.tracker.stepping:
+        if clock.stepping and number in self._rounds.stepping:
             return  # `step` has called `super().step()`
-        self._clock.step_began()
-        sampled = self._rounds.tracker.current.sampled
+        clock.step_began()
+        sampled = self._rounds.current.sampled
         if sampled:
-            self._reader.scaler_looked_for(calling_scaler(sys._getframe(1)))
+            parts.reader.scaler_looked_for(_calling_scaler(sys._getframe(1)))
         if sampled and not over and self._hooks.others_follow(optimizer):
             self._late_hook = optimizer.register_step_pre_hook(self._look_hook)
         else:
             self._look(optimizer, args, kwargs)
-        self._clock.spent(self._clock.clock() - start)
+        clock.spent(clock.clock() - start)
 
     def _inside(self) -> frozenset[int]:
-        return frozenset(self._rounds.tracker.stepping) if self._clock.stepping else frozenset()
+        return frozenset(self._rounds.stepping) if self._clock.stepping else frozenset()
 
     def _foreign_step(self, inside: frozenset[int]) -> None:
         """An optimizer that owns nothing of the model steps; inside the step of one that does, it works for that one."""
         if inside:
             self._steps.tool_steps(inside)
         else:
-            self._rounds.handle(ForeignStep())
+            self._rounds.foreign_step()
 
     def _look(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Right before an optimizer's step, when no other hook will change the gradients any more."""
-        number = self._optimizers.number(optimizer)
+        number = self._parts.optimizers.number(optimizer)
         if number is None:
             return
         closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-        sampled = self._rounds.tracker.current.sampled
+        sampled = self._rounds.current.sampled
         # A scaler sets both for the time of a fused optimizer's step.
         found_inf = _tensor(getattr(optimizer, "found_inf", None))
         grad_scale = None if found_inf is None else _tensor(getattr(optimizer, "grad_scale", None))
@@ -125,20 +124,24 @@ class TrainingLoop:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
-        number = self._optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
+        number = self._parts.optimizers.number(optimizer)  # None of a foreign one, and then nothing is changed
         if number is not None and graph_task() == -1:
-            self._step_end.of(number, self._over_hook)
+            self._hooked = True
+            self._ended(number)
             self.release()
 
-    def _step_within_backward(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _step_within_backward(self, task: int, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps before the backward is over: all that do so are one step, at the backward's end."""
         self._steps.within_backward(number, optimizer)
-        if self._within.add(graph_task(), number):
+        if task != self._within[0]:
+            self._within = task, set()
             at_end_of_backward(self._end_hook)
+        self._within[1].add(number)
 
     def _backward_ended(self) -> None:
-        for number in self._within.stepped():
-            self._step_end.of(number, self._over_hook)
+        self._hooked = True
+        for number in sorted(self._within[1]):
+            self._ended(number)
 
     def _counting_over(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Rounds are no longer only counted: after a step that was counted, or that of another optimizer."""
@@ -147,14 +150,46 @@ class TrainingLoop:
             self.step_began(optimizer, (), {}, over=True)
             self.step_ended(optimizer, (), {})
 
+    # The end of a step
+
     def manual_step(self, number: int | None) -> None:
-        """The user says that a step is done, of this number."""
-        self._step_end.reported(self._optimizers, number, self._over_hook)
+        """The user says that a step is done; counts it unless an optimizer's hook has said so already. `number`: of the step."""
+        self._count_only.settle()
+        if not (self._hooked and self._rounds.current.stepped):
+            optimizer = self._parts.optimizers.manual()
+            self._clock.step_began()
+            self._steps.began(OptimizerView(optimizer), closure=False)
+            self._ended(optimizer)
+        self._hooked = False
+        if number is not None:
+            self._rounds.numbered(number)
+
+    def _ended(self, number: int) -> None:
+        """The optimizer of this number has stepped, however that became known."""
+        parts, clock = self._parts, self._clock
+        start = clock.clock()
+        self._forwards.step_over()
+        sampled = self._rounds.current.sampled
+        first = self._steps.ended(number)
+        if first is None:
+            return
+        if sampled and self._weights is not None:
+            self._weights.after(number)
+        self._observations.settings(start, sampled=sampled)
+        if parts.periodic is not None:
+            parts.periodic()
+        clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
+        own = clock.own_seconds
+        seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)
+        if seconds is not None:
+            parts.schedule.stepped(seconds - own, None if sampled else own)
+        if first:
+            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook)
 
     # The end
 
     def close(self) -> None:
-        """Ends the counting, removes the hook of a single step, and hands over what is open; idempotent."""
+        """Ends the counting, and removes the hook of a single step; idempotent."""
         self._count_only.settle()
         self.release()
 
@@ -165,25 +200,15 @@ class TrainingLoop:
             hook.remove()
 
 
-class StepsBeforeTheEnd:
-    """The optimizers that have stepped in the running backward, which is known by the number of its graph task."""
-
-    def __init__(self) -> None:
-        self._task = -1
-        self._optimizers: set[int] = set()
-
-    def add(self, task: int, optimizer: int) -> bool:
-        """Takes in a step; whether it is the first one in its backward."""
-        first = task != self._task
-        if first:
-            self._task = task
-            self._optimizers.clear()
-        self._optimizers.add(optimizer)
-        return first
-
-    def stepped(self) -> list[int]:
-        """All of the backward that is over, in the order of their numbers."""
-        return sorted(self._optimizers)
+def _calling_scaler(frame: types.FrameType | None) -> Scaler | None:
+    """The `torch.amp.GradScaler` whose `step` called the optimizer's, searched for in the nearest frames."""
+    for _ in range(NEAREST):
+        if frame is None:
+            return None
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
 
 
 def _tensor(value: object) -> torch.Tensor | None:

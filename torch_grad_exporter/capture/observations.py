@@ -15,11 +15,8 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.count_only.counting import CountOnly
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.rounds import RoundTracker
-from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.transfer.events import Mailbox, Observed
+from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.transfer.events import Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
 
 READ_SECONDS = 0.5
@@ -39,34 +36,22 @@ class _Ring(threading.local):
 
 
 class Observations:
-    """Posts `Observed`. `tracker` tells whether the current round is sampled."""
+    """Posts `Observed`."""
 
-    def __init__(
-        self,
-        *,
-        clock: StepClock,
-        tracker: RoundTracker,
-        count_only: CountOnly,
-        optimizers: Optimizers,
-        reader: GradientReader,
-        mailbox: Mailbox,
-    ) -> None:
-        self._clock = clock
-        self._tracker = tracker
+    def __init__(self, parts: Parts, count_only: CountOnly) -> None:
+        self._parts = parts
+        self._clock = parts.clock
         self._count_only = count_only
-        self._optimizers = optimizers
-        self._reader = reader
-        self._mailbox = mailbox
         self._ring = _Ring()
         self._settings_read = self._loss_read = float("-inf")
 
-    def observe(self, values: Iterator[tuple[str, Number]], *, here: bool) -> None:
+    def observe(self, values: Iterator[tuple[str, Number]]) -> None:
         """Takes observed values, by name; a tensor's first element is copied without waiting for it.
 
-        `here`: on the training thread. A global norm from elsewhere raises a `RuntimeError`: of which step it is cannot be known.
+        A global norm from another thread than the one that trains raises a `RuntimeError`: of which step it is cannot be known.
         Behind a value that cannot be taken the others are still to come from `values`.
         """
-        start = self._clock.clock()
+        start, here = self._clock.clock(), self._parts.thread.may_be_here()
         try:
             for name, value in values:
                 if name == "grad_norm":
@@ -85,13 +70,13 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._count_only.norm_comes()
-            self._mailbox.append(Observed("grad_norm", ticket))
+            self._parts.mailbox.append(Observed("grad_norm", ticket))
             self._count_only.norm_observed()
 
     def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = ()) -> None:
         ticket = self._sent(value)
         if ticket is not None:
-            self._mailbox.append(Observed(name, ticket, labels))
+            self._parts.mailbox.append(Observed(name, ticket, labels))
 
     def output(self, output: object) -> None:
         """Takes the loss in what a model has returned, if there is one."""
@@ -99,7 +84,7 @@ class Observations:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         moment = self._clock.clock()
-        if self._tracker.current.sampled or moment - self._loss_read > READ_SECONDS:
+        if self._parts.rounds.current.sampled or moment - self._loss_read > READ_SECONDS:
             self._loss_read = moment
             self._post("loss", loss)
 
@@ -109,12 +94,12 @@ class Observations:
             return
         self._settings_read = self._clock.clock()
         # Those that share a number step within the backward, one per parameter; the first stands for them.
-        for number, optimizer in dict(reversed(self._optimizers.numbered())).items():
+        for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
-                    self._post("learning_rate", settings["lr"], (self._optimizers.names[number], str(group)))
-        if self._reader.scale is not None:
-            self._post("loss_scale", self._reader.scale)
+                    self._post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)))
+        if self._parts.reader.scale is not None:
+            self._post("loss_scale", self._parts.reader.scale)
 
     def _sent(self, value: object) -> Ticket | float | None:
         if isinstance(value, torch.Tensor):

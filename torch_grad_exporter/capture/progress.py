@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch_grad_exporter.transfer.events import Mailbox, Stepped
 from torch_grad_exporter.transfer.tracing import TraceIds
@@ -27,27 +26,29 @@ class Counts:
     examples: int
 
 
-class CountedRounds(Protocol):
-    """Rounds that something else counts until `StepClock.commit`. Read from any thread."""
-
-    @property
-    def moments(self) -> Sequence[float]:
-        """When each of their steps was over, in seconds of the clock."""
-
-    def counts(self, before: Counts) -> Counts:
-        """All counts up to now, if there were `before` when these rounds began."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Uncommitted:
-    """One object that is set and taken away as a whole, so that another thread sees no round twice and misses none.
+class _CountedRounds:
+    """Rounds that are only counted until `StepClock.commit`, see `StepClock.leave_counting_to`.
 
-    `offset`: what Unix time was ahead of the clock when the rounds began.
+    One object that is set and taken away as a whole, so that another thread sees no round twice and misses none. `before`: what was
+    counted when they began; `offset`: what Unix time was ahead of the clock then.
     """
 
     before: Counts
-    rounds: CountedRounds
     offset: float
+    optimizer: int
+    moments: Sequence[float]
+    backwards: Sequence[object]
+    examples: float
+
+    def counts(self) -> Counts:
+        """All counts up to now."""
+        before, backwards = self.before, len(self.backwards)
+        return Counts(
+            {**before.steps, self.optimizer: before.steps[self.optimizer] + len(self.moments)},
+            before.backward_passes + backwards,
+            before.examples + round(backwards * self.examples),
+        )
 
 
 class PhaseTimes:
@@ -115,7 +116,7 @@ class StepClock:
         self.backward_passes = 0
         self.examples = 0
         self._owed: dict[int, int] = {}
-        self._uncommitted: _Uncommitted | None = None
+        self._uncommitted: _CountedRounds | None = None
         self._round_at: float | None = None
         self._last_step: float | None = None
         self._last_activity: float | None = None
@@ -179,7 +180,7 @@ class StepClock:
         """What was counted so far, with rounds that are not committed. From any thread."""
         while True:
             uncommitted = self._uncommitted
-            found = self._committed() if uncommitted is None else uncommitted.rounds.counts(uncommitted.before)
+            found = self._committed() if uncommitted is None else uncommitted.counts()
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
 
@@ -205,8 +206,7 @@ class StepClock:
     def last_step(self) -> float | None:
         """When the last step was over, as Unix time; `None` before the first."""
         uncommitted = self._uncommitted
-        moments = () if uncommitted is None else uncommitted.rounds.moments
-        return self._last_step if uncommitted is None or not moments else moments[-1] + uncommitted.offset
+        return uncommitted.moments[-1] + uncommitted.offset if uncommitted is not None and uncommitted.moments else self._last_step
 
     @property
     def last_activity(self) -> float | None:
@@ -218,8 +218,7 @@ class StepClock:
     def last_moment(self) -> float:
         """When the last step was over, in seconds of `clock`; 0 before the first."""
         uncommitted = self._uncommitted
-        moments = () if uncommitted is None else uncommitted.rounds.moments
-        return moments[-1] if moments else self._round_at or 0.0
+        return uncommitted.moments[-1] if uncommitted is not None and uncommitted.moments else self._round_at or 0.0
 
     def step_ended(self, *, first_of_round: bool, trace: TraceIds | None = None) -> float | None:
         """Back outside of the optimizer; returns the seconds since the round before, for a round's first step only.
@@ -240,14 +239,19 @@ class StepClock:
 
     # Rounds that something else counts
 
-    def leave_counting_to(self, rounds: CountedRounds) -> None:
-        """From now on, right after a round, `rounds` counts, and phases are not timed."""
-        self._uncommitted = _Uncommitted(self._committed(), rounds, self.now() - self.clock())
+    def leave_counting_to(self, optimizer: int, moments: Sequence[float], backwards: Sequence[object], *, examples: float) -> None:
+        """From now on, right after a round, something else counts, and phases are not timed.
+
+        It notes in `moments` when each step of this optimizer is over, in seconds of the clock, and in `backwards` an item for each
+        backward, which is taken for so many `examples`.
+        """
+        offset = self.now() - self.clock()
+        self._uncommitted = _CountedRounds(self._committed(), offset, optimizer, moments, backwards, examples)
 
     def commit(self) -> list[float]:
         """Takes over what was counted; returns the seconds from step to step of those rounds."""
         uncommitted = self._uncommitted
-        moments = () if uncommitted is None else tuple(uncommitted.rounds.moments)
+        moments = () if uncommitted is None else tuple(uncommitted.moments)
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = self.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples

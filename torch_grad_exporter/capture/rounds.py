@@ -1,49 +1,18 @@
-"""RoundTracker: decides what a round, a step and a skipped step are. Pure: events in, decisions out, no torch in it.
+"""RoundTracker: decides what a round, a step and a skipped step are. Pure: no torch in it.
 
 A *round* is everything between the first backward after a step and the last optimizer step before the
 next backward. It is the unit of sampling and of the step duration: two optimizers that share a backward
 share a round, and a GAN's two alternating ones do not.
 
-The tracker holds the current round and what is usual for rounds (`round_pattern.py`). `handle` takes an event and
-returns what is to be done, in this order; `round_executor.py` does it. Nothing else changes a round.
+The tracker holds the current round and what is usual for rounds (`round_pattern.py`). Its methods are told what happens in the
+training; nothing else changes a round. What follows from it is done by `RoundEffects`, or by the caller, where a method says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.capture.round_events import (
-    BackwardBegan,
-    BackwardEnded,
-    BackwardsCounted,
-    BeginRound,
-    CloseSample,
-    CountSkipped,
-    CountUnseen,
-    Decided,
-    EarlierStepSkipped,
-    ForeignStep,
-    GradientsFound,
-    ModelReached,
-    NoBackwardSeen,
-    NormObserved,
-    ReadByOptimizer,
-    ReadGradients,
-    ResolveNorm,
-    RoundDecision,
-    RoundEvent,
-    RoundNumbered,
-    RoundOfStep,
-    RoundsCounted,
-    SampleImpossible,
-    SampleRead,
-    StepAbandoned,
-    StepBegan,
-    StepEnded,
-    StepWithinBackward,
-    TrainingOver,
-)
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
 from torch_grad_exporter.transfer.outcomes import Outcome
 
@@ -80,79 +49,66 @@ class Round:
         self.fired.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class RoundEffects:
+    """What does as the tracker decides."""
+
+    steps_skipped: Callable[[int], object]
+    """So many rounds ended without a step."""
+    stepped_unseen: Callable[[int, int], object]
+    """An optimizer has taken so many steps that no hook saw."""
+    norm_resolved: Callable[[Outcome], object]
+    """What became of the round of the norm that was observed is known."""
+    close_sample: Callable[[Round, Outcome, frozenset[int]], object]
+    """What became of the sampled round is known. The optimizers are those that usually step in such a round, none if unknown."""
+    step_before_skipped: Callable[[int], bool]
+    """The round of this number begins: whether an answer that came late shows that the step before was skipped."""
+    round_began: Callable[[bool, bool], object]
+    """A round has begun: whether it is sampled, and whether a step ended the one before."""
+
+
 class RoundTracker:
     """The rules of rounds as a state machine.
 
     `due`: whether the round of a number is to be sampled. `unseen_optimizer`: the number under which steps count that no
-    optimizer reports. `samples`: rounds whose gradients were read; `lost`: rounds that were due and were not read.
+    optimizer reports. `current`: the current round, to be read only. `stepping`: the optimizers that have begun a step and not
+    ended it; `closures`: those of them whose backward comes within the step. `samples`: rounds whose gradients were read; `lost`:
+    rounds that were due and were not read.
     """
 
-    def __init__(self, due: Callable[[int], bool], unseen_optimizer: Callable[[], int]) -> None:
+    def __init__(self, due: Callable[[int], bool], unseen_optimizer: Callable[[], int], effects: RoundEffects) -> None:
         self._due = due
         self._unseen_optimizer = unseen_optimizer
-        self._round = Round(0, sampled=due(0))
-        self._stepping: set[int] = set()
-        self._closures: set[int] = set()
-        self._skipped_unseen = self._sampled_before = False
+        self._effects = effects
+        self._skipped_unseen = False
+        self.current = Round(0, sampled=due(0))
+        self.stepping: set[int] = set()
+        self.closures: set[int] = set()
         self.pattern = RoundPattern()
         self.samples = self.lost = 0
-        self._handlers: dict[type, Callable[..., Decided]] = {
-            BackwardBegan: self._backward_began, ModelReached: self._model_reached, SampleImpossible: self._sample_impossible,
-            BackwardEnded: self._backward_ended, GradientsFound: self._gradients_found, SampleRead: self._sample_read,
-            StepBegan: self._step_began, StepWithinBackward: self._step_within_backward, ReadByOptimizer: self._read_by_optimizer,
-            RoundOfStep: self._round_of_step, StepEnded: self._step_ended, StepAbandoned: self._step_abandoned,
-            ForeignStep: self._foreign_step, NormObserved: self._norm_observed, RoundNumbered: self._numbered,
-            RoundsCounted: self._rounds_counted, BackwardsCounted: self._backwards_counted,
-            EarlierStepSkipped: self._earlier_step_skipped, TrainingOver: self._training_over,
-        }  # fmt: skip
-
-    def handle(self, event: RoundEvent) -> list[RoundDecision]:
-        """What is to be done after this event, in this order."""
-        return list(self._handlers[type(event)](event))
 
     # Questions about the state
 
     @property
-    def current(self) -> Round:
-        """The current round; to be read only."""
-        return self._round
-
-    @property
-    def stepping(self) -> Collection[int]:
-        """The optimizers that have begun a step and not ended it."""
-        return self._stepping
-
-    @property
-    def closures(self) -> Collection[int]:
-        """Those of them whose backward comes within the step."""
-        return self._closures
-
-    def asks_for_evidence(self, *, within_step: bool) -> bool:
-        """Whether a backward that begins now may follow a skipped step, so that the state of the gradients has to be known."""
-        current = self._round
-        in_the_round = bool(current.backwards) and not current.stepped
-        return in_the_round and (current.abandoned or not (within_step and self._stepping))
-
-    @property
     def next_is_sampled(self) -> bool:
         """Whether the backward that comes next belongs to a sampled round."""
-        current = self._round
+        current = self.current
         return self._due(current.number + 1) if current.stepped else current.sampled
 
     @property
     def behind(self) -> bool:
         """Whether the round has gradients to read that were not read when its last backward ended."""
-        return self._round.sampled and bool(self._round.fired) and not self._round.captured
+        return self.current.sampled and bool(self.current.fired) and not self.current.captured
 
     @property
     def sample_is_open(self) -> bool:
         """Whether the round's gradients were read and what became of them is not known yet."""
-        return self._round.captured and self._round.open
+        return self.current.captured and self.current.open
 
     def regular_optimizer(self) -> int | None:
         """The only optimizer that ever steps, if the last rounds were all like this one, which has just had its step."""
-        current = self._round
-        busy = self._stepping or self._closures or self.sample_is_open
+        current = self.current
+        busy = self.stepping or self.closures or self.sample_is_open
         if busy or len(current.stepped) != 1 or not current.backwards:
             return None
         repeats = self.pattern.repeats(current.models, current.stepped, current.backwards)
@@ -160,180 +116,188 @@ class RoundTracker:
 
     # Backwards
 
-    def _backward_began(self, event: BackwardBegan) -> Decided:
-        asked = self.asks_for_evidence(within_step=event.within_step)
-        if not event.within_step:
-            self._stepping.clear()
-        if self._round.stepped:
-            yield from self._begin_round()
-        elif asked and self.pattern.cleared(self._round.backwards, event.evidence):
-            yield from self._gradients_were_cleared(event.evidence)
+    def backward_began(self, evidence: Callable[[], ClearingEvidence], *, within_step: bool = False) -> None:
+        """A backward begins. `within_step`: in an optimizer's step, by its closure. `evidence` is asked only where it matters."""
+        current = self.current
+        # It may follow a skipped step.
+        asks = current.backwards and not current.stepped and (current.abandoned or not (within_step and self.stepping))
+        if not within_step:
+            self.stepping.clear()
+        if current.stepped:
+            self._begin_round()
+        elif asks:
+            seen = evidence()
+            if self.pattern.cleared(current.backwards, seen):
+                self._gradients_were_cleared(seen)
 
-    def _gradients_were_cleared(self, evidence: ClearingEvidence) -> Decided:
+    def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
         if not evidence.scaler_known and self.pattern.hold():
-            self._round.begin_again()
+            self.current.begin_again()
         elif evidence.updated and not evidence.reporting:
             # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
             optimizer = self._unseen_optimizer()
-            yield CountUnseen(optimizer, 1 + self.pattern.release())
+            self._effects.stepped_unseen(optimizer, 1 + self.pattern.release())
             self.pattern.stepped_unseen()
-            self._round.stepped.add(optimizer)
-            yield from self._begin_round()
+            self.current.stepped.add(optimizer)
+            self._begin_round()
         else:
-            yield CountSkipped(1 + self.pattern.release())
-            yield from self._begin_round(skipped=True)
+            self._effects.steps_skipped(1 + self.pattern.release())
+            self._begin_round(skipped=True)
 
-    def _model_reached(self, event: ModelReached) -> Decided:
-        self._round.models.add(event.model)
-        return iter(())
+    def model_reached(self, model: int) -> None:
+        """The running backward has reached the output, or a parameter, of a model."""
+        self.current.models.add(model)
 
-    def _sample_impossible(self, _event: SampleImpossible) -> Decided:
-        self._round.sampled = False
+    def sample_impossible(self) -> None:
+        """The gradients of the backward that begins cannot be read."""
+        self.current.sampled = False
         self.lost += 1
-        return iter(())
 
-    def _backward_ended(self, event: BackwardEnded) -> Decided:
-        current = self._round
+    def backward_ended(self, fired: set[int], *, stepped_within: bool = False) -> bool:
+        """A backward that wrote gradients is over; whether the round's gradients are to be read now.
+
+        `fired`: the parameters that got one, on a sampled round. `stepped_within`: optimizers have used up gradients before.
+        """
+        current = self.current
         current.backwards += 1
-        current.fired |= event.fired
+        current.fired |= fired
         # A step within the backward waits for no other backward.
-        if event.fired and (event.stepped_within or current.backwards >= (self.pattern.backwards or 1)):
-            yield ReadGradients()
+        return bool(fired) and (stepped_within or current.backwards >= (self.pattern.backwards or 1))
 
-    def _gradients_found(self, event: GradientsFound) -> Decided:
-        self._round.fired |= event.fired
-        if self._round.fired:
-            yield ReadGradients()
+    def gradients_found(self, fired: frozenset[int]) -> bool:
+        """Gradients were found at a step, where no backward is seen; whether there are any in this round, to be read now."""
+        self.current.fired |= fired
+        return bool(self.current.fired)
 
-    def _sample_read(self, event: SampleRead) -> Decided:
-        current = self._round
-        if event.taken:
+    def sample_read(self, *, taken: bool) -> None:
+        """The round's gradients were read, or could not be."""
+        current = self.current
+        if taken:
             self.samples += not current.captured
             current.captured, current.again = True, False
         else:
-            self._lose(current)
-        return iter(())
+            self._lose()
 
     # Steps
 
-    def _step_began(self, event: StepBegan) -> Decided:
-        self._stepping.add(event.optimizer)
-        if event.closure:
-            self._closures.add(event.optimizer)
-        return iter(())
+    def step_began(self, optimizer: int, *, closure: bool = False) -> None:
+        """An optimizer begins a step. `closure`: the backward is yet to come, within the step."""
+        self.stepping.add(optimizer)
+        if closure:
+            self.closures.add(optimizer)
 
-    def _step_within_backward(self, event: StepWithinBackward) -> Decided:
-        self._stepping.add(event.optimizer)
-        self._round.read.add(event.optimizer)
-        return iter(())
+    def step_within_backward(self, optimizer: int) -> None:
+        """An optimizer begins a step while the backward runs; what it uses is read now."""
+        self.stepping.add(optimizer)
+        self.current.read.add(optimizer)
 
-    def _read_by_optimizer(self, event: ReadByOptimizer) -> Decided:
-        self._round.read.add(event.optimizer)
-        return iter(())
+    def read_by(self, optimizer: int) -> None:
+        """The gradients were read again as this optimizer sees them."""
+        self.current.read.add(optimizer)
 
-    def _round_of_step(self, event: RoundOfStep) -> Decided:
-        if event.reads:
-            if event.optimizer in self._round.stepped or not self._round.open:
-                yield from self._begin_round()
-            return
-        self._stepping.discard(event.optimizer)
-        again = event.optimizer in self._round.stepped
+    def step_to_be_read(self, optimizer: int) -> None:
+        """An optimizer's gradients are about to be read, since no backward is seen: a round that it has ended is over."""
+        if optimizer in self.current.stepped or not self.current.open:
+            self._begin_round()
+
+    def step_taken(self, optimizer: int) -> bool:
+        """An optimizer has stepped, which ends a round in which it has stepped before; whether no backward was seen since."""
+        self.stepping.discard(optimizer)
+        again = optimizer in self.current.stepped
         if again:
-            yield from self._begin_round()
-        if again or not self._round.backwards:
-            yield NoBackwardSeen()
+            self._begin_round()
+        return again or not self.current.backwards
 
-    def _step_ended(self, event: StepEnded) -> Decided:
-        current = self._round
-        self._stepping.discard(event.optimizer)
-        self._closures.discard(event.optimizer)
-        current.stepped.add(event.optimizer)
-        yield from self._resolved(Outcome.STEPPED)
-        if self.sample_is_open and self._all_stepped(event.waited):
-            yield self._close(Outcome.STEPPED)
+    def step_ended(self, optimizer: int, waited: frozenset[int] = frozenset()) -> None:
+        """An optimizer's step is over. `waited`: the optimizers that own captured gradients, where a sample is open."""
+        current = self.current
+        self.stepping.discard(optimizer)
+        self.closures.discard(optimizer)
+        current.stepped.add(optimizer)
+        self._resolve(Outcome.STEPPED)
+        if self.sample_is_open:
+            # No other optimizer will step on the captured gradients in this round, as far as the last rounds show.
+            active = self.pattern.active(current.models)
+            if (waited if active is None else waited & active) <= current.stepped:
+                self._close(Outcome.STEPPED)
 
-    def _all_stepped(self, waited: frozenset[int]) -> bool:
-        """Whether no other optimizer will step on the captured gradients in this round, as far as the last rounds show."""
-        active = self.pattern.active(self._round.models)
-        return (waited if active is None else waited & active) <= self._round.stepped
+    def step_abandoned(self) -> None:
+        """A step that had begun raised and will not end."""
+        self.stepping.clear()
+        self.closures.clear()
+        self.current.abandoned = bool(self.current.backwards)
 
-    def _step_abandoned(self, _event: StepAbandoned) -> Decided:
-        self._stepping.clear()
-        self._closures.clear()
-        self._round.abandoned = bool(self._round.backwards)
-        return iter(())
-
-    def _foreign_step(self, _event: ForeignStep) -> Decided:
-        self._round.foreign = True
-        return iter(())
+    def foreign_step(self) -> None:
+        """An optimizer that owns nothing of the models has stepped on the training thread."""
+        self.current.foreign = True
 
     # Norms that the user gives, numbers, and rounds that were only counted
 
-    def _norm_observed(self, _event: NormObserved) -> Decided:
-        self._round.observed = not self._round.captured
-        if self._round.stepped:
-            yield from self._resolved(Outcome.STEPPED)
+    def norm_observed(self) -> None:
+        """The user gave the global norm of the current round; a sample carries its outcome, else it is reported by itself."""
+        self.current.observed = not self.current.captured
+        if self.current.stepped:
+            self._resolve(Outcome.STEPPED)
 
-    def _numbered(self, event: RoundNumbered) -> Decided:
-        self._round.number = event.number
-        return iter(())
+    def numbered(self, number: int) -> None:
+        """The user numbers the current round, so that ranks or restarted runs sample the same rounds."""
+        self.current.number = number
 
-    def _rounds_counted(self, event: RoundsCounted) -> Decided:
-        last = self._round
-        if event.rounds:  # the current round is the last one that was counted: like the one that was followed, but not sampled
-            self._round = Round(last.number, False, last.backwards, last.models, stepped=last.stepped)
-        self._round.number += event.rounds + event.skipped
-        self._skipped_unseen |= event.skipped > 0
-        if event.skipped:
-            yield CountSkipped(event.skipped)
+    def rounds_counted(self, rounds: int, skipped: int) -> None:
+        """So many rounds like the last one were only counted, and so many steps in between skipped."""
+        last = self.current
+        if rounds:  # the current round is the last one that was counted: like the one that was followed, but not sampled
+            self.current = Round(last.number, False, last.backwards, last.models, stepped=last.stepped)
+        self.current.number += rounds + skipped
+        if skipped:
+            self._skipped_unseen = True
+            self._effects.steps_skipped(skipped)
 
-    def _backwards_counted(self, event: BackwardsCounted) -> Decided:
-        models = set(self._round.models)
-        yield from self._begin_round()
-        self._round.backwards, self._round.models = event.backwards, models
+    def backwards_counted(self, backwards: int) -> None:
+        """So many backwards of a round that is not over were only counted."""
+        models = set(self.current.models)
+        self._begin_round()
+        self.current.backwards, self.current.models = backwards, models
 
     # Where a round ends
 
-    def _begin_round(self, *, skipped: bool = False) -> Decided:
+    def _begin_round(self, *, skipped: bool = False) -> None:
         """Ends the current round and begins the next one."""
-        last = self._round
-        yield from self._resolved(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
-        if self.sample_is_open:
-            yield self._close(Outcome.SKIPPED if skipped else Outcome.STEPPED if last.stepped else Outcome.UNKNOWN)
+        last, number = self.current, self.current.number + 1
+        self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         released = self.pattern.learn(last.models, last.stepped, last.backwards)
         if released:
-            yield CountSkipped(released)
+            self._effects.steps_skipped(released)
         if self.behind:
-            self._lose(last)
+            self._lose()
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
-        surprising = (skipped or self._skipped_unseen) and not last.sampled
-        self._skipped_unseen, self._sampled_before = False, last.sampled
-        self._round = Round(last.number + 1, self._due(last.number + 1) or surprising)
-        yield BeginRound(last.number + 1, after_step=bool(last.stepped))
+        late = self._effects.step_before_skipped(number)
+        surprising = (skipped or self._skipped_unseen or late) and not last.sampled
+        self._skipped_unseen = False
+        self.current = Round(number, self._due(number) or surprising)
+        self._effects.round_began(self.current.sampled, bool(last.stepped))
 
-    def _earlier_step_skipped(self, _event: EarlierStepSkipped) -> Decided:
-        self._round.sampled |= not self._sampled_before
-        return iter(())
+    def training_over(self) -> None:
+        """The exporter is being closed."""
+        self._end(Outcome.UNKNOWN)
 
-    def _close(self, outcome: Outcome) -> CloseSample:
-        current = self._round
-        current.open = False
-        did_step = frozenset(current.stepped)
-        stepped = did_step or self.pattern.steppers(current.models)
-        return CloseSample(current.number, frozenset(current.fired), outcome, stepped, did_step)
-
-    def _resolved(self, outcome: Outcome) -> Decided:
-        if self._round.observed:
-            self._round.observed = False
-            yield ResolveNorm(outcome)
-
-    def _lose(self, one: Round) -> None:
-        """Counts a sample that was not taken, once."""
-        self.lost += not one.lost
-        one.lost = True
-
-    def _training_over(self, _event: TrainingOver) -> Decided:
-        yield from self._resolved(Outcome.UNKNOWN)
+    def _end(self, outcome: Outcome) -> None:
+        """Reports what is open. `outcome`: of a round without a step."""
+        self._resolve(outcome)
         if self.sample_is_open:
-            yield self._close(Outcome.STEPPED if self._round.stepped else Outcome.UNKNOWN)
+            self._close(Outcome.STEPPED if self.current.stepped and outcome is Outcome.UNKNOWN else outcome)
+
+    def _close(self, outcome: Outcome) -> None:
+        self.current.open = False
+        self._effects.close_sample(self.current, outcome, self.pattern.steppers(self.current.models))
+
+    def _resolve(self, outcome: Outcome) -> None:
+        if self.current.observed:
+            self.current.observed = False
+            self._effects.norm_resolved(outcome)
+
+    def _lose(self) -> None:
+        """Counts a sample that was not taken, once."""
+        self.lost += not self.current.lost
+        self.current.lost = True

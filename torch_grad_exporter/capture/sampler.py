@@ -14,13 +14,13 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader, OptimizerView
-from torch_grad_exporter.capture.round_events import CloseSample
-from torch_grad_exporter.capture.rounds import RoundTracker
+from torch_grad_exporter.capture.rounds import Round, RoundTracker
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.transfer.events import Closed, Mailbox
+from torch_grad_exporter.transfer.outcomes import Outcome
 
 FULL_EVERY = 8
 """Every so many samples all gradients are measured again where the optimizer sees them."""
@@ -76,11 +76,6 @@ class Sampler:
 
     # Reading
 
-    @property
-    def devices(self) -> frozenset[str]:
-        """The kinds of devices that gradients were read from, such as `cpu` and `cuda`."""
-        return self._reader.devices
-
     def versions(self) -> GradientVersions | None:
         """The gradients' versions before a backward of a sampled round; `None` if they cannot be had."""
         return self._looking.result(GradientVersions.of, self.table.tracked)
@@ -121,24 +116,24 @@ class Sampler:
         owners, _ = self._optimizers.owners(self.table, frozenset(stepped))
         return frozenset(owners[sorted(positions)].tolist())
 
-    def close(self, decided: CloseSample) -> None:
+    def close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         """The outcome of the sample is known: hands it over, and subtracts what belongs to optimizers that did not step.
 
-        A failure costs this sample; the next round begins all the same.
+        `usual`: the optimizers that usually step. A failure costs this sample; the next round begins all the same.
         """
-        self._closing(self._close, decided)
+        self._closing(self._close, current, outcome, usual)
         self._cost.sample_over()
         self._settle_cost()
 
-    def _close(self, decided: CloseSample) -> None:
-        table = self.table
-        owners, groups = self._optimizers.owners(table, decided.did_step)
-        stepped = decided.stepped or self.owners_of(decided.fired, decided.did_step)
-        self._mailbox.append(Closed(decided.number, decided.outcome, owners, groups, stepped, dict(self._clock.steps)))
-        fired = np.array(sorted(decided.fired), dtype=np.int64)
+    def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
+        table, did_step = self.table, frozenset(current.stepped)
+        owners, groups = self._optimizers.owners(table, did_step)
+        stepped = did_step or usual or self.owners_of(current.fired, did_step)
+        self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
+        fired = np.array(sorted(current.fired), dtype=np.int64)
         others = fired[~np.isin(owners[fired], list(stepped))].tolist()
         if others:
-            self._forgetting(self._reader.forget, decided.number, table, others)
+            self._forgetting(self._reader.forget, current.number, table, others)
 
     def _settle_cost(self) -> None:
         if not capturing_graph():

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from torch_grad_exporter.capture.count_only.budget import CountingBudget
-from torch_grad_exporter.capture.scattering import scattered
-from torch_grad_exporter.capture.step_times import StepTimes
+from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, CountingBudget, StepTimes
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
@@ -127,8 +125,14 @@ class SamplingSchedule:
         return block
 
     def only_counted(self, number: int) -> int:
-        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled."""
-        return self.counting.rounds_from(number, self.next_due(number))
+        """How many rounds from this number on need only be counted, for the budget's sake; none of them is sampled.
+
+        The same number on average, but not each time, for the reason that samples are scattered for.
+        """
+        most = self.counting.rounds_to_a_followed - 1
+        if most < 1:
+            return 0
+        return min((most + 1) // 2 + scattered(number) % most, COUNTED_ROUNDS, self.next_due(number) - number)
 
     @property
     def capped(self) -> bool:
@@ -196,3 +200,13 @@ class SamplingSchedule:
         while interval < LONGEST and self._share(interval) > self._available():
             interval *= 2
         return interval
+
+
+def scattered(number: int, level: int = 0) -> int:
+    """A fixed pseudo-random 32-bit number for each number and level; 0 for 0, so that the first round is sampled."""
+    if number == 0:
+        return 0
+    number = number * 16 + level
+    mixed = (number ^ (number >> 4)) * 0x9E3779B1 & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B & 0xFFFFFFFF
+    return mixed ^ (mixed >> 13)

@@ -6,16 +6,15 @@ model; over the samples every layer gets its turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
+from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.batches import dense_local
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.transfer.events import Mailbox, Weights
+from torch_grad_exporter.transfer.events import Weights
 from torch_grad_exporter.transfer.transfer import HostTransfer
 
 LAYERS = 8
@@ -23,48 +22,49 @@ ELEMENTS = 1 << 24
 """Layers, and elements of parameters, that a sample covers at most; one layer at least."""
 
 
-@dataclass(slots=True)
-class _Watched:
-    """Copies of some parameters from before a step."""
-
-    table: ParameterTable
-    copies: list[tuple[int, torch.nn.Parameter, torch.Tensor]]
-
-
 class WeightProbe:
-    """Measures the next few layers around a sampled step. `before` and `after` belong to the training thread."""
+    """Measures the next few layers around a sampled step, behind a guard of its own; its time belongs to the sample.
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    Belongs to the training thread.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._guard = parts.errors.boundary("weights")
         self._transfer = HostTransfer()
         self._next: dict[int, int] = {}
-        self._watched: dict[int, _Watched] = {}
+        self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
+        """By optimizer: the positions of some parameters, and their copies from before its step."""
+
+    def before(self, optimizer: int) -> None:
+        """An optimizer is about to step in a sampled round: copies the parameters of the next layers that it owns."""
+        self._parts.cost.of(self._guard, self._before, optimizer)
 
     @torch.no_grad()
-    def before(self, table: ParameterTable, optimizer: int, owners: IntArray) -> None:
-        """Copies the parameters of the next layers that the optimizer owns."""
-        copies = []
-        for position in self._choose(table, optimizer, owners):
-            parameter = table.tracked[position].parameter()
-            if parameter is not None:
-                copies.append((position, parameter, local(parameter).clone()))
-        self._watched[optimizer] = _Watched(table, copies)
+    def _before(self, optimizer: int) -> None:
+        table = self._parts.sampler.table
+        owners, _ = self._parts.optimizers.owners(table, {optimizer})
+        chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
+        self._copies[optimizer] = table, [(i, p, local(p).clone()) for i, p in chosen if p is not None]
 
-    @torch.no_grad()
     def after(self, optimizer: int) -> None:
-        """Measures the copied parameters against what the step made of them, and hands over."""
-        watched = self._watched.pop(optimizer, None)
-        if watched is None:
+        """It has stepped: measures the copied parameters against what the step made of them, and hands over."""
+        self._parts.cost.of(self._guard, self._after, optimizer)
+
+    @torch.no_grad()
+    def _after(self, optimizer: int) -> None:
+        if optimizer not in self._copies:
             return
-        for device in dict.fromkeys(copy.device for _, _, copy in watched.copies):
-            here = [(i, local(parameter), copy) for i, parameter, copy in watched.copies if copy.device == device]
+        table, copies = self._copies.pop(optimizer)
+        for device in dict.fromkeys(copy.device for _, _, copy in copies):
+            here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
             ]
             ticket = self._transfer.send(torch.stack(norms))
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._mailbox.append(Weights(watched.table, positions, ticket))
+                self._parts.mailbox.append(Weights(table, positions, ticket))
 
     def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
         layers = np.unique(table.layer_of[owners == optimizer])

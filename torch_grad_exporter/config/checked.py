@@ -9,7 +9,7 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter.capture.build import CaptureOptions
+from torch_grad_exporter.capture.parts import CaptureOptions
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors.context import Shown
 from torch_grad_exporter.config import checks

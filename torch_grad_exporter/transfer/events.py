@@ -206,8 +206,3 @@ class Mailbox(deque[Event]):
             super().append(event)
         else:
             self.left_out += 1
-
-
-def mailbox() -> Mailbox:
-    """An empty queue; the host side drains it several times a second."""
-    return Mailbox()

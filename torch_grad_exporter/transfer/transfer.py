@@ -13,7 +13,6 @@ ticket is gone, does not count.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,7 +42,7 @@ class Ticket(Protocol):
         """The vector as a numpy array, shape (n,), or `None` while it is still under way."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Arrived:
     """A vector that is on the host."""
 
@@ -128,28 +127,6 @@ class _UnderWay:
 
 
 @dataclass(slots=True)
-class _Held:
-    """Vectors that were on the CPU and are still referenced."""
-
-    _tickets: deque[tuple[weakref.ref[Arrived], int]] = field(default_factory=deque)
-    _bytes: int = 0
-
-    def admits(self, size: int) -> bool:
-        """Whether there is room for so many bytes more."""
-        while self._tickets and self._tickets[0][0]() is None:
-            self._bytes -= self._tickets.popleft()[1]
-        if self._bytes + size > HELD_BYTES:  # one that is held for long may hide others behind it
-            self._tickets = deque(one for one in self._tickets if one[0]() is not None)
-            self._bytes = sum(held for _, held in self._tickets)
-        return not self._tickets or self._bytes + size <= HELD_BYTES
-
-    def add(self, ticket: Arrived) -> None:
-        """Remembers a vector until its ticket is gone."""
-        self._tickets.append((weakref.ref(ticket), ticket.values.nbytes))
-        self._bytes += ticket.values.nbytes
-
-
-@dataclass(slots=True)
 class HostTransfer:
     """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker.
 
@@ -159,7 +136,8 @@ class HostTransfer:
     ring: int = RING
     wide: Wide = wide
     _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
-    _held: _Held = field(default_factory=_Held)
+    _held: weakref.WeakSet[Arrived] = field(default_factory=weakref.WeakSet)
+    """Vectors that were on the CPU and are still referenced."""
 
     def send(self, vector: torch.Tensor) -> Ticket | None:
         """Starts the copy of a vector of shape (n,).
@@ -185,7 +163,8 @@ class HostTransfer:
         return buffer.lend(vector.numel())
 
     def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
-        if not self._held.admits(8 * vector.numel()):
+        held, size = sum(ticket.values.nbytes for ticket in self._held), 8 * vector.numel()
+        if held and held + size > HELD_BYTES:
             return None
         ticket = Arrived(vector.double().numpy())
         self._held.add(ticket)

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.capture import step_end
+from torch_grad_exporter.capture import loop
 from torch_grad_exporter.exporter import Exporter
 from torch_grad_exporter.metrics.families import Exemplar, Family
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
@@ -83,7 +83,7 @@ def test_a_sampled_step_within_a_span_is_an_exemplar(exporter: Scene, tracer: Tr
 def test_only_sampled_steps_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 steps of which every fourth is sampled, the exporter looks for the trace of ten."""
     asked = []
-    monkeypatch.setattr(step_end, "active_trace", lambda: asked.append(1))
+    monkeypatch.setattr(loop, "active_trace", lambda: asked.append(1))
     model = torch.nn.Linear(3, 2)
     with start_exporter(model, port=None, every=4):
         train(model, torch.optim.SGD(model.parameters(), 0.1), 40)

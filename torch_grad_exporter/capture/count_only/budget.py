@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-
-from torch_grad_exporter.capture.scattering import scattered
-from torch_grad_exporter.capture.step_times import StepTimes
+from collections.abc import Sequence
+from statistics import median
 
 TIMED_SHARE = 0.2
 """Share of the budget that may be spent on the hooks of rounds that are not sampled; beyond it most of them are only counted."""
@@ -24,8 +23,28 @@ COUNTING_SECONDS = 0.5
 PATIENCE = 8
 """Rounds, or blocks of counted ones, between two judgements of how many to follow."""
 
+_STEPS_REMEMBERED = 32
 _FLOORS_REMEMBERED = 256
 _ROUNDS_REMEMBERED = 1024
+
+
+class StepTimes:
+    """Seconds of the last rounds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+
+    def __bool__(self) -> bool:
+        return bool(self._seconds)
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Takes in rounds, in their order."""
+        self._seconds.extend(seconds[-_STEPS_REMEMBERED:])
+
+    @property
+    def typical(self) -> float:
+        """The median, since a step that compiles or writes a checkpoint is not typical; above 0."""
+        return max(median(self._seconds), 1e-9)
 
 
 class CountingBudget:
@@ -38,19 +57,10 @@ class CountingBudget:
         self._until_judged = PATIENCE
         self._counted: tuple[float, float] = (0.0, 0.0)
         """Rounds that were only counted, and what they cost together in seconds; older ones halved."""
-        self._rounds_to_a_followed = 1
+        self.rounds_to_a_followed = 1
+        """Of so many rounds that are not sampled one is to be followed by hooks."""
         self._lately: tuple[float, float] = (0.0, 0.0)
         """Rounds that were followed and that were only counted, older ones halved."""
-
-    def rounds_from(self, number: int, next_sampled: int) -> int:
-        """How many rounds from this number on need only be counted; none from `next_sampled` on.
-
-        The same number on average, but not each time, for the reason that samples are scattered for.
-        """
-        most = self._rounds_to_a_followed - 1
-        if most < 1:
-            return 0
-        return min((most + 1) // 2 + scattered(number) % most, COUNTED_ROUNDS, next_sampled - number)
 
     @property
     def timing_interval(self) -> int:
@@ -78,7 +88,7 @@ class CountingBudget:
         self._until_judged -= 1
         if self._until_judged <= 0:
             self._until_judged = PATIENCE
-            self._rounds_to_a_followed = self._judge()
+            self.rounds_to_a_followed = self._judge()
 
     def _judge(self) -> int:
         """Of how many rounds that are not sampled one is to be followed, so that its hooks keep to their share of the budget."""

@@ -8,27 +8,21 @@ hooks around the forward come back, so that an evaluation shows.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean
 
 import torch
 
-from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
-from torch_grad_exporter.capture.count_only.hook import CountedSteps, CountingHook
+from torch_grad_exporter.capture.count_only.hook import CountingHook
 from torch_grad_exporter.capture.count_only.witness import Witness
-from torch_grad_exporter.capture.gradient_versions import GradientProbes
-from torch_grad_exporter.capture.preparation import RoundPreparation
+from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reduction_watch import ReductionWatch
-from torch_grad_exporter.capture.round_events import BackwardsCounted, NormObserved, RoundsCounted
-from torch_grad_exporter.capture.round_executor import Rounds
-from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
-from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.model.parameters import TrackedParameter
-from torch_grad_exporter.transfer.events import Counted, Mailbox, OutcomeResolved
+from torch_grad_exporter.transfer.events import Counted, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
 STILL_SECONDS = 1.0
@@ -71,31 +65,12 @@ class _ExamplesPerBackward:
 class CountOnly:
     """Belongs to the training thread, but for `look` and `release`."""
 
-    def __init__(
-        self,
-        *,
-        clock: StepClock,
-        rounds: Rounds,
-        schedule: SamplingSchedule,
-        optimizers: Optimizers,
-        probes: GradientProbes,
-        preparation: RoundPreparation,
-        reductions: ReductionWatch,
-        mailbox: Mailbox,
-        hooks: Hooks,
-    ) -> None:
-        self._clock = clock
-        self._rounds = rounds
-        self._schedule = schedule
-        self._optimizers = optimizers
-        self._probes = probes
-        self._preparation = preparation
-        self._reductions = reductions
-        self._mailbox = mailbox
-        self._hooks = hooks
-        self._examples = _ExamplesPerBackward(clock)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._clock = parts.clock
+        self._rounds = parts.rounds
+        self._examples = _ExamplesPerBackward(parts.clock)
         self._counting: CountingHook | None = None
-        self._node_hook: NodeHook | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
         self._skipped = 0
@@ -103,22 +78,21 @@ class CountOnly:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, node_hook: NodeHook) -> None:
+    def round_over(self, regular: Callable[[], int | None], over: GuardedHook) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
 
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
-        step that ends the counting, and with that of another optimizer. `node_hook`: for a check that comes after it.
+        step that ends the counting, and with that of another optimizer.
         """
-        number, backwards = self._rounds.tracker.current.number, self._examples.round_over()
+        number, backwards = self._rounds.current.number, self._examples.round_over()
         if self._clock.skipped != self._skipped:
             self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
-        rounds = self._schedule.only_counted(number + 1)
+        rounds = self._parts.schedule.only_counted(number + 1)
         stepper = regular() if rounds and number >= self._not_before else None
-        found = self._optimizers.numbered() if stepper is not None else []
+        found = self._parts.optimizers.numbered() if stepper is not None else []
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
         elif self._on_trial(backwards):
-            self._node_hook = node_hook
             self._begin(found[0], rounds, over)
 
     def _on_trial(self, backwards: int) -> bool:
@@ -135,7 +109,7 @@ class CountOnly:
 
     def _candidate(self) -> TrackedParameter | None:
         """A parameter that gets a gradient in each backward, as far as the last sample shows."""
-        for probe in self._probes.all():
+        for probe in self._parts.probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 return probe
@@ -146,25 +120,25 @@ class CountOnly:
         if witness is None:
             return
         counting = CountingHook(
-            optimizer[1],
+            optimizer=weakref.ref(optimizer[1]),
             rounds=rounds,
             until=clock.clock() + COUNTING_SECONDS,
             backwards=witness.fired,
-            to_a_step=self._rounds.tracker.current.backwards,
+            to_a_step=self._rounds.current.backwards,
             clock=clock.clock,
             otherwise=over,
-            concerned=self._optimizers.concerns,
+            concerned=self._parts.optimizers.concerns,
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting
-        clock.leave_counting_to(CountedSteps(optimizer[0], counting.moments, counting.backwards, self._examples.mean))
-        if not self._hooks.rest(counting):
+        clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._examples.mean)
+        if not self._parts.hooks.rest(counting):
             self.settle()
 
     def step_ends_it(self, optimizer: torch.optim.Optimizer) -> bool:
         """A step of an optimizer ends the counting: whether it is one that was counted."""
         counting = self._counting
-        mine = counting is not None and optimizer is counting.optimizer
+        mine = counting is not None and optimizer is counting.optimizer()
         self.settle(after_step=mine)
         return mine
 
@@ -176,7 +150,7 @@ class CountOnly:
         counting = self._counting
         if counting is None:
             return
-        self._hooks.wake()
+        self._parts.hooks.wake()
         durations = self._clock.commit()
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
@@ -189,14 +163,14 @@ class CountOnly:
         self._pass_over(steps, skipped=skipped, backwards=unfinished)
         self._norm_at = None
         if norm_waits:
-            self._rounds.handle(NormObserved())
+            self._rounds.norm_observed()
         if witness is not None and after_step and not surplus:
             witness.begin()  # the next round is its trial for the next time
         else:
             self._dismiss()
 
     def _follow_for_a_while(self) -> None:
-        self._not_before = self._rounds.tracker.current.number + AFTER_TROUBLE
+        self._not_before = self._rounds.current.number + AFTER_TROUBLE
 
     def _add(self, durations: list[float], counting: CountingHook) -> None:
         clock = self._clock
@@ -208,19 +182,17 @@ class CountOnly:
         if durations:
             # With what the user's calls meanwhile have cost.
             own = clock.take_own_seconds() + len(durations) * COUNTED_SECONDS
-            self._schedule.counted(durations, own)
-            self._mailbox.append(Counted(tuple(durations), own))
+            self._parts.schedule.counted(durations, own)
+            self._parts.mailbox.append(Counted(tuple(durations), own))
 
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
-        rounds = self._rounds
-        rounds.handle(RoundsCounted(steps, skipped))
-        if steps and self._node_hook is not None:
-            self._preparation.step_over(self._node_hook)
+        self._rounds.rounds_counted(steps, skipped)
         if backwards:
-            rounds.handle(BackwardsCounted(backwards))
-            self._probes.backward_over(rounds.tracker.current.models)
-        self._reductions.counted(unfinished=backwards > 0)
+            self._rounds.backwards_counted(backwards)
+            self._parts.probes.backward_over(self._rounds.current.models)
+        self._parts.waits.missed()
+        self._parts.reductions.counted(unfinished=backwards > 0)
 
     def _dismiss(self) -> None:
         witness, self._witness = self._witness, None
@@ -242,11 +214,11 @@ class CountOnly:
         """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
         counting = self._counting
         if counting is None or not (counting.moments or counting.backwards):
-            self._rounds.handle(NormObserved())
+            self._rounds.norm_observed()
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
         else:
-            self._mailbox.append(OutcomeResolved(Outcome.STEPPED))
+            self._parts.mailbox.append(OutcomeResolved(Outcome.STEPPED))
 
     def _tell(self, counting: CountingHook, skipped: int) -> bool:
         """Reports the outcome of the round whose norm was observed last; returns whether it is not known yet."""
@@ -261,7 +233,7 @@ class CountOnly:
         else:
             return True
         self._norm_at = None
-        self._mailbox.append(OutcomeResolved(outcome))
+        self._parts.mailbox.append(OutcomeResolved(outcome))
         return False
 
     # From other threads
@@ -270,7 +242,7 @@ class CountOnly:
         """Puts the hooks around forwards back if no step has come for long. A few times a second."""
         counting = self._counting
         if counting is not None and self._clock.clock() - self._clock.last_moment > STILL_SECONDS:
-            self._hooks.wake_modules()
+            self._parts.hooks.wake_modules()
 
     def release(self) -> None:
         """Releases the parameter that is the witness; idempotent."""

@@ -1,0 +1,120 @@
+"""The ladder of rungs: ways to detect that a backward began and which gradients it wrote.
+
+- `output`: a hook on the root module's output says that a backward began; the gradients are read after it.
+- `parameter`: backwards that do not run through a root's output (submodules called directly, a compiled root)
+  are seen by hooks on the parameters' AccumulateGrad nodes, on sampled rounds only; on the others by a few detector parameters.
+  A few sampled rounds under `output` are checked by the same nodes, and a backward that only the nodes saw demotes it.
+- `optimizer`: where neither sees a backward, gradients are read when the optimizer steps, after clipping.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
+from torch_grad_exporter.capture.gradient_versions import PROBES, GradientProbes
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.transfer.outcomes import Mode
+
+logger = logging.getLogger("torch_grad_exporter")
+
+CHECK_EVERY = 64
+"""Every so many samples, and at the first two, the rung `output` is checked against the parameters' own nodes."""
+
+MISSES = 2
+"""Rounds in a row in which a rung saw no backward, after which the next one is taken."""
+
+DETECTORS = 8
+"""Parameters at most that report backwards on the rung `parameter` while nothing is sampled."""
+
+
+class Ladder:
+    """The rung in use, the highest that sees this training's backwards. `mode`: at first the first one to be tried."""
+
+    def __init__(
+        self, nodes: AccumulateGradNodes, probes: GradientProbes, optimizers: Optimizers, mode: Mode = Mode.OUTPUT
+    ) -> None:
+        self._nodes = nodes
+        self._probes = probes
+        self._optimizers = optimizers
+        self._misses = 0
+        self._followed: tuple[ParameterTable, set[int]] | None = None
+        self._detectors: dict[int, Handle] = {}
+        self.mode = mode
+
+    @property
+    def sees_backwards(self) -> bool:
+        """Whether the rung tells when a backward begins."""
+        return self.mode is not Mode.OPTIMIZER
+
+    @property
+    def announces(self) -> bool:
+        """Whether it does so by the outputs of roots, before any node fires."""
+        return self.mode is Mode.OUTPUT
+
+    def wants_nodes(self, samples: int) -> bool:
+        """Whether the nodes are to be hooked for the next sampled round, after so many samples."""
+        check = samples < 2 or samples % CHECK_EVERY == 0
+        return self.mode is Mode.PARAMETER or (self.mode is Mode.OUTPUT and check)
+
+    def follow(self, table: ParameterTable, fired: set[int], hooks: Sequence[GuardedHook]) -> None:
+        """After a sample in which `fired` got gradients: chooses what shows backwards, and clearing, until the next one.
+
+        `hooks`: by model, for the detectors on the rung `parameter`. The other rungs have probes, spread over what got a gradient.
+        """
+        by_model: dict[int, list[int]] = {}
+        if self.mode is Mode.PARAMETER or (table, fired) != self._followed:
+            self._followed = table, set(fired)
+            for i in sorted(fired):
+                by_model.setdefault(table.tracked[i].model, []).append(i)
+        for model, positions in by_model.items():
+            if self.mode is Mode.PARAMETER:
+                self._detect(table, model, positions, hooks[model])
+            else:
+                step = max(1, len(positions) // PROBES)
+                self._probes.choose(model, [table.tracked[i] for i in positions[::step][:PROBES]])
+
+    def _detect(self, table: ParameterTable, model: int, positions: list[int], hook: GuardedHook) -> None:
+        """Lets one parameter per optimizer report backwards on the rounds that are not sampled."""
+        owners, _ = self._optimizers.owners(table)
+        for i, owner in zip(positions, owners[positions].tolist(), strict=True):
+            parameter = table.tracked[i].parameter()
+            if owner not in self._detectors and len(self._detectors) < DETECTORS and parameter is not None:
+                # A hook on the parameter itself runs before the gradient is written: clearing can still be seen.
+                self._detectors[owner] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._probes.prefer(model, table.tracked[i])
+
+    def seen(self) -> None:
+        """A backward that wrote gradients was seen."""
+        self._misses = 0
+
+    def missed(self, *, compiled: bool, fully_sharded: bool) -> None:
+        """A step was taken without a backward that was seen. `compiled`: backwards are compiled, so that they call no hook."""
+        self._misses += 1
+        if compiled:
+            self.fall_to(Mode.OPTIMIZER, "backwards are compiled; norms are those after clipping")
+        elif self._misses >= MISSES:
+            if self.mode is Mode.OUTPUT and not fully_sharded:
+                self.fall_to(Mode.PARAMETER, "steps were seen, but no backward through the model's output")
+            else:
+                self.fall_to(Mode.OPTIMIZER, "steps were seen, but no backward; norms are those after clipping")
+
+    def fall_to(self, mode: Mode, why: str) -> None:
+        """Takes a lower rung permanently."""
+        say(logger, logging.INFO, "gradients are captured by rung %r from now on: %s", mode.value, why)
+        self.mode, self._misses = mode, 0
+        self._followed = None
+        self._probes.forget()
+        if mode is Mode.OPTIMIZER:
+            self.release()
+
+    def release(self) -> None:
+        """Releases everything that keeps a parameter alive; idempotent, from any thread."""
+        self._nodes.disarm()
+        detectors, self._detectors = self._detectors, {}
+        for handle in detectors.values():
+            handle.remove()

@@ -1,0 +1,113 @@
+"""Parts: what the watches of the training share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.fused_optimizer import FusedSteps
+from torch_grad_exporter.capture.gradient_versions import GradientProbes
+from torch_grad_exporter.capture.ladder import Ladder
+from torch_grad_exporter.capture.local import LocalGradients
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.reduction_watch import ReductionWatch
+from torch_grad_exporter.capture.rounds import RoundEffects, RoundTracker
+from torch_grad_exporter.capture.sampler import Sampler
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.waits import GradientWaits
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN
+from torch_grad_exporter.transfer.events import Mailbox, OutcomeResolved
+from torch_grad_exporter.transfer.outcomes import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What the user may ask for in addition: this rank's own gradients under DDP, and norms of weights and of their updates."""
+
+    local_norm: bool = False
+    weights: bool = False
+
+
+class TrainingThread:
+    """The thread of the last forward of a root, or of the last step of an optimizer of the models."""
+
+    def __init__(self) -> None:
+        self._ident: int | None = None
+
+    def is_here(self) -> None:
+        """The calling thread trains."""
+        self._ident = threading.get_ident()
+
+    def may_be_here(self) -> bool:
+        """Whether the calling thread trains, or it is not known yet which one does."""
+        return self._ident in (None, threading.get_ident())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Parts:
+    """The services of the training thread, and the round with what reads it. A watch uses of them what it needs.
+
+    `periodic`: something else that belongs to that thread, to be done behind a guard of its own at the end of steps, and of an
+    evaluation's forwards.
+    """
+
+    index: LayerIndex
+    optimizers: Optimizers
+    reader: GradientReader
+    schedule: SamplingSchedule
+    clock: StepClock
+    mailbox: Mailbox
+    hooks: Hooks
+    errors: ErrorLog
+    options: CaptureOptions
+    periodic: Callable[[], None] | None = None
+    thread: TrainingThread = field(init=False, default_factory=TrainingThread)
+    cost: SampleCost = field(init=False)
+    sampler: Sampler = field(init=False)
+    fused: FusedSteps = field(init=False)
+    rounds: RoundTracker = field(init=False)
+    ladder: Ladder = field(init=False)
+    waits: GradientWaits = field(init=False)
+    reductions: ReductionWatch = field(init=False)
+    probes: GradientProbes = field(init=False, default_factory=GradientProbes)
+    nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
+
+    def __post_init__(self) -> None:
+        clock, mailbox, errors = self.clock, self.mailbox, self.errors
+        self.cost = SampleCost(clock, self.schedule, self.reader.timer)
+        self.sampler = Sampler(
+            index=self.index, optimizers=self.optimizers, reader=self.reader, clock=clock, cost=self.cost, mailbox=mailbox,
+            errors=errors,
+        )  # fmt: skip
+        self.fused = FusedSteps(clock)
+        effects = RoundEffects(
+            steps_skipped=clock.steps_skipped,
+            stepped_unseen=clock.step_done,
+            norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
+            close_sample=self.sampler.close,
+            step_before_skipped=self.fused.settle,
+            round_began=self._round_began,
+        )
+        self.rounds = RoundTracker(self.schedule.due, self.optimizers.manual, effects)
+        start = Mode.OUTPUT if BACKWARDS_ARE_SEEN else Mode.OPTIMIZER
+        self.ladder = Ladder(self.nodes, self.probes, self.optimizers, start)
+        self.waits = GradientWaits(clock, self.hooks)
+        local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
+        self.reductions = ReductionWatch(
+            index=self.index, clock=clock, probes=self.probes, waits=self.waits, local=local, errors=errors
+        )
+
+    def _round_began(self, sampled: bool, after_step: bool) -> None:
+        self.sampler.begin_round()
+        if after_step:
+            self.optimizers.round_over()
+        if not sampled:
+            self.nodes.disarm()
