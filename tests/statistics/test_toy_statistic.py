@@ -21,7 +21,6 @@ from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, spar
 from tests.support.scrape import errors, value, values
 from tests.support.statistics import by_position
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
@@ -370,7 +369,7 @@ def snapshot_of(rows: Mapping[int, Sequence[float]], sharded: Sequence[bool] = (
     """What the toy's columns of some parameters, of layers `a`, `a` and `b`, add up to."""
     layout = Layout.of([TOY])
     table = replace(PLAN, sharded=np.array(sharded))
-    gradients = GradientAggregation(Decisions(), None, DeclaredValues(layout))
+    gradients = GradientAggregation(Decisions(), layout)
     gradients.use(table)
     positions = np.array(list(rows), dtype=np.int64)
     vector = np.concatenate([np.concatenate([np.zeros(len(Column)), row]) for row in rows.values()])
