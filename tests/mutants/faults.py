@@ -286,8 +286,8 @@ STATISTICS = (
     Fault(
         "beside a NaN each unit is alive",
         "statistics/host.py",
-        "flags.alive &= ~_count_nonfinite(batches, scratch, columns)",
-        "flags.alive = ~_count_nonfinite(batches, scratch, columns)",
+        "alive &= ~_count_nonfinite(batches, scratch, columns)",
+        "alive = ~_count_nonfinite(batches, scratch, columns)",
         ("statistics/test_statistics.py",),
         ("statistics/test_properties.py", "statistics/test_statistics_reuse.py"),
     ),
