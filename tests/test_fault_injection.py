@@ -79,7 +79,6 @@ LEFT_OUT = {
     ),
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
-    "statistics.reference": "for tests and documentation, not called here",
     "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
