@@ -79,7 +79,6 @@ LEFT_OUT = {
     ),
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
-    "statistics.reference": "for tests and documentation, not called here",
     "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
@@ -130,23 +129,17 @@ UNREACHED = {
     "aggregation.worker.HostSide.start": "the start",
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
-            "cursor.Unread.follow", "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use",
-            "layer_totals.LayerTotals.follow", "observed_norm.ObservedNorm.follow", "optimizer_totals.OptimizerTotals.follow",
-            "peaks.Peaks.follow", "totals.TrainingTotals.follow", "worker.HostSide.cursor",
+            "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use", "layer_totals.LayerTotals.follow",
+            "optimizer_totals.OptimizerTotals.follow", "totals.TrainingTotals.follow", "worker.HostSide.cursor",
         )), "the start",
     ),
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
-            "cursor.Unread.take", "gradients.GradientAggregation.read", "layer_totals.LayerTotals.take_peaks",
-            "observed_norm.ObservedNorm.take_peak", "optimizer_totals.OptimizerTotals.take_peaks", "peaks.Peaks.take",
-            "totals.TrainingTotals.take_losses", "worker.HostSide.read",
+            "cursor.Peaks.take", "gradients.GradientAggregation.read", "optimizer_totals.OptimizerTotals.take_peaks",
+            "worker.HostSide.read",
         )), "the thread of the history, tests/aggregation/test_cursor.py",
     ),
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
-    **dict.fromkeys(
-        ("aggregation.observed_norm.ObservedNorm.counts", "aggregation.removed.RemovedLayers.counts"),
-        "as `aggregation.exponential`",
-    ),
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
     "model.layers.LayerIndex.all_layers": "the start",
     "model.layers.LayerIndex.find_replicas": "several ranks, tests/distributed/test_ranks.py",
@@ -167,10 +160,7 @@ UNREACHED = {
         (f"statistics.layout.{name}" for name in ("Layout.scaled", "fits_float32", "zero_rows")),
         "accelerators, tests/statistics/test_device_chunks.py",
     ),
-    **dict.fromkeys(
-        ("statistics.layout.homogeneous", "aggregation.samples.Groups.combined"),
-        "a statistic from outside, tests/statistics/test_toy_statistic.py",
-    ),
+    "statistics.layout.homogeneous": "a statistic from outside, tests/statistics/test_toy_statistic.py",
     "transfer.transfer._Buffer.free": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",

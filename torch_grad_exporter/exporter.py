@@ -14,8 +14,6 @@ from typing import Self, TypeVar
 import torch
 
 from torch_grad_exporter import lifecycle, torch_compat
-from torch_grad_exporter.aggregation.declared import DeclaredValues
-from torch_grad_exporter.aggregation.exponential import Exponentials
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
@@ -127,8 +125,8 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
 
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
-    exponentials = Exponentials() if checked.push is not None and checked.push.exponential else None
-    gradients = GradientAggregation(training.decisions, exponentials, DeclaredValues(training.layout))
+    exponential = checked.push is not None and checked.push.exponential
+    gradients = GradientAggregation(training.decisions, training.layout, exponential=exponential)
     gradients.use(checked.index.table)
     return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
 

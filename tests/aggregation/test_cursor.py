@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 
 from tests.aggregation.test_gradients import NAN, NOW, PLAN, captured, closed, row
 from tests.support.properties import no_timeout_in_a_soak
-from torch_grad_exporter.aggregation.cursor import Cursor, Unread
+from torch_grad_exporter.aggregation.cursor import Peaks
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
-from torch_grad_exporter.aggregation.peaks import Peaks
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.collectors.gradients import GradientCollector
@@ -120,8 +120,7 @@ def test_a_consumer_that_stays_away_keeps_others_and_memory_as_they_are() -> Non
     for norm in norms.tolist():
         scene.sample(norm)
         assert seen(scene.host.read(often)) == expected([norm])
-    held = [array.shape for array in scene.host._gradients._layers._peaks._unread.summaries()]
-    assert sorted(held) == [(2, 0), (2, 2)]
+    assert [cursor.layers._values.shape for cursor in (often, seldom)] == [(2, 2)] * 2
     assert seen(scene.host.read(seldom)) == expected(norms)
 
 
@@ -136,17 +135,13 @@ def test_a_cursor_begins_where_it_is_made() -> None:
 
 
 def test_a_dropped_cursor_is_forgotten() -> None:
-    """Nothing is kept for a consumer that is gone."""
-    unread: Unread[int] = Unread(int, int.__add__)
-    kept, dropped = Cursor(), Cursor()
-    unread.follow(kept, 0)
-    unread.follow(dropped, 1)
-    assert unread.summaries() == [1, 0]
-    del dropped
+    """Nothing is kept for a consumer that is gone, and the others go on."""
+    scene = Scene()
+    kept, dropped = scene.host.cursor(), weakref.ref(scene.host.cursor())
     gc.collect()
-    assert unread.summaries() == [1]
-    with pytest.raises(KeyError):
-        unread.take(Cursor(), 0)
+    assert dropped() is None
+    scene.sample(3.0)
+    assert seen(scene.host.read(kept)) == expected([3.0])
 
 
 def test_a_read_that_comes_too_late_takes_nothing() -> None:
@@ -159,17 +154,12 @@ def test_a_read_that_comes_too_late_takes_nothing() -> None:
     assert seen(scene.host.read(cursor)) == expected([3.0])
 
 
-def test_a_row_that_is_given_to_something_else_is_empty_for_all() -> None:
-    """Forgotten rows have no peak, neither one that a consumer has not read nor a new one; others keep theirs."""
-    peaks, cursors = Peaks(), [Cursor(), Cursor()]
-    peaks.grow(3)
-    for cursor in cursors:
-        peaks.follow(cursor)
+def test_rows_that_move_keep_their_peaks_and_new_ones_are_empty() -> None:
+    """Rows change places, one goes and one is new; a read empties all, and what is not finite is no peak."""
+    peaks = Peaks(3)
     peaks.enter([0, 1], np.array([1.0, -5.0]), np.array([2.0, NAN]))
-    first = peaks.take(cursors[0], [0, 1, 2, -1])
-    peaks.enter([1, 2], np.array([4.0, 3.0]), np.array([-1.0, NAN]))
-    peaks.forget(np.array([1]))
-    rest = [peaks.take(cursor, [0, 1, 2, -1]) for cursor in cursors]
-    assert np.array_equal(first, [[1, -5, NAN, NAN], [2, NAN, NAN, NAN]], equal_nan=True)
-    assert np.array_equal(rest[0], [[NAN, NAN, 3, NAN], [NAN] * 4], equal_nan=True)
-    assert np.array_equal(rest[1], [[1, NAN, 3, NAN], [2, NAN, NAN, NAN]], equal_nan=True)
+    peaks.enter([1, 2], np.array([4.0, 3.0]), np.array([-1.0, np.inf]))
+    peaks.move(np.array([2, -1, 1]))
+    assert np.array_equal(peaks.take(), [[3, NAN, -5], [NAN, NAN, -1]], equal_nan=True)
+    peaks.enter([1], np.array([7.0]), np.array([NAN]))
+    assert np.array_equal(peaks.take(), [[NAN, 7, NAN], [NAN] * 3], equal_nan=True)

@@ -39,11 +39,11 @@ def test_powers_of_two_and_their_neighbours() -> None:
 def test_counts_are_by_row_and_leave_zeros_out() -> None:
     """Three rows, of which one was never seen and one saw a zero; a copy does not change any more."""
     counts = ExponentialCounts()
-    counts.observe(np.array([0, 2, 0]), np.array([1.0, 0.0, 1.05]))
-    before = counts.snapshot([2, 0, 1])
-    counts.observe(np.array([0]), np.array([1.0]))
+    counts.observe([0, 2, 0], np.array([1.0, 0.0, 1.05]))
+    before = counts.of([2, 0, 1])
+    counts.observe([0], np.array([1.0]))
     assert before == ({}, {-1: 1, 0: 1}, {})
-    assert counts.snapshot([0]) == ({-1: 2, 0: 1},)
+    assert counts.of([0]) == ({-1: 2, 0: 1},)
 
 
 def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, observe: bool = False) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.aggregation.test_gradients import NAN, NOW, PLAN, after, aggregation, captured, closed, row
-from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.cursor import Cursor, Losses
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import Reading, Snapshot
@@ -59,7 +59,8 @@ class Run:
 
     def read(self, cursor: Cursor) -> Reading:
         snapshot = Snapshot(self.gradients.snapshot(NOW), self.totals.snapshot())
-        return Reading(snapshot, self.gradients.read(cursor, snapshot.gradients), self.totals.take_losses(cursor))
+        losses, cursor.losses = cursor.losses, Losses()
+        return Reading(snapshot, self.gradients.read(cursor, snapshot.gradients), losses)
 
 
 def of(moment: Moment, quantity: str) -> list[float]:

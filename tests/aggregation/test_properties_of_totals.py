@@ -40,8 +40,8 @@ def test_a_layer_is_the_sum_of_its_parameters(rows: dict[int, list[float]], toge
     sample = Sample.of(captured(1, rows, table=LayerIndex({"": layers}).table, owners=[0] * 6))
     with np.errstate(all="ignore"):
         groups = Groups.of(sample, sample.present, together=together)
-        norms, nans, zeros = groups.norms(), groups.sum(Column.NANS), groups.sum(Column.ZEROS)
-        smallest, largest = groups.smallest(Column.MIN), groups.largest(Column.MIN, Column.MAX)
+        norms, nans, zeros = (groups.combined(column) for column in (Column.NORM, Column.NANS, Column.ZEROS))
+        smallest, largest = groups.combined(Column.MIN), groups.combined(Column.MAX)
     members = [list(rows.values())] if together else [[r for p, r in rows.items() if p // 2 == i] for i in groups.layers]
     for i, own in enumerate(members):
         norm = NAN if any(r[Column.NANS] for r in own) else math.hypot(*(r[Column.NORM] for r in own))
@@ -85,15 +85,14 @@ def test_baselines_stay_finite_and_judge_as_defined(log: bool, data: st.DataObje
     usual = st.floats(0.5, 2) if log else st.sampled_from([0.0, 1.7e308, -1.7e308, 1e200, 1e-300]) | st.floats(-2, 2)
     series = data.draw(st.lists(usual, min_size=18, max_size=24)) + data.draw(st.lists(usual | st.floats(), max_size=20))
     series += [data.draw(st.floats())] * data.draw(st.sampled_from([0, 1, 31, 32, 33, 60]))
-    baselines = Baselines(log=log)
-    baselines.grow(1)
+    baselines = Baselines(1, log=log)
     for sample, (zscore, spike) in zip(series, judged_exactly(series, log=log), strict=True):
-        verdict = baselines.judge(np.zeros(1, dtype=np.int64), np.array([sample]))
-        assert bool(verdict.spike[0]) == spike
-        found = float(verdict.zscore[0])
+        zscores, spikes = baselines.judge(np.zeros(1, dtype=np.int64), np.array([sample]))
+        assert bool(spikes[0]) == spike
+        found = float(zscores[0])
         if zscore is None or abs(zscore) > Fraction(1e300):
             assert not math.isinf(found)
         else:
             assert math.isfinite(found) or not log
             assert not math.isfinite(found) or math.isclose(found, zscore, rel_tol=1e-6, abs_tol=1e-6)
-    assert not np.isinf(baselines._values).any()
+    assert not np.isinf(baselines._rows["past"]).any()

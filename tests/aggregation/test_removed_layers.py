@@ -15,8 +15,7 @@ from tests.aggregation.test_gradients import NOW, captured, closed, row
 from tests.support.scrape import Key, errors, key, values
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.aggregation import layer_rows
-from torch_grad_exporter.aggregation.exponential import Exponentials
+from torch_grad_exporter.aggregation import layer_totals
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.metrics.families import REMOVED, Family
@@ -155,7 +154,7 @@ class Scene:
     def __init__(self, *names: str, max_layers: int = 300, frozen: bool = False) -> None:
         self.model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names}).requires_grad_(not frozen)
         self.index = LayerIndex({"": self.model}, max_layers=max_layers)
-        self.gradients = GradientAggregation(Decisions(), Exponentials())
+        self.gradients = GradientAggregation(Decisions(), exponential=True)
         self.gradients.use(self.index.table)
         self.number = 0
 
@@ -229,7 +228,7 @@ def test_a_folded_label_stays_while_one_of_its_modules_exists() -> None:
 
 def test_labels_that_are_trained_no_more_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers that are trained one after another and still exist the last ones keep their counters; no sum falls."""
-    monkeypatch.setattr(layer_rows, "MOST_UNTRACKED", 3)
+    monkeypatch.setattr(layer_totals, "MOST_UNTRACKED", 3)
     scene = Scene(*map(str, range(9)), frozen=True)
     for number in range(9):
         scene.model.requires_grad_(False)

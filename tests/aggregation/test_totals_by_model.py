@@ -346,9 +346,9 @@ class Machine(RuleBasedStateMachine):
         self.nothing_falls(snapshot)
         assert not np.isinf(snapshot.gradients.recent_max).any()
         for baselines in (self.gradients._layers._baseline, self.gradients._optimizers._baseline):
-            filled = np.isfinite(baselines._values).sum(axis=1)
-            assert filled.tolist() == np.minimum(baselines._count, 128).tolist()
-            assert not np.isinf(baselines._values).any()
+            filled = np.isfinite(baselines._rows["past"]).sum(axis=1)
+            assert filled.tolist() == np.minimum(baselines._rows["count"], 128).tolist()
+            assert not np.isinf(baselines._rows["past"]).any()
 
     def compare(self, snapshot: Snapshot) -> None:
         """Counts and histograms are those of the model."""

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_grad_exporter.distributed.identity import Identity, Place, came_late, identity
+from torch_grad_exporter.distributed.identity import Identity, came_late, identity
 
 SRUN = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -72,16 +72,16 @@ def test_launcher(name: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "place", "expected"),
     [
-        (TORCHRUN, Place(3, 4), Identity(3, 4, 1, 2)),
-        (TORCHRUN, Place(1, 2), Identity(1, 2, 1, 2)),
-        ({}, Place(2, 4), Identity(2, 4, 2, 4)),
-        ({"LOCAL_RANK": "1"}, Place(3, 4), Identity(3, 4, 1, 4)),
-        (SBATCH, Place(7, 8), Identity(7, 8, 7, 8, "77")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(13, 16), Identity(13, 16, 5, 8)),
+        (TORCHRUN, Identity(3, 4), Identity(3, 4, 1, 2)),
+        (TORCHRUN, Identity(1, 2), Identity(1, 2, 1, 2)),
+        ({}, Identity(2, 4), Identity(2, 4, 2, 4)),
+        ({"LOCAL_RANK": "1"}, Identity(3, 4), Identity(3, 4, 1, 4)),
+        (SBATCH, Identity(7, 8), Identity(7, 8, 7, 8, "77")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Identity(13, 16), Identity(13, 16, 5, 8)),
     ],
     ids=["same", "another group", "spawned", "local rank known", "spawned in sbatch", "spawned in two pods"],
 )  # fmt: skip
-def test_the_process_group_wins(environment: dict[str, str], place: Place, expected: Identity) -> None:
+def test_the_process_group_wins(environment: dict[str, str], place: Identity, expected: Identity) -> None:
     """Rank and size are the process group's; spawned ranks share the launched processes, or this host, equally."""
     assert identity(environment, group=lambda: place) == expected
 
@@ -127,12 +127,12 @@ else:
 @pytest.mark.parametrize(
     ("known", "group", "late"),
     [
-        (Identity(), Place(1, 2), True),
+        (Identity(), Identity(1, 2), True),
         (Identity(), None, False),
-        (Identity(), Place(0, 1), False),
-        (Identity(1, 2), Place(1, 2), False),
+        (Identity(), Identity(0, 1), False),
+        (Identity(1, 2), Identity(1, 2), False),
     ],
 )
-def test_a_group_that_came_late(known: Identity, group: Place | None, *, late: bool) -> None:
+def test_a_group_that_came_late(known: Identity, group: Identity | None, *, late: bool) -> None:
     """Only where this process took itself for the only one, and is not."""
     assert came_late(known, group=lambda: group) is late

@@ -31,12 +31,12 @@ from tests.support.gradients import (
 )
 from tests.support.properties import both_formats, no_timeout_in_a_soak, totals
 from tests.support.record import Recorder, norm
-from tests.support.statistics import WITH_MOMENTS, by_position
+from tests.support.statistics import WITH_MOMENTS, by_definition, by_position
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.metrics.buckets import HALF_DECADES
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics import Column, reference
+from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 
@@ -153,10 +153,10 @@ def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
     model, table = plan_of(drawn)
     for one, tracked in zip(drawn, table.tracked, strict=True):
         if one.values.size:
-            found = reference.measure(one.gradient, tracked.units)
+            found = by_definition(one.gradient, tracked.units)
             assert found.elements == one.values.size
-            columns = [found.norm, found.zeros, found.nans, found.infs, found.minimum, found.maximum, found.zero_units]
-            assert_true([*columns, 0, found.total], one)
+            columns = [found.norm, found.zeros, found.nans, found.infs, found.min, found.max, found.zero_units]
+            assert_true([*columns, 0, found.sum], one)
     del model
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.statistics import WITH_MOMENTS, by_position
+from tests.support.statistics import WITH_MOMENTS, by_definition, by_position
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics import Column, device, reference
+from torch_grad_exporter.statistics import Column, device
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, batches
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
@@ -50,16 +50,16 @@ def rows_of(
 
 def assert_agrees(row: np.ndarray, gradient: torch.Tensor, table: ParameterTable, position: int, rel: float | None = None) -> None:
     """The measured row says what the reference says: counts exactly, values within the type's rounding."""
-    expected = reference.measure(gradient, table.tracked[position].units)
+    expected = by_definition(gradient, table.tracked[position].units)
     rel = TOLERANCE.get(gradient.dtype, 1e-6) if rel is None else rel
     counts = [int(row[c]) for c in (Column.ZEROS, Column.NANS, Column.INFS, Column.ZERO_UNITS)]
     assert counts == [expected.zeros, expected.nans, expected.infs, expected.zero_units]
     assert row[Column.NORM] == pytest.approx(expected.norm, rel=rel, abs=0, nan_ok=True)
-    assert row[Column.MIN] == pytest.approx(expected.minimum, rel=0, abs=0, nan_ok=True)
-    assert row[Column.MAX] == pytest.approx(expected.maximum, rel=0, abs=0, nan_ok=True)
-    rounding = 1e-12 * expected.elements * max(abs(expected.minimum), abs(expected.maximum))
+    assert row[Column.MIN] == pytest.approx(expected.min, rel=0, abs=0, nan_ok=True)
+    assert row[Column.MAX] == pytest.approx(expected.max, rel=0, abs=0, nan_ok=True)
+    rounding = 1e-12 * expected.elements * max(abs(expected.min), abs(expected.max))
     rounding = rounding if math.isfinite(rounding) else 0
-    assert row[Column.SUM] == pytest.approx(expected.total, rel=1e-9, abs=rounding, nan_ok=True)
+    assert row[Column.SUM] == pytest.approx(expected.sum, rel=1e-9, abs=rounding, nan_ok=True)
 
 
 def assert_measured(module: torch.nn.Module, gradients: Sequence[torch.Tensor], rel: float | None = None) -> None:
@@ -93,13 +93,15 @@ def test_the_reference_agrees_with_numpy() -> None:
     """The float64 definitions give what numpy gives, for real, complex and non-finite gradients."""
     gradient = some((7, 5), torch.complex64)
     array = gradient.numpy().astype(np.complex128)
-    found = reference.measure(gradient)
+    found = by_definition(gradient)
     assert found.norm == pytest.approx(np.linalg.norm(array), rel=1e-12)
     assert found.elements == 70
     assert found.zeros == int((array.real == 0).sum() + (array.imag == 0).sum())
-    assert found.total == pytest.approx(array.real.sum() + array.imag.sum(), rel=1e-9)
-    assert reference.norm([1e-200, 1e-200]) == pytest.approx(math.sqrt(2) * 1e-200, rel=1e-12)
-    assert math.isnan(reference.norm([INF, NAN]))
+    assert found.sum == pytest.approx(array.real.sum() + array.imag.sum(), rel=1e-9)
+    assert by_definition(torch.tensor([1e-200, 1e-200], dtype=torch.float64)).norm == pytest.approx(
+        math.sqrt(2) * 1e-200, rel=1e-12
+    )
+    assert math.isnan(by_definition(torch.tensor([INF, NAN])).norm)
 
 
 # Types and shapes
@@ -448,7 +450,7 @@ def test_norms_alone_agree_with_the_reference_on_extreme_values() -> None:
     rows = [[1e-24] * 4, [2e19] * 4, [INF, 1, 0, 0], [NAN, INF, 0, 0], [0.0] * 4]
     table = plan_of(Bare(*[(4,)] * 5))
     (measured,) = EagerStatistics(9).norms(table, list(enumerate(torch.tensor(rows))))
-    expected = [reference.norm(torch.tensor(row).tolist()) for row in rows]
+    expected = [by_definition(torch.tensor(row)).norm for row in rows]
     assert measured.vector.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 

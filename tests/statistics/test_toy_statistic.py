@@ -19,16 +19,15 @@ from tests.aggregation.test_gradients import PLAN, captured, closed
 from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.scrape import errors, value, values
-from tests.support.statistics import by_position
+from tests.support.statistics import by_position, elements
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.aggregation.declared import DeclaredValues
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, FloatArray, LabelRows
-from torch_grad_exporter.statistics import Column, declared, moments, reference
+from torch_grad_exporter.statistics import Column, declared, moments
 from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic, found_in, register
 from torch_grad_exporter.statistics.eager import EagerStatistics
@@ -46,7 +45,7 @@ def _reference(elements: Elements) -> tuple[float, ...]:
     return (
         float(len(elements.flat) - nonpositive),
         float(tiny),
-        reference.maximum(elements.flat),
+        NAN if any(map(math.isnan, elements.flat)) else max(elements.flat, default=0.0),
         sum(m**3 for m in magnitudes),
         sum(magnitudes),
     )
@@ -344,10 +343,10 @@ def test_every_declared_column_is_what_its_reference_says(kind: str, statistics:
     module = torch.nn.Embedding(50, 4, sparse=True) if gradient.is_sparse else Bare(gradient.shape, dtype=gradient.dtype)
     table = plan_of(module)
     row = by_position(statistics.measure(table, [(0, gradient)], 1))[0]
-    flat, units = reference.elements(gradient, table.tracked[0].units)
-    expected = [v for one in EVERYTHING.statistics for v in one.reference(Elements(flat, units))]
+    every = elements(gradient, table.tracked[0].units)
+    expected = [v for one in EVERYTHING.statistics for v in one.reference(every)]
     assert len(row) == len(expected) == EVERYTHING.width == 14
-    size = sum(abs(v) for v in flat)
+    size = sum(abs(v) for v in every.flat)
     for key, found, wanted in zip(EVERYTHING.keys, row, expected, strict=True):
         rounding = rel * size if key == "moments.sum" and math.isfinite(size) else 0
         assert found == pytest.approx(wanted, rel=rel, abs=rounding, nan_ok=True), key
@@ -370,7 +369,7 @@ def snapshot_of(rows: Mapping[int, Sequence[float]], sharded: Sequence[bool] = (
     """What the toy's columns of some parameters, of layers `a`, `a` and `b`, add up to."""
     layout = Layout.of([TOY])
     table = replace(PLAN, sharded=np.array(sharded))
-    gradients = GradientAggregation(Decisions(), None, DeclaredValues(layout))
+    gradients = GradientAggregation(Decisions(), layout)
     gradients.use(table)
     positions = np.array(list(rows), dtype=np.int64)
     vector = np.concatenate([np.concatenate([np.zeros(len(Column)), row]) for row in rows.values()])

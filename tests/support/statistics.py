@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import moments
+from torch_grad_exporter.statistics.declared import Elements
 from torch_grad_exporter.statistics.eager import Measurement
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -25,6 +28,25 @@ def by_position(measured: Iterable[Measurement]) -> dict[int, np.ndarray]:
             one.positions.tolist(), one.packing.rows(one.vector.double().numpy(), len(one.positions)), strict=True
         )
     }
+
+
+def elements(gradient: torch.Tensor, units: UnitLayout | None = None) -> Elements:
+    """The elements of a dense, sparse or complex gradient, and those of each of its output units."""
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    return Elements(dense.double().reshape(-1).tolist(), [] if units is None else units.rows(dense).double().tolist())
+
+
+def by_definition(gradient: torch.Tensor, units: UnitLayout | None = None) -> SimpleNamespace:
+    """The columns of one gradient by name, by their definitions, and how many `elements` it has; a complex one counts as two."""
+    found = elements(gradient, units)
+    values = {
+        column.name: value
+        for one in WITH_MOMENTS.statistics
+        for column, value in zip(one.columns, one.reference(found), strict=True)
+    }
+    return SimpleNamespace(elements=len(found.flat), **values)
 
 
 class Made(TorchDispatchMode):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torch_grad_exporter.aggregation.tables import Records, moved
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 
 WINDOW = 128
@@ -33,82 +34,74 @@ NEW_LEVEL = 32
 """Spikes in a row after which they are the new normal and the baseline starts again from them."""
 
 
-@dataclass(slots=True)
-class Verdict:
-    """Judgement of one sample per row: `zscore` is NaN where there is none; shape (rows,)."""
-
-    zscore: FloatArray
-    spike: BoolArray
+_ROW = np.dtype([("past", np.float64, (WINDOW,)), ("count", np.int64), ("spikes_in_a_row", np.int64)])
 
 
-@dataclass(slots=True)
+def _empty(rows: int) -> Records:
+    found = np.zeros(rows, dtype=_ROW)
+    found["past"] = np.nan
+    return found
+
+
 class Baselines:
-    """One baseline per row over the last `WINDOW` accepted values; rows are added as they appear.
+    """One baseline per row over the last `WINDOW` accepted values.
 
     `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise the values
     themselves.
     """
 
-    log: bool = True
-    factor: float = FACTOR
-    floor: float = LOG_FLOOR
-    _values: FloatArray = field(default_factory=lambda: np.full((0, WINDOW), np.nan))
-    _count: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    _row_of_spikes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    def __init__(self, rows: int = 0, *, log: bool = True, factor: float = FACTOR, floor: float = LOG_FLOOR) -> None:
+        self._rows = _empty(rows)
+        self._log = log
+        self._factor = factor
+        self._floor = floor
 
-    def grow(self, rows: int) -> None:
-        """Grows to `rows` rows; new ones are empty."""
-        more = rows - len(self._count)
-        if more > 0:
-            self._values = np.concatenate([self._values, np.full((more, WINDOW), np.nan)])
-            self._count = np.concatenate([self._count, np.zeros(more, dtype=np.int64)])
-            self._row_of_spikes = np.concatenate([self._row_of_spikes, np.zeros(more, dtype=np.int64)])
+    def move(self, index: IntArray) -> None:
+        """Has the rows with these numbers from now on, in this order; -1 is a new one, which is empty."""
+        self._rows = moved(self._rows, index, _empty(1))
 
-    def forget(self, rows: IntArray) -> None:
-        """Empties rows, which are assigned to something else."""
-        self._values[rows], self._count[rows], self._row_of_spikes[rows] = np.nan, 0, 0
-
-    def judge(self, rows: IntArray, samples: FloatArray) -> Verdict:
+    def judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Judges one sample for each of `rows` and then takes in those that are finite and no spike.
 
-        A zero has no logarithm: it gets no verdict and enters no logarithmic baseline.
+        Gives the z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets no verdict
+        and enters no logarithmic baseline.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
             return self._judge(rows, samples)
 
-    def _judge(self, rows: IntArray, samples: FloatArray) -> Verdict:
-        usable = np.isfinite(samples) & ((samples > 0) if self.log else True)
+    def _judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
+        usable = np.isfinite(samples) & ((samples > 0) if self._log else True)
         values = np.where(usable, samples, 1.0)
-        if self.log:
+        if self._log:
             values = np.log(values)
         zscore = np.full(len(rows), np.nan)
         spike = np.zeros(len(rows), dtype=np.bool_)
-        judged = np.flatnonzero(usable & (self._count[rows] >= ENOUGH))
+        judged = np.flatnonzero(usable & (self._rows["count"][rows] >= ENOUGH))
         if judged.size:
             zscore[judged], spike[judged] = self._compare(rows[judged], values[judged])
         self._take_in(rows[usable], values[usable], spike[usable])
-        return Verdict(zscore, spike)
+        return zscore, spike
 
     def _compare(self, rows: IntArray, values: FloatArray) -> tuple[FloatArray, BoolArray]:
-        past, count = self._values[rows], np.minimum(self._count[rows], WINDOW)
+        past, count = self._rows["past"][rows], np.minimum(self._rows["count"][rows], WINDOW)
         median = _medians(past, count)
         deviation = 1.4826 * _medians(np.abs(past - median[:, None]), count)
-        floor = self.floor if self.log else np.maximum(RELATIVE_FLOOR * np.abs(median), 1e-12)
+        floor = self._floor if self._log else np.maximum(RELATIVE_FLOOR * np.abs(median), 1e-12)
         zscore = (values - median) / np.maximum(deviation, floor)
         spike = zscore > SIGMAS
-        if self.log:
-            spike &= values - median > np.log(self.factor)
+        if self._log:
+            spike &= values - median > np.log(self._factor)
         return np.where(np.isfinite(zscore), zscore, np.nan), spike
 
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
-        self._row_of_spikes[rows] = np.where(spike, self._row_of_spikes[rows] + 1, 0)
-        renewed = rows[self._row_of_spikes[rows] >= NEW_LEVEL]
-        self._values[renewed] = np.nan
-        self._count[renewed] = 0
-        self._row_of_spikes[renewed] = 0
+        all_rows = self._rows
+        in_a_row = all_rows["spikes_in_a_row"]
+        in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
+        renewed = rows[in_a_row[rows] >= NEW_LEVEL]
+        all_rows[renewed] = _empty(len(renewed))
         kept = rows[~spike]
-        self._values[kept, self._count[kept] % WINDOW] = values[~spike]
-        self._count[kept] += 1
+        all_rows["past"][kept, all_rows["count"][kept] % WINDOW] = values[~spike]
+        all_rows["count"][kept] += 1
 
 
 @dataclass(slots=True)
@@ -119,18 +112,16 @@ class LossBaseline:
     lognormal distribution of sigma 2 are spikes in one of five. Where they hardly vary both ways are the same.
     """
 
-    _logarithms: Baselines = field(default_factory=lambda: Baselines(factor=1.0, floor=RELATIVE_FLOOR))
-    _values: Baselines = field(default_factory=lambda: Baselines(log=False))
+    _logarithms: Baselines = field(default_factory=lambda: Baselines(1, factor=1.0, floor=RELATIVE_FLOOR))
+    _values: Baselines = field(default_factory=lambda: Baselines(1, log=False))
     _positive: int = WINDOW
 
     def is_spike(self, loss: float) -> bool:
         """Judges a finite loss and takes it in, unless it is a spike."""
         self._positive = self._positive + 1 if loss > 0 else 0
-        found = []
-        for baseline in (self._logarithms, self._values):
-            baseline.grow(1)
-            found.append(bool(baseline.judge(np.zeros(1, dtype=np.int64), np.array([loss])).spike[0]))
-        return found[0] if self._positive > WINDOW else found[1]
+        row, value = np.zeros(1, dtype=np.int64), np.array([loss])
+        by_logarithm, by_value = (bool(one.judge(row, value)[1][0]) for one in (self._logarithms, self._values))
+        return by_logarithm if self._positive > WINDOW else by_value
 
 
 def _medians(values: FloatArray, count: IntArray) -> FloatArray:

@@ -1,54 +1,59 @@
 """Cursors: each consumer reads what is new since its own last read, and takes nothing from the others.
 
-A producer keeps what has come since the last read by any consumer. When one consumer reads, that part is first merged into the
-summaries of all the others. Each has one summary (a largest value, a mean), however long it does not read. So a consumer that
-has not read for days gets the largest of all these days, and memory grows with the number of cursors, never with time. A cursor
-that its consumer has dropped is forgotten.
+A cursor holds summaries (a count, a mean, the largest values), to which the host's side adds while things happen. So a consumer
+that has not read for days gets the largest of all these days, and memory grows with the number of cursors, never with time. They
+are referenced weakly: one that its consumer has dropped is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-T = TypeVar("T")
+import numpy as np
 
-
-class Cursor:
-    """How far one consumer has read. Belongs to that consumer; the producers reference it weakly."""
-
-    __slots__ = ("__weakref__",)
+from torch_grad_exporter.metrics.families import FloatArray, IntArray
 
 
-class Unread(Generic[T]):
-    """Of one producer, the summary of what each cursor has not read yet.
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Finite losses: how many, and their mean, which is not known of none. A sum of losses may be more than a float holds."""
 
-    `empty` makes a summary of nothing, `merge` one of two without changing either. For one thread at a time.
-    """
+    count: int = 0
+    mean: float = 0.0
 
-    __slots__ = ("_by_cursor", "_empty", "_merge")
+    def with_one(self, loss: float) -> Losses:
+        """These and another one."""
+        count = self.count + 1
+        return Losses(count, self.mean * (self.count / count) + loss / count)
 
-    def __init__(self, empty: Callable[[], T], merge: Callable[[T, T], T]) -> None:
-        self._empty = empty
-        self._merge = merge
-        self._by_cursor: WeakKeyDictionary[Cursor, T] = WeakKeyDictionary()
 
-    def follow(self, cursor: Cursor, latest: T) -> None:
-        """Begins with a cursor: what comes from now on is new to it. `latest`: what has come since the last `follow` or `take`."""
-        self._hand_on(latest)
-        self._by_cursor[cursor] = self._empty()
+class Peaks:
+    """Per row, the values of two quantities that were farthest from zero; NaN where none that is finite was entered."""
 
-    def take(self, cursor: Cursor, latest: T) -> T:
-        """What is new to a cursor. Raises `KeyError` for one that does not follow."""
-        self._hand_on(latest)
-        found, self._by_cursor[cursor] = self._by_cursor[cursor], self._empty()
+    def __init__(self, rows: int = 0) -> None:
+        self._values = np.full((2, rows), np.nan)
+
+    def enter(self, rows: IntArray | Sequence[int], first: FloatArray, second: FloatArray) -> None:
+        """Takes a value of each quantity for each of `rows`; what is not finite is none."""
+        values, kept = np.stack((first, second)), self._values[:, rows]
+        self._values[:, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(kept)), values, kept)
+
+    def move(self, index: IntArray) -> None:
+        """Has the rows with these numbers from now on, in this order; -1 is a new one, which is empty."""
+        self._values = np.pad(self._values, ((0, 0), (0, 1)), constant_values=np.nan)[:, index]
+
+    def take(self) -> FloatArray:
+        """The peaks, shape (2, rows); from now on all rows are empty."""
+        found, self._values = self._values, np.full_like(self._values, np.nan)
         return found
 
-    def summaries(self) -> Iterable[T]:
-        """What each cursor has not read, but for what has come since the last `follow` or `take`."""
-        return list(self._by_cursor.values())
 
-    def _hand_on(self, latest: T) -> None:
-        for cursor, unread in list(self._by_cursor.items()):
-            self._by_cursor[cursor] = self._merge(unread, latest)
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Cursor:
+    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read."""
+
+    samples: int = 0
+    losses: Losses = field(default_factory=Losses)
+    layers: Peaks = field(default_factory=Peaks)
+    optimizers: Peaks = field(default_factory=Peaks)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
@@ -15,34 +17,29 @@ Counts = Mapping[int, int]
 
 @dataclass(slots=True)
 class ExponentialCounts:
-    """Counts observations by row and bucket. A row takes only the memory that it needs: norms of a layer are similar."""
+    """Counts observations by key and bucket, if it is `on`. A key takes little memory: norms of a layer are similar."""
 
-    _rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    on: bool = True
+    _counts: dict[Hashable, Counter[int]] = field(default_factory=dict)
 
-    def observe(self, rows: IntArray, values: FloatArray) -> None:
-        """Enters one finite value for each row; a 0 is in no bucket."""
-        positive = values > 0
-        for row, bucket in zip(rows[positive].tolist(), buckets(values[positive]).tolist(), strict=True):
-            counts = self._rows.setdefault(row, {})
-            counts[bucket] = counts.get(bucket, 0) + 1
+    def observe(self, keys: Iterable[Hashable], values: FloatArray) -> None:
+        """Enters one finite value for each key; a 0 is in no bucket."""
+        if self.on:
+            positive = values > 0
+            for key, bucket in zip(compress(keys, positive.tolist()), buckets(values[positive]).tolist(), strict=True):
+                self._counts.setdefault(key, Counter())[bucket] += 1
 
-    def forget(self, rows: IntArray) -> None:
-        """Empties rows, which are assigned to something else."""
-        for row in rows.tolist():
-            self._rows.pop(row, None)
+    def move(self, key: Hashable, to: Hashable) -> None:
+        """Adds the counts of a key to those of another."""
+        self._counts.setdefault(to, Counter()).update(self._counts.pop(key, {}))
 
-    def snapshot(self, rows: Iterable[int]) -> tuple[Counts, ...]:
-        """A copy of these rows."""
-        return tuple(dict(self._rows.get(row, {})) for row in rows)
+    def forget(self, key: Hashable) -> None:
+        """Drops the counts of a key."""
+        self._counts.pop(key, None)
 
-
-@dataclass(slots=True)
-class Exponentials:
-    """What is counted so: norms of layers, of the parameters of optimizers, and those that the user observed."""
-
-    layers: ExponentialCounts = field(default_factory=ExponentialCounts)
-    optimizers: ExponentialCounts = field(default_factory=ExponentialCounts)
-    observed: ExponentialCounts = field(default_factory=ExponentialCounts)
+    def of(self, keys: Iterable[Hashable]) -> tuple[Counts, ...] | None:
+        """A copy of the counts of these keys, `None` if nothing is counted."""
+        return tuple(dict(self._counts.get(key, {})) for key in keys) if self.on else None
 
 
 def buckets(values: FloatArray) -> IntArray:

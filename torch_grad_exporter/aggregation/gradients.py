@@ -8,23 +8,22 @@ norms. Nothing that is not finite enters a histogram, a sum or a baseline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.cursor import Cursor, Unread
-from torch_grad_exporter.aggregation.declared import DeclaredValues
-from torch_grad_exporter.aggregation.exponential import Counts, Exponentials
-from torch_grad_exporter.aggregation.layer_totals import NONE_UNTRACKED, LayerTotals, UntrackedLayers
+from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
+from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedLayers
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
-from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
 from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
 from torch_grad_exporter.aggregation.pending import Ended, PendingSample
-from torch_grad_exporter.aggregation.probes import Probes
-from torch_grad_exporter.aggregation.settlement import Settlement
+from torch_grad_exporter.aggregation.settlement import Probes, Settlement
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Local, OutcomeResolved, Weights
 
 GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights
@@ -50,10 +49,10 @@ class GradientSnapshot:
     undelivered: int
     norm_observed: bool
     local: Mapping[int, LocalValues]
-    untracked: UntrackedLayers = NONE_UNTRACKED
-    exponential: tuple[Counts, ...] | None = None
-    exponential_totals: tuple[Counts, ...] | None = None
-    declared: Mapping[str, FloatArray] = field(default_factory=dict)
+    untracked: UntrackedLayers
+    exponential: tuple[Counts, ...] | None
+    exponential_totals: tuple[Counts, ...] | None
+    declared: Mapping[str, FloatArray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,24 +71,18 @@ class NewGradients:
 class GradientAggregation:
     """Adds up samples. `decisions`: where it tells which parameters are worth probing for clipping.
 
-    `exponential`: counts the same norms by exponential bucket, too, if it is given. `declared`: the values of other
-    statistics. For one thread at a time.
+    `layout`: of the samples; `exponential`: whether norms are counted by exponential bucket, too. For one thread at a time.
     """
 
-    def __init__(
-        self, decisions: Decisions, exponential: Exponentials | None = None, declared: DeclaredValues | None = None
-    ) -> None:
+    def __init__(self, decisions: Decisions, layout: Layout = ORDINARY, *, exponential: bool = False) -> None:
+        self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSample()
         self._settlement = Settlement()
-        self._layers = LayerTotals(None if exponential is None else exponential.layers, declared or DeclaredValues())
-        self._observed = ObservedNorm(None if exponential is None else exponential.observed)
-        self._optimizers = OptimizerTotals(self._observed, None if exponential is None else exponential.optimizers)
+        self._layers = LayerTotals(self._cursors, ExponentialCounts(exponential), layout)
+        self._optimizers = OptimizerTotals(self._cursors, ExponentialCounts(exponential))
         self._local = LocalTotals()
         self._probes = Probes(decisions)
         self._undelivered = 0
-        self._unread: Unread[int] = Unread(int, int.__add__)
-        self._samples_read = 0
-        """Samples before the last read of any consumer."""
 
     def use(self, table: ParameterTable) -> None:
         """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
@@ -103,8 +96,7 @@ class GradientAggregation:
     def _apply(self, event: GradientEvent) -> None:
         match event:
             case Captured():
-                self._publish(self._pending.replaced_by(event))
-                self._pending.begin(event)
+                self._publish(self._pending.begin(event))
                 self._local.take(None)
             case Local():
                 self._local.take(event)
@@ -112,9 +104,8 @@ class GradientAggregation:
                 self._pending.seen_after(event)
             case Closed():
                 self._publish(self._pending.closed_by(event))
-                self._pending.clear(event)
             case OutcomeResolved():
-                self._observed.resolve(event.outcome)
+                self._optimizers.resolve(event.outcome)
             case Weights():
                 self._layers.weigh(event)
 
@@ -125,7 +116,7 @@ class GradientAggregation:
     def observe_norm(self, norm: float) -> None:
         """Takes a global norm that the user computed before clipping; from then on it is the source of that norm."""
         with np.errstate(all="ignore"):
-            self._observed.observe(norm)
+            self._optimizers.observe(norm)
 
     def stepped(self, rounds: int) -> None:
         """So many rounds are over."""
@@ -144,9 +135,7 @@ class GradientAggregation:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         if ended is None:
             return
-        self._observed.sampled()
         settled = self._settlement.settle(ended)
-        self._layers.use(settled.sample.captured.table)
         self._layers.publish(settled)
         self._optimizers.publish(settled)
         self._local.publish(settled.sample, settled.closed.owners, settled.shown, settled.unmeasured)
@@ -160,35 +149,33 @@ class GradientAggregation:
         """
         if not more_to_come:
             self.expire(now)
-        layers, over = self._layers.snapshot(now), self._optimizers.snapshot()
+        optimizers, totals, norm_observed, exponential_totals = self._optimizers.snapshot()
         return GradientSnapshot(
-            table=layers.table,
-            layer_values=layers.values,
-            recent_max=layers.recent_max,
-            optimizers=over.optimizers,
-            totals=over.totals,
+            table=self._layers.table,
+            layer_values=self._layers.values(),
+            recent_max=self._layers.recent_max(now),
+            optimizers=optimizers,
+            totals=totals,
             samples=self._pending.samples,
             undelivered=self._undelivered,
-            norm_observed=over.norm_observed,
+            norm_observed=norm_observed,
             local=self._local.snapshot(),
-            untracked=layers.untracked,
-            exponential=layers.exponential,
-            exponential_totals=over.exponential,
-            declared=layers.declared,
+            untracked=self._layers.untracked(),
+            exponential=self._layers.exponential(),
+            exponential_totals=exponential_totals,
+            declared=self._layers.declared(),
         )
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer: what comes from now on is new to it."""
         self._layers.follow(cursor)
         self._optimizers.follow(cursor)
-        self._unread.follow(cursor, self._unread_samples())
+        cursor.samples = self._pending.samples
+        self._cursors.add(cursor)
 
     def read(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
         """What is new to a consumer, in the order of the snapshot, which is of the same moment."""
-        peaks = self._layers.take_peaks(cursor)
+        new, cursor.samples = self._pending.samples - cursor.samples, self._pending.samples
+        peaks = cursor.layers.take()[:, : len(snapshot.table.layers)]
         over = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
-        return NewGradients(self._unread.take(cursor, self._unread_samples()), peaks, over)
-
-    def _unread_samples(self) -> int:
-        more, self._samples_read = self._pending.samples - self._samples_read, self._pending.samples
-        return more
+        return NewGradients(new, peaks, over)

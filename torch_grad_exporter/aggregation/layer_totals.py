@@ -1,27 +1,44 @@
-"""LayerTotals: what samples add up to per layer."""
+"""LayerTotals: what samples add up to per layer.
+
+A label keeps its row, and its counters, as long as one of the modules that it has represented exists, also while none of their
+parameters is tracked, as when they are frozen. What a label has counted whose modules have all been removed goes into one
+remainder, so that sums over layers never fall.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import compress
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import compress, islice
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import Baselines
-from torch_grad_exporter.aggregation.cursor import Cursor
-from torch_grad_exporter.aggregation.declared import DeclaredValues
+from torch_grad_exporter.aggregation.cursor import Cursor, Peaks
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
-from torch_grad_exporter.aggregation.layer_rows import LayerRows
-from torch_grad_exporter.aggregation.peaks import Peaks
-from torch_grad_exporter.aggregation.removed import RemovedLayers
-from torch_grad_exporter.aggregation.samples import Groups, Sample, grouped_norms, values
+from torch_grad_exporter.aggregation.samples import Groups, Sample, values
 from torch_grad_exporter.aggregation.settlement import Settled
-from torch_grad_exporter.aggregation.tables import DECADE_BOUNDS, RECENT_SECONDS, Records, enter_norms, new_layers
+from torch_grad_exporter.aggregation.tables import (
+    DECADE_BOUNDS,
+    LAYER_TOTALS,
+    RECENT_SECONDS,
+    Records,
+    enter_norms,
+    moved,
+    new_layers,
+)
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.combine import root_of_squares
+from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.transfer.events import Weights
+
+MOST_UNTRACKED = 1000
+"""Labels that keep a row though the table does not have them, or twice as many as the largest table had, if that is more.
+
+Beyond that, the label that has been out of the table for longest loses its row as if its modules had been removed: a model whose
+thousands of layers are trained a few at a time, or that is folded anew again and again, must stay bounded, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,79 +48,96 @@ class UntrackedLayers:
     `values`: a record for each. `exponential`: as of `GradientSnapshot`.
     """
 
-    labels: tuple[str, ...] = ()
-    values: Records = field(default_factory=lambda: new_layers(0))
-    exponential: tuple[Counts, ...] = ()
-
-
-NONE_UNTRACKED = UntrackedLayers()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerValues:
-    """A copy: a record for each layer of the table. `recent_max`: shape (layers,), NaN where there was no sample in the minute.
-
-    `untracked`: layers that are not in the table and of which only the totals are shown. `declared`: as of `GradientSnapshot`.
-    """
-
-    table: ParameterTable
+    labels: tuple[str, ...]
     values: Records
-    recent_max: FloatArray
-    untracked: UntrackedLayers
-    exponential: tuple[Counts, ...] | None = None
-    declared: Mapping[str, FloatArray] = field(default_factory=dict)
+    exponential: tuple[Counts, ...]
 
 
-@dataclass(slots=True)
 class LayerTotals:
-    """One row per layer, as `LayerRows` says. `exponential`: counts the norms by exponential bucket, too, if it is given.
+    """One row per layer: those of the table in its order, then those that are not tracked at present, the latest last.
 
-    `declared`: the values of the statistics that are declared besides the package's own.
+    `cursors`: the consumers of peaks. `layout`: has the columns of other statistics than the package's own, of which the last value
+    of each layer is kept; NaN where there was none, or where it cannot be known.
     """
 
-    exponential: ExponentialCounts | None = None
-    declared: DeclaredValues = field(default_factory=DeclaredValues)
-    _table: ParameterTable | None = None
-    _labels: LayerRows = field(default_factory=LayerRows)
-    _rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """The rows of the table's layers."""
-    _values: Records = field(default_factory=lambda: new_layers(0))
-    _recent_second: IntArray = field(default_factory=lambda: np.full(RECENT_SECONDS, -1, dtype=np.int64))
-    _baseline: Baselines = field(default_factory=Baselines)
-    _peaks: Peaks = field(default_factory=Peaks)
-    _removed: RemovedLayers = field(default_factory=RemovedLayers)
+    def __init__(self, cursors: Collection[Cursor], exponential: ExponentialCounts, layout: Layout) -> None:
+        self._cursors = cursors
+        self._exponential = exponential
+        self._declared_places = {key: place for place, key in enumerate(layout.keys) if place >= len(Column)}
+        self._declared = np.zeros((0, len(self._declared_places)))
+        self._table: ParameterTable | None = None
+        self._modules: dict[str, set[str]] = {}
+        """By label, in the order of the rows, the names of the modules that it has represented, as far as they exist."""
+        self._values = new_layers(0)
+        self._recent_second = np.full(RECENT_SECONDS, -1, dtype=np.int64)
+        self._baseline = Baselines()
+        self._removed: Records = new_layers(1)
+        """The remainder; shown if any removed layer was."""
+        self._largest = 0
+
+    @property
+    def table(self) -> ParameterTable:
+        """The table in use. Raises `RuntimeError` before the first one."""
+        if self._table is None:
+            raise RuntimeError("the layer totals have no table yet")
+        return self._table
 
     def use(self, table: ParameterTable) -> None:
         """Shows the layers of `table` from now on; a layer that was there before, and still exists, goes on counting."""
         if table is self._table:
             return
-        self._remove(self._labels.give_up(table))
-        self._rows = self._labels.take(table)
-        self._values = np.concatenate([self._values, new_layers(self._labels.size - len(self._values))])
-        self._baseline.grow(len(self._values))
-        self._peaks.grow(len(self._values))
-        self.declared.grow(len(self._values))
+        row_of = {label: row for row, label in enumerate(self._modules)}
+        self._modules = self._kept(table)
+        self._remove({label: row for label, row in row_of.items() if label not in self._modules})
+        index = np.array([row_of.get(label, -1) for label in self._modules], dtype=np.int64)
+        self._values = moved(self._values, index, new_layers(1))
+        self._declared = np.pad(self._declared, ((0, 1), (0, 0)), constant_values=np.nan)[index]
+        self._baseline.move(index)
+        for cursor in self._cursors:
+            cursor.layers.move(index)
         summed = np.zeros(len(table.layers), dtype=np.bool_)
         summed[table.layer_of[table.counts & (table.elements > 0)]] = True
         for name, flags in (("shown", table.shown), ("sharded", table.sharded), ("summed", summed)):
-            self._values[name][self._rows] = flags
+            self._values[name][: len(summed)] = flags
         self._table = table
 
-    def _remove(self, rows: IntArray) -> None:
-        """Adds the totals of rows to the remainder, and empties them."""
-        if not len(rows):
-            return
-        self._removed.add(self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist()))
-        self._values[rows] = new_layers(len(rows))
-        self._baseline.forget(rows)
-        self._peaks.forget(rows)
-        self.declared.forget(rows)
-        if self.exponential is not None:
-            self.exponential.forget(rows)
+    def _kept(self, table: ParameterTable) -> dict[str, set[str]]:
+        """The labels that have a row with this table, with their modules, in the order of the rows."""
+        exist = table.frozen.union(one.layer for one in table.tracked)
+        known = {label: modules & exist for label, modules in self._modules.items()}
+        tracked = {label: known.get(label, set()) for label in table.layers}
+        for one, layer in zip(table.tracked, table.layer_of.tolist(), strict=True):
+            tracked[table.layers[layer]].add(one.layer)
+        before = 0 if self._table is None else len(self._table.layers)
+        in_order = (*islice(known, before, None), *islice(known, before))
+        untracked = {label: known[label] for label in in_order if label not in tracked and known[label]}
+        self._largest = max(self._largest, len(tracked))
+        too_many = max(0, len(untracked) - max(MOST_UNTRACKED, 2 * self._largest))
+        return tracked | dict(islice(untracked.items(), too_many, None))
+
+    def _remove(self, row_of: Mapping[str, int]) -> None:
+        """Adds the totals of these layers to the remainder.
+
+        A layer that this rank does not show is left out, and so is the histogram of a sharded one, which is not shown.
+        """
+        gone = self._values[list(row_of.values())]
+        shown, whole = gone["shown"], gone["shown"] & ~gone["sharded"]
+        for name in LAYER_TOTALS:
+            with np.errstate(over="ignore"):
+                added = gone[name][whole if name in ("buckets", "bucket_sum") else shown].sum(axis=0)
+                self._removed[name] = np.minimum(self._removed[name] + added, np.finfo(np.float64).max)
+        for label, counts in zip(row_of, whole.tolist(), strict=True):
+            if counts:
+                self._exponential.move(label, None)
+            else:
+                self._exponential.forget(label)
+        self._removed["summed"] = True
+        self._removed["shown"] |= shown.any()
 
     def publish(self, settled: Settled) -> None:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         sample = settled.sample
+        self.use(sample.captured.table)
         self._show_missing(settled)
         self._show(Groups.of(sample, settled.gradients(settled.shown)), sample)
         self._count(Groups.of(sample, settled.gradients(settled.uncounted)))
@@ -116,55 +150,51 @@ class LayerTotals:
         missing[sample.captured.missing] = True
         mine = np.isin(settled.closed.owners, list(settled.shown))
         touched = np.unique(table.layer_of[mine & (sample.present | missing)])
-        counts = np.bincount(table.layer_of[mine & missing], minlength=len(table.layers))
-        self._values["missing"][self._rows[touched]] = counts[touched]
+        self._values["missing"][touched] = np.bincount(table.layer_of[mine & missing], minlength=len(table.layers))[touched]
 
     def _show(self, groups: Groups, sample: Sample) -> None:
-        layers, rows = self._values, self._rows[groups.layers]
-        norms, elements, units = groups.norms(), groups.total(sample.elements), groups.total(sample.units)
+        layers, rows = self._values, groups.layers
+        norms, elements, units = groups.combined(Column.NORM), groups.total(sample.elements), groups.total(sample.units)
         layers["norm"][rows], layers["sized"][rows] = norms, sample.sized
-        layers["part"][rows], layers["units"][rows] = groups.counted_norms(), units
-        layers["max_magnitude"][rows] = groups.largest(Column.MAX, Column.MIN)
-        layers["zero_ratio"][rows] = groups.sum(Column.ZEROS) / np.maximum(elements, 1)
+        layers["part"][rows], layers["units"][rows] = groups.combined(Column.NORM, counted=True), units
+        low, high = groups.combined(Column.MIN), groups.combined(Column.MAX)
+        layers["minimum"][rows], layers["maximum"][rows] = low, high
+        layers["max_magnitude"][rows] = np.maximum(np.abs(low), np.abs(high))
+        layers["zero_ratio"][rows] = groups.combined(Column.ZEROS) / np.maximum(elements, 1)
         share = np.where(units > 0, 1 / np.maximum(units, 1), np.nan)
-        layers["zero_units_ratio"][rows] = groups.sum(Column.ZERO_UNITS) * share
-        layers["dead_ratio"][rows] = groups.sum(Column.DEAD_UNITS) * share
-        self._show_moments(groups, rows, norms, elements)
-        self.declared.enter(sample, groups, rows)
-
-    def _show_moments(self, groups: Groups, rows: IntArray, norms: FloatArray, elements: FloatArray) -> None:
-        layers = self._values
-        mean = groups.sum(Column.SUM) / np.maximum(elements, 1)
+        layers["zero_units_ratio"][rows] = groups.combined(Column.ZERO_UNITS) * share
+        layers["dead_ratio"][rows] = groups.combined(Column.DEAD_UNITS) * share
+        mean = groups.combined(Column.SUM) / np.maximum(elements, 1)
         rms = norms / np.sqrt(np.maximum(elements, 1))
         # In units of the root mean square, whose own square may be out of range.
         share = 1 - np.square(mean / np.where(rms > 0, rms, 1.0))
-        layers["mean"][rows] = mean
-        layers["stddev"][rows] = rms * np.sqrt(np.where(share < 0, 0.0, share))
-        layers["minimum"][rows] = groups.smallest(Column.MIN)
-        layers["maximum"][rows] = -groups.smallest(Column.MAX, negated=True)
+        layers["mean"][rows], layers["stddev"][rows] = mean, rms * np.sqrt(np.where(share < 0, 0.0, share))
+        sharded = sample.captured.table.sharded[rows]
+        for at, place in enumerate(self._declared_places.values()):
+            unknown = sharded & groups.layout.columns[place].whole_only
+            self._declared[rows, at] = np.where(unknown, np.nan, groups.combined(place))
 
     def _count(self, groups: Groups) -> None:
-        layers, rows = self._values, self._rows[groups.layers]
-        layers["captures"][rows] += 1
-        layers["nans"][rows] += groups.counted_sum(Column.NANS)
-        layers["infs"][rows] += groups.counted_sum(Column.INFS)
+        self._values["captures"][groups.layers] += 1
+        self._values["nans"][groups.layers] += groups.combined(Column.NANS, counted=True)
+        self._values["infs"][groups.layers] += groups.combined(Column.INFS, counted=True)
 
     def _judge(self, groups: Groups, sample: Sample) -> None:
         """Enters norms that were not known before into the sums and compares them with earlier ones."""
-        layers, rows, norms = self._values, self._rows[groups.layers], groups.norms()
+        layers, rows, norms = self._values, groups.layers, groups.combined(Column.NORM)
         finite = np.isfinite(norms)
-        squares = np.square(groups.counted_norms())
+        squares = np.square(groups.combined(Column.NORM, counted=True))
         fits = np.isfinite(layers["squared_total"][rows] + squares)
         layers["squared_total"][rows[fits]] += squares[fits]
-        seen = enter_norms(layers, rows[finite], norms[finite], DECADE_BOUNDS)
-        if self.exponential is not None:
-            self.exponential.observe(*seen)
-        verdict = self._baseline.judge(rows, norms)
-        layers["zscore"][rows] = verdict.zscore
-        layers["spikes"][rows] += verdict.spike
-        self._peaks.enter(rows, norms, verdict.zscore)
+        entered, entered_norms = enter_norms(layers, rows[finite], norms[finite], DECADE_BOUNDS)
+        self._exponential.observe((self.table.layers[row] for row in entered.tolist()), entered_norms)
+        zscore, spike = self._baseline.judge(rows, norms)
+        layers["zscore"][rows] = zscore
+        layers["spikes"][rows] += spike
+        for cursor in self._cursors:
+            cursor.layers.enter(rows, norms, zscore)
         # A finite norm of unknown size may be the largest: the largest is not known until it is no longer recent.
-        recent = finite if sample.sized else groups.sum(Column.NANS) + groups.sum(Column.INFS) == 0
+        recent = finite if sample.sized else groups.combined(Column.NANS) + groups.combined(Column.INFS) == 0
         self._remember(rows[recent], norms[recent] if sample.sized else np.inf, int(sample.captured.at))
 
     def _remember(self, rows: IntArray, norms: FloatArray | float, second: int) -> None:
@@ -181,39 +211,39 @@ class LayerTotals:
         self.use(event.table)
         norms = values(event.vector.ready()).reshape(-1, 3)
         layers, group = np.unique(event.table.layer_of[event.positions], return_inverse=True)
-        before, after, update = (grouped_norms(norms[:, i], group, len(layers)) for i in range(3))
-        rows = self._rows[layers]
-        self._values["weight_norm"][rows] = after
-        self._values["update_ratio"][rows] = np.where(before > 0, update / before, np.nan)
-
-    def snapshot(self, now: float) -> LayerValues:
-        """The values as of `now`, Unix time. Raises `RuntimeError` before the first table."""
-        if self._table is None:
-            raise RuntimeError("the layer totals have no table yet")
-        found = self._values[self._rows]
-        fresh = self._recent_second > int(now) - RECENT_SECONDS
-        recent = np.fmax.reduce(found["recent"][:, fresh], axis=1, initial=np.nan)
-        recent[np.isinf(recent)] = np.nan
-        counts = None if self.exponential is None else self.exponential.snapshot(self._rows.tolist())
-        return LayerValues(self._table, found, recent, self._untracked(), counts, self.declared.of(self._rows))
-
-    def _untracked(self) -> UntrackedLayers:
-        labels = self._labels.untracked
-        if not labels and not self._removed.there:
-            return NONE_UNTRACKED
-        rows = self._labels.of(labels)
-        shown = self._values["shown"][rows]
-        labels, rows = tuple(compress(labels, shown.tolist())), rows[shown]
-        values, counts = self._values[rows], () if self.exponential is None else self.exponential.snapshot(rows.tolist())
-        if not self._removed.there or REMOVED in self._labels:  # a module may be called so: no series is there twice
-            return UntrackedLayers(labels, values, counts)
-        more = () if self.exponential is None else (self._removed.counts(),)
-        return UntrackedLayers((*labels, REMOVED), np.concatenate([values, self._removed.record()]), counts + more)
+        before, after, update = (root_of_squares(norms[:, i], group, len(layers)) for i in range(3))
+        self._values["weight_norm"][layers] = after
+        self._values["update_ratio"][layers] = np.where(before > 0, update / before, np.nan)
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer of peaks."""
-        self._peaks.follow(cursor)
+        cursor.layers = Peaks(len(self._values))
 
-    def take_peaks(self, cursor: Cursor) -> FloatArray:
-        """The norms and z-scores of the table's layers that were farthest from zero and are new to a consumer, (2, layers)."""
-        return self._peaks.take(cursor, self._rows)
+    def values(self) -> Records:
+        """A copy of the table's layers."""
+        return self._values[: len(self.table.layers)].copy()
+
+    def recent_max(self, now: float) -> FloatArray:
+        """The largest norm of each of the table's layers in the minute before `now`, Unix time; NaN where there was none."""
+        fresh = self._recent_second > int(now) - RECENT_SECONDS
+        recent = np.fmax.reduce(self._values["recent"][: len(self.table.layers), fresh], axis=1, initial=np.nan)
+        return np.where(np.isinf(recent), np.nan, recent)
+
+    def exponential(self) -> tuple[Counts, ...] | None:
+        """The norms of the table's layers by exponential bucket, if they are counted."""
+        return self._exponential.of(self.table.layers)
+
+    def declared(self) -> Mapping[str, FloatArray]:
+        """The other statistics' values of the table's layers by column, `statistic.column`."""
+        return {key: self._declared[: len(self.table.layers), at].copy() for at, key in enumerate(self._declared_places)}
+
+    def untracked(self) -> UntrackedLayers:
+        """Layers that are not in the table and of which only the totals are shown."""
+        start = len(self.table.layers)
+        found = self._values[start:]
+        labels = tuple(compress(islice(self._modules, start, None), found["shown"].tolist()))
+        found, keys = found[found["shown"]], [*labels]
+        if self._removed["shown"][0] and REMOVED not in self._modules:  # a module may be called so: no series is there twice
+            labels, found = (*labels, REMOVED), np.concatenate([found, self._removed])
+            return UntrackedLayers(labels, found, self._exponential.of([*keys, None]) or ())
+        return UntrackedLayers(labels, found, self._exponential.of(keys) or ())

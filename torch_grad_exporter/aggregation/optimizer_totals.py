@@ -1,122 +1,136 @@
-"""OptimizerTotals: what samples add up to over the parameters of each optimizer."""
+"""OptimizerTotals: what samples add up to over the parameters of each optimizer, and the global norms that the user observes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import Baselines
-from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.cursor import Cursor, Peaks
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
-from torch_grad_exporter.aggregation.observed_norm import ObservedNorm
-from torch_grad_exporter.aggregation.peaks import Peaks
 from torch_grad_exporter.aggregation.samples import Groups
 from torch_grad_exporter.aggregation.settlement import Settled
-from torch_grad_exporter.aggregation.tables import OPTIMIZER, UNOWNED, Records, enter_global_norm
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.aggregation.tables import HALF_DECADE_BOUNDS, OPTIMIZER, UNOWNED, Records, enter_norms, moved
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.transfer.events import Outcome
 
+OBSERVED = -2
+"""The number under which norms are counted that the user computed before clipping and gave to `observe(grad_norm=)`."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerValues:
-    """A copy: the optimizers' numbers, a record for each, and whether the norms in the only one are observed ones."""
-
-    optimizers: tuple[int, ...]
-    totals: Records
-    norm_observed: bool
-    exponential: tuple[Counts, ...] | None = None
+_OF_NORMS = ("norm", "sized", "buckets", "bucket_sum", "spikes")
+"""What an observed norm is the source of."""
 
 
-@dataclass(slots=True)
 class OptimizerTotals:
-    """One row per optimizer. `exponential`: counts the norms by exponential bucket, too, if it is given."""
+    """One row per optimizer, and one for observed norms. `cursors`: the consumers of peaks."""
 
-    observed: ObservedNorm
-    exponential: ExponentialCounts | None = None
-    _row_of: dict[int, int] = field(default_factory=dict)
-    _totals: Records = field(default_factory=lambda: np.zeros(0, dtype=OPTIMIZER))
-    _baseline: Baselines = field(default_factory=Baselines)
-    _peaks: Peaks = field(default_factory=Peaks)
+    def __init__(self, cursors: Collection[Cursor], exponential: ExponentialCounts) -> None:
+        self._cursors = cursors
+        self._exponential = exponential
+        self._row_of: dict[int, int] = {}
+        self._totals: Records = np.zeros(0, dtype=OPTIMIZER)
+        self._baseline = Baselines()
+        self._untold = False
+        """Whether the last observed norm was not finite, and the outcome of its step is not known yet."""
 
     def publish(self, settled: Settled) -> None:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
+        self._untold = False  # the sample itself shows whether the gradients of the step were finite
         # What no optimizer owns is in no optimizer's totals, unless none is known yet.
-        known = (settled.shown | set(self._row_of)) - {UNOWNED}
+        known = (settled.shown | set(self._row_of)) - {UNOWNED, OBSERVED}
         for optimizer in sorted(settled.shown & known if known else settled.shown):
-            mine = settled.gradients_of(optimizer)
-            if mine.any():
-                self._publish_one(settled, optimizer, mine)
+            self._publish_one(settled, optimizer)
 
-    def _publish_one(self, settled: Settled, optimizer: int, mine: BoolArray) -> None:
-        sample, outcome = settled.sample, settled.outcome(optimizer)
+    def _publish_one(self, settled: Settled, optimizer: int) -> None:
+        sample, outcome, mine = settled.sample, settled.outcome(optimizer), settled.gradients([optimizer])
+        if not mine.any():
+            return
         row = self._row(optimizer)
         one = self._totals[row : row + 1]
-        norm = Groups.of(sample, mine, together=True).norms()
+        norm = Groups.of(sample, mine, together=True).combined(Column.NORM)
         if optimizer in settled.closed.steps:
             one["sample_step"] = settled.closed.steps[optimizer]
         clip = None if optimizer in settled.left_out else settled.clippings.get(optimizer)
+        after = np.array([np.nan])
         one["clip_known"] = clip is not None and clip.coefficient is not None
         if clip is not None and clip.coefficient is not None:
             one["coefficient"] = clip.coefficient
-            one["after_clip"] = clip.coefficient * norm
+            one["after_clip"] = after = clip.coefficient * norm
         if outcome is not Outcome.UNKNOWN:  # until then it is not known whether it was clipped
             one["clipped"] += clip is not None and clip.clipped
         one["norm"], one["seen"], one["sized"] = norm, True, sample.sized
-        self._enter_norm(row, norm, fresh=optimizer in settled.unmeasured)
+        self._enter(row, norm, after, fresh=optimizer in settled.unmeasured)
         if optimizer in settled.uncounted:
             one[f"nonfinite_{outcome.value}"] += sample.nonfinite(mine)
 
-    def _enter_norm(self, row: int, norm: FloatArray, *, fresh: bool) -> None:
+    def observe(self, norm: float) -> None:
+        """Takes an observed norm; from then on it is the source of norms, as far as it is known whose it is."""
+        found = np.array([norm if norm >= 0 else np.nan])  # DeepSpeed says -1 where the norm is NaN or Inf
+        self._untold = not np.isfinite(found[0])
+        row = self._row(OBSERVED)
+        self._totals["norm"][row], self._totals["sized"][row] = found[0], True
+        self._enter(row, found, np.array([np.nan]), fresh=True)
+
+    def resolve(self, outcome: Outcome) -> None:
+        """Says what became of the step whose norm was observed last."""
+        if self._untold:
+            self._totals[f"nonfinite_{outcome.value}"][self._row(OBSERVED)] += 1
+            self._untold = False
+
+    def _enter(self, row: int, norm: FloatArray, after: FloatArray, *, fresh: bool) -> None:
         """`fresh`: the norm of this round was not known before."""
-        one = self._totals[row : row + 1]
-        after = np.where(one["clip_known"], one["after_clip"], np.nan)
-        self._peaks.enter([row], norm if fresh else np.array([np.nan]), after)
+        rows = np.array([row])
+        for cursor in self._cursors:
+            cursor.optimizers.enter(rows, norm if fresh else np.array([np.nan]), after)
         if fresh:
-            entered = enter_global_norm(one, self._baseline, row, norm)
-            if self.exponential is not None:
-                self.exponential.observe(np.full(len(entered), row), entered)
+            finite = np.isfinite(norm)
+            entered, norms = enter_norms(self._totals, rows[finite], norm[finite], HALF_DECADE_BOUNDS)
+            self._exponential.observe(entered.tolist(), norms)
+            self._totals["spikes"][rows] += self._baseline.judge(rows, norm)[1]
 
     def _row(self, optimizer: int) -> int:
         """The row of an optimizer; the first one takes over the row of samples from before any optimizer was known."""
         if optimizer not in self._row_of:
-            if UNOWNED in self._row_of:
-                self._row_of = {optimizer if o == UNOWNED else o: row for o, row in self._row_of.items()}
+            if UNOWNED in self._row_of and optimizer != OBSERVED:
+                self._row_of[optimizer] = self._row_of.pop(UNOWNED)
             else:
                 self._row_of[optimizer] = len(self._totals)
-                self._totals = np.concatenate([self._totals, np.zeros(1, dtype=OPTIMIZER)])
-                self._baseline.grow(len(self._totals))
-                self._peaks.grow(len(self._totals))
+                index = np.append(np.arange(len(self._totals)), -1)
+                self._totals = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER))
+                self._baseline.move(index)
+                for cursor in self._cursors:
+                    cursor.optimizers.move(index)
         return self._row_of[optimizer]
 
-    def snapshot(self) -> OptimizerValues:
-        """The values as of now; observed norms take the place of captured ones.
+    def snapshot(self) -> tuple[tuple[int, ...], Records, bool, tuple[Counts, ...] | None]:
+        """The optimizers' numbers, a record for each, whether the norms in the only one are observed ones, and exponential counts.
 
         With several optimizers it is not known whose norm was observed, and the captured ones are shown: both are counted,
         since a second optimizer may come at any time.
         """
-        optimizers, totals = tuple(self._row_of), self._totals.copy()
-        if not self.observed.there or len(optimizers) > 1:
-            return OptimizerValues(optimizers, totals, norm_observed=False, exponential=self._counts(optimizers))
-        if not optimizers:
-            optimizers, totals = (UNOWNED,), np.zeros(1, dtype=OPTIMIZER)
-        self.observed.replace_norms(totals)
-        counts = None if self.exponential is None else self.observed.counts()
-        return OptimizerValues(optimizers, totals, norm_observed=True, exponential=counts)
-
-    def _counts(self, optimizers: Iterable[int]) -> tuple[Counts, ...] | None:
-        return None if self.exponential is None else self.exponential.snapshot(self._row_of.get(o, -1) for o in optimizers)
+        rows = {optimizer: row for optimizer, row in self._row_of.items() if optimizer != OBSERVED}
+        totals = self._totals[list(rows.values())]
+        if OBSERVED not in self._row_of or len(rows) > 1:
+            return tuple(rows), totals, False, self._exponential.of(rows.values())
+        if not rows:
+            totals = np.zeros(1, dtype=OPTIMIZER)
+        row = self._row_of[OBSERVED]
+        for name in _OF_NORMS:
+            totals[name] = self._totals[name][row]
+        for outcome in Outcome:
+            totals[f"nonfinite_{outcome.value}"] += self._totals[f"nonfinite_{outcome.value}"][row]
+        return tuple(rows) or (UNOWNED,), totals, True, self._exponential.of([row])
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer of peaks."""
-        self._peaks.follow(cursor)
-        self.observed.follow(cursor)
+        cursor.optimizers = Peaks(len(self._totals))
 
     def take_peaks(self, cursor: Cursor, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
         """The largest norms and norms after clipping that are new to a consumer, shape (2, optimizers)."""
-        found = self._peaks.take(cursor, [self._row_of.get(number, -1) for number in optimizers])
-        observed = self.observed.take_peak(cursor)
+        found = np.pad(cursor.optimizers.take(), ((0, 0), (0, 1)), constant_values=np.nan)
+        peaks: FloatArray = found[:, [self._row_of.get(optimizer, -1) for optimizer in optimizers]]
         if norm_observed:
-            found[0] = observed[0]
-        return found
+            peaks[0] = found[0, self._row_of[OBSERVED]]
+        return peaks

@@ -48,19 +48,20 @@ class PendingSample:
     _counted: frozenset[int] = frozenset()
     _measured: frozenset[int] = frozenset()
 
-    def replaced_by(self, event: Captured) -> Ended | None:
-        """What a capture ends: that of another round leaves the outcome of the pending sample unknown."""
-        if self._sample is None:
-            return None
-        if self._sample.captured.round != event.round:
-            return self._guessed(Outcome.UNKNOWN)
-        return self._guessed(Outcome.SKIPPED) if self._thrown_away(event) else None
+    def begin(self, event: Captured) -> Ended | None:
+        """Takes the place of the sample that was pending; what that ends: one of another round, whose outcome stays unknown.
 
-    def begin(self, event: Captured) -> None:
-        """Takes the place of the sample that was pending."""
-        if self._thrown_away(event):
+        No training continues from gradients that are not finite and were thrown away: that was a skipped step and not the first
+        of two passes.
+        """
+        ended, sample, new = None, self._sample, Sample.of(event)
+        if sample is not None and sample.captured.round != event.round:
+            ended = self._guessed(sample, Outcome.UNKNOWN)
+        elif sample is not None and event.again and sample.nonfinite():
+            ended = self._guessed(sample, Outcome.SKIPPED)
             self._round = -1
-        self._sample, self._after = Sample.of(event), []
+        self._sample, self._after = new, []
+        return ended
 
     def seen_after(self, event: AfterClip) -> None:
         """Takes what an optimizer saw of the gradients."""
@@ -69,14 +70,11 @@ class PendingSample:
 
     def closed_by(self, event: Closed) -> Ended | None:
         """What the end of a round ends."""
-        if self._sample is None or self._sample.captured.round != event.round:
+        sample = self._sample
+        if sample is None or sample.captured.round != event.round:
             return None
-        return self._end(self._sample, event, over=True)
-
-    def clear(self, event: Closed) -> None:
-        """Drops the sample of a round that is over."""
-        if self._sample is not None and self._sample.captured.round == event.round:
-            self._sample = None
+        self._sample = None
+        return self._end(sample, event, over=True)
 
     def expired(self, now: float) -> Ended | None:
         """The sample if it has been pending for too long; it stays. `now` is Unix time."""
@@ -85,7 +83,7 @@ class PendingSample:
         captured = self._sample.captured
         if now - captured.at <= (PATIENCE if captured.likely_last else PATIENCE_AMID):
             return None
-        return self._guessed(Outcome.UNKNOWN, over=False)
+        return self._guessed(self._sample, Outcome.UNKNOWN, over=False)
 
     def count(self, optimizers: frozenset[int], *, sized: bool) -> None:
         """Notes that these optimizers' parts of the round were counted, and whether with their sizes."""
@@ -93,19 +91,8 @@ class PendingSample:
         if sized:
             self._measured |= optimizers
 
-    def _thrown_away(self, event: Captured) -> bool:
-        """Whether the pending gradients were thrown away before this capture of the same round.
-
-        No training continues from such gradients: this was a skipped step and not the first of two passes.
-        """
-        pending = self._sample
-        return pending is not None and pending.captured.round == event.round and event.again and pending.nonfinite()
-
-    def _guessed(self, outcome: Outcome, *, over: bool = True) -> Ended | None:
+    def _guessed(self, sample: Sample, outcome: Outcome, *, over: bool = True) -> Ended:
         """The pending sample, though it is not known which optimizers stepped."""
-        sample = self._sample
-        if sample is None:
-            return None
         owners = sample.captured.owners
         stepped = frozenset(event.optimizer for event in self._after) or sample.captured.usual
         stepped = stepped or frozenset(np.unique(owners[sample.present]).tolist())

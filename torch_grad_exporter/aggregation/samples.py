@@ -8,11 +8,8 @@ import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.combine import root_of_squares as grouped_norms
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.transfer.events import Captured, Part
-
-__all__ = ["Groups", "Sample", "arrived", "grouped_norms", "values"]
 
 
 @dataclass(slots=True)
@@ -104,40 +101,13 @@ class Groups:
         layers, group = np.unique(layer_of, return_inverse=True)
         return cls(layers, chosen, group, sample.columns[chosen], sample.captured.table.counts[chosen], sample.layout)
 
-    def combined(self, place: int) -> FloatArray:
-        """What the column at this place is in each group, by its declaration."""
-        return self.layout.columns[place].combine.groups(self.columns[:, place], self.group, len(self.layers))
-
-    def sum(self, column: Column) -> FloatArray:
-        """The column's sum in each group."""
-        return np.bincount(self.group, self.columns[:, column], len(self.layers)).astype(np.float64)
-
-    def counted_sum(self, column: Column) -> FloatArray:
-        """The same over what counts in sums over ranks."""
-        counted = np.where(self.counts, self.columns[:, column], 0.0)
-        return np.bincount(self.group, counted, len(self.layers)).astype(np.float64)
+    def combined(self, place: int, *, counted: bool = False) -> FloatArray:
+        """What the column at this place is in each group, by its declaration; `counted`: of what counts in sums over ranks."""
+        values = self.columns[:, place]
+        if counted:
+            values = np.where(self.counts, values, 0.0)
+        return self.layout.columns[place].combine.groups(values, self.group, len(self.layers))
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """The sum of a per-parameter number in each group."""
         return np.bincount(self.group, per_parameter[self.chosen], len(self.layers)).astype(np.float64)
-
-    def norms(self) -> FloatArray:
-        """The L2 norm of each group from those of its parameters, without overflow."""
-        return grouped_norms(self.columns[:, Column.NORM], self.group, len(self.layers))
-
-    def counted_norms(self) -> FloatArray:
-        """The same over what counts in sums over ranks; 0 where nothing does."""
-        return grouped_norms(np.where(self.counts, self.columns[:, Column.NORM], 0.0), self.group, len(self.layers))
-
-    def smallest(self, column: Column, *, negated: bool = False) -> FloatArray:
-        """The column's smallest value in each group, or the smallest of its negation; NaN if there is one."""
-        found = np.full(len(self.layers), np.inf)
-        np.minimum.at(found, self.group, -self.columns[:, column] if negated else self.columns[:, column])
-        return found
-
-    def largest(self, *columns: Column) -> FloatArray:
-        """The largest magnitude in the columns in each group; NaN if there is one."""
-        found = np.zeros(len(self.layers))
-        for column in columns:
-            np.maximum.at(found, self.group, np.abs(self.columns[:, column]))
-        return found

@@ -1,11 +1,11 @@
-"""Settlement: what happened to a sample between the end of its backward and the step.
+"""Settlement: what happened to a sample between the end of its backward and the step, and which gradients tell it of the next one.
 
 That is its loss scale, how it was clipped, and which optimizers a gradient scaler left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,9 +15,9 @@ from torch_grad_exporter.aggregation.clipping import Clipping
 from torch_grad_exporter.aggregation.pending import Ended
 from torch_grad_exporter.aggregation.samples import Sample, arrived, values
 from torch_grad_exporter.aggregation.tables import UNOWNED
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import AfterClip, Closed, Outcome
+from torch_grad_exporter.transfer.events import AfterClip, Closed, Decisions, Outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,23 +36,13 @@ class Settled:
     unmeasured: frozenset[int]
     clippings: Mapping[int, Clipping]
 
-    def gradients(self, optimizers: frozenset[int]) -> BoolArray:
+    def gradients(self, optimizers: Collection[int]) -> BoolArray:
         """Which gradients of the sample these optimizers own, shape (parameters,)."""
         return np.isin(self.closed.owners, list(optimizers)) & self.sample.present
-
-    def gradients_of(self, optimizer: int) -> BoolArray:
-        """The same of one."""
-        mine: BoolArray = (self.closed.owners == optimizer) & self.sample.present
-        return mine
 
     def outcome(self, optimizer: int) -> Outcome:
         """What became of this optimizer's step."""
         return Outcome.SKIPPED if optimizer in self.left_out else self.closed.outcome
-
-    @property
-    def disagree(self) -> bool:
-        """Whether probes of one optimizer disagreed."""
-        return any(verdict.disagree for verdict in self.clippings.values())
 
 
 @dataclass(slots=True)
@@ -143,3 +133,34 @@ def norms_of(sample: Sample) -> FloatArray:
     """The norm of each gradient of a sample, shape (parameters,)."""
     norms: FloatArray = sample.columns[:, Column.NORM]
     return norms
+
+
+@dataclass(slots=True)
+class Probes:
+    """Chooses what is measured again at the next step: of each parameter group the largest norm and the largest magnitude."""
+
+    decisions: Decisions
+    _by_group: dict[int, set[int]] = field(default_factory=dict)
+
+    def choose(self, settled: Settled) -> None:
+        """Names the probes for the next comparison; all gradients are measured where these disagreed."""
+        sample, groups = settled.sample, settled.closed.groups
+        table = sample.captured.table
+        if self.decisions.table is not table:
+            self._by_group = {}
+        magnitudes = np.abs(sample.columns[:, [Column.MIN, Column.MAX]])
+        sizes = (norms_of(sample), np.fmax.reduce(magnitudes, axis=1))
+        for group in np.unique(groups[sample.present]).tolist():
+            self._by_group[group] = _largest(np.flatnonzero((groups == group) & sample.present), *sizes)
+        disagree = any(verdict.disagree for verdict in settled.clippings.values())
+        self.decisions.tell(table, frozenset().union(*self._by_group.values()), full=disagree)
+
+
+def _largest(members: IntArray, norms: FloatArray, magnitudes: FloatArray) -> set[int]:
+    best: set[int] = set()
+    for column, count in ((norms, 1), (magnitudes, 1), (norms, 2)):
+        # The third choice only where the first two chose the same gradient: a single probe always agrees with itself.
+        if len(best) < 2:
+            usable = members[np.isfinite(column[members]) & (column[members] > 0)]
+            best |= set(usable[np.argsort(column[usable])[-count:]].tolist())
+    return best

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.baseline import Baselines
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.transfer.events import Outcome
@@ -60,6 +59,11 @@ def new_layers(count: int) -> Records:
     return rows
 
 
+def moved(rows: Records, index: IntArray, empty: Records) -> Records:
+    """The rows with these numbers, in this order; -1 is a new one, as `empty`, a single record, is."""
+    return np.concatenate([rows, empty])[index]
+
+
 def enter_norms(table: Records, rows: IntArray, norms: FloatArray, bounds: FloatArray) -> tuple[IntArray, FloatArray]:
     """Enters one observation for each row into its histogram; a bucket's upper bound belongs to it. Returns what was entered.
 
@@ -70,14 +74,3 @@ def enter_norms(table: Records, rows: IntArray, norms: FloatArray, bounds: Float
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
     table["bucket_sum"][rows] += norms
     return rows, norms
-
-
-def enter_global_norm(one: Records, baseline: Baselines, row: int, norm: FloatArray) -> FloatArray:
-    """Enters a global norm into the histogram of `one`, and compares it with those in this row of the baseline.
-
-    Returns what was entered into the histogram, shape (0,) or (1,).
-    """
-    finite = np.flatnonzero(np.isfinite(norm))
-    _, entered = enter_norms(one, finite, norm[finite], HALF_DECADE_BOUNDS)
-    one["spikes"] += baseline.judge(np.array([row]), norm).spike
-    return entered

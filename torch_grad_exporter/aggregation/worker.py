@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy.ma  # noqa: F401
 
 from torch_grad_exporter.aggregation import samples
-from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.cursor import Cursor, Losses
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot, NewGradients
-from torch_grad_exporter.aggregation.totals import Losses, TotalsSnapshot, TrainingTotals
+from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.transfer.events import (
@@ -140,7 +140,8 @@ class HostSide:
         """
         with self._held(WAIT_SECONDS):
             snapshot = self._snapshot()
-            return Reading(snapshot, self._gradients.read(cursor, snapshot.gradients), self._totals.take_losses(cursor))
+            losses, cursor.losses = cursor.losses, Losses()
+            return Reading(snapshot, self._gradients.read(cursor, snapshot.gradients), losses)
 
     def _snapshot(self) -> Snapshot:
         self._drain()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from torch_grad_exporter import files
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
@@ -111,16 +110,6 @@ def _outward() -> str:
 
 
 # A file for each rank
-
-
-class Entry(Protocol):
-    """An entry that tells Prometheus where this rank is. Each method may hang, and raise."""
-
-    def refresh(self) -> None:
-        """Creates or corrects the entry; called again and again."""
-
-    def close(self) -> None:
-        """Takes it back."""
 
 
 class TargetFile:
@@ -263,7 +252,7 @@ class Discovery:
     ) -> None:
         self._target = target
         self._ranks = ranks
-        self._entries: tuple[Entry, ...] = tuple(entry for entry in (file, ranks) if entry is not None)
+        self._entries: tuple[TargetFile | RankList, ...] = tuple(entry for entry in (file, ranks) if entry is not None)
         self._guard = Guard(on_error)
         self._leave = False
         self._threads = [self._thread(entry, interval) for entry in self._entries]
@@ -294,7 +283,7 @@ class Discovery:
         """The entries are the parent's."""
         self._entries, self._threads = (), []
 
-    def _thread(self, entry: Entry, interval: float) -> BackgroundLoop:
+    def _thread(self, entry: TargetFile | RankList, interval: float) -> BackgroundLoop:
         def close() -> None:
             if not self._leave:
                 entry.close()

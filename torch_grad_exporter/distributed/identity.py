@@ -37,22 +37,14 @@ class Identity:
     """The launcher's name for the run, the same on all ranks and after a restart; empty if it has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A process' place among all: its rank and how many there are."""
-
-    rank: int
-    world_size: int
-
-
-def process_group() -> Place | None:
-    """This process' place in the default process group, `None` where there is none (yet)."""
+def process_group() -> Identity | None:
+    """This process' rank among all of the default process group, `None` where there is none (yet)."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return Place(dist.get_rank(), dist.get_world_size())
+    return Identity(dist.get_rank(), dist.get_world_size())
 
 
-def came_late(known: Identity, *, group: Callable[[], Place | None] = process_group) -> bool:
+def came_late(known: Identity, *, group: Callable[[], Identity | None] = process_group) -> bool:
     """Whether there is a process group of several ranks now that did not exist when this process' rank was read."""
     now = group()
     return now is not None and now.world_size > 1 == known.world_size
@@ -73,7 +65,7 @@ class LateGroup:
             say(logger, logging.WARNING, LATE_GROUP, self._rank)
 
 
-def identity(environment: Mapping[str, str], *, group: Callable[[], Place | None] = process_group) -> Identity:
+def identity(environment: Mapping[str, str], *, group: Callable[[], Identity | None] = process_group) -> Identity:
     """Rank and size from the process group, else the launcher; place on the host and the run's name from the launcher.
 
     Launchers, the first that has left its variables wins: torchrun, Open MPI and others of MPI, Slurm's srun, Kubernetes.
@@ -87,7 +79,7 @@ def identity(environment: Mapping[str, str], *, group: Callable[[], Place | None
     return replace(launched, run=_launchers_name(environment, launched))
 
 
-def _placed(known: Place, launched: Identity, environment: Mapping[str, str]) -> Identity:
+def _placed(known: Identity, launched: Identity, environment: Mapping[str, str]) -> Identity:
     """The place on the host of a rank that the process group knows."""
     if (known.rank, known.world_size) == (launched.rank, launched.world_size):
         return launched

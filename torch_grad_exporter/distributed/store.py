@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -47,20 +47,10 @@ _ABSENT = "\x00absent"
 _T = TypeVar("_T")
 
 
-class Connection(Protocol):
-    """What we need of `torch.distributed.Store`. Neither operation ever waits for a key."""
+Connection = Any
+"""A `torch.distributed.Store`, which not every build has. `compare_set`, `set` and `delete_key` never wait for a key."""
 
-    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Sets a key to the second value if it has the first, or has none and the first is empty; returns its value.
-
-        For a key that has none and is not set, it returns the first value.
-        """
-
-    def set(self, key: str, value: bytes, /) -> None:
-        """Sets a key."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Removes a key; whether it was there."""
+_Call = tuple[Future[Any], Callable[[Connection], Any]]
 
 
 class StoreError(RuntimeError):
@@ -80,13 +70,14 @@ class JobStore:
         # Reentrant: a signal handler may close while its own thread is in a request.
         self._lock = threading.RLock()
         self._thread: BackgroundThread | None = None
-        self._connection: Connection | None = None
-        self._stuck: Future[None] | None = None
+        self._connection: Connection = None
+        self._stuck: Future[Any] | None = None
         self._over = ""
 
     def agree(self, key: str, value: str, *, seconds: float = SECONDS) -> str:
         """The value that the first rank proposed, the same for all ranks."""
-        return self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds).decode()
+        agreed: bytes = self._ask(lambda store: store.compare_set(PREFIX + key, "", value), seconds)
+        return agreed.decode()
 
     def publish(self, key: str, value: bytes, *, seconds: float = SECONDS) -> None:
         """Sets a key, for `collect` of other ranks."""
@@ -129,17 +120,7 @@ class JobStore:
 
     def _ask(self, question: Callable[[Connection], _T], seconds: float) -> _T:
         """The answer; what fails is a `StoreError`."""
-        answers: list[_T] = []
-        future = self._submit(lambda store: answers.append(question(store)))
-        try:
-            future.result(seconds)
-        except TimeoutError:
-            if not future.cancel():
-                self._stuck = future
-            raise StoreError(f"the job's store did not answer within {seconds:g} s") from None
-        return answers[0]
-
-    def _submit(self, question: Callable[[Connection], None]) -> Future[None]:
+        future: Future[_T] = Future()
         with self._lock:
             if self._over:
                 raise StoreError(f"the connection to the job's store is {self._over}")
@@ -153,9 +134,13 @@ class JobStore:
                 except RuntimeError as error:  # no more threads to be had
                     raise StoreError(str(error)) from error
                 self._thread = thread
-            future: Future[None] = Future()
             self._calls.put((future, question))
-        return future
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if not future.cancel():
+                self._stuck = future
+            raise StoreError(f"the job's store did not answer within {seconds:g} s") from None
 
     def _work(self) -> None:
         """The thread: answers requests in their order, without those whose caller no longer waits."""
@@ -163,19 +148,17 @@ class JobStore:
             future, question = call
             if future.set_running_or_notify_cancel():
                 try:
-                    self._answer(question)
+                    future.set_result(self._answer(question))
                 except StoreError as error:  # raised again in the caller
                     future.set_exception(error)
-                else:
-                    future.set_result(None)
             del call, future, question
         self._connection = None
 
-    def _answer(self, question: Callable[[Connection], None]) -> None:
+    def _answer(self, question: Callable[[Connection], _T]) -> _T:
         try:
             if self._connection is None:
                 self._connection = self._connect()
-            question(self._connection)
+            return question(self._connection)
         except StoreError:
             raise
         except Exception as error:
@@ -185,9 +168,7 @@ class JobStore:
             raise StoreError(f"the job's store failed: {str(error).partition(chr(10))[0]}") from error
 
 
-_Call = tuple[Future[None], Callable[[Connection], None]]
-
-_inherited: list[Connection | None] = []
+_inherited: list[Connection] = []
 
 
 def _broken() -> tuple[type[Exception], ...]:
@@ -195,22 +176,12 @@ def _broken() -> tuple[type[Exception], ...]:
     return (ConnectionRefusedError, dist.DistNetworkError) if dist.is_available() else ()
 
 
-class Store(Protocol):
-    """A process group's store."""
-
-    def clone(self) -> Connection:
-        """Another connection to it, with the same prefixes."""
-
-
-def groups_store() -> Store | None:
+def groups_store() -> Connection:
     """The default process group's store, with the group's prefix; `None` if there is no group."""
-    if not dist.is_initialized():
-        return None
-    store: Store | None = torch_compat.default_store()
-    return store
+    return torch_compat.default_store() if dist.is_initialized() else None
 
 
-def connected(environment: Mapping[str, str], *, group: Callable[[], Store | None] = groups_store) -> Connection:
+def connected(environment: Mapping[str, str], *, group: Callable[[], Connection] = groups_store) -> Connection:
     """A connection of our own to the store of torchrun's agent, else of the default process group. Raises `NoStoreError`.
 
     The agent's store comes first: it is there before the process group is, and it outlives a restart of the ranks.
@@ -219,20 +190,15 @@ def connected(environment: Mapping[str, str], *, group: Callable[[], Store | Non
         raise NoStoreError("this build of torch has no torch.distributed")
     port = environment.get("MASTER_PORT", "")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal():
-        return _agents_store(environment.get("MASTER_ADDR", ""), int(port))
+        limit, host = timedelta(seconds=START_SECONDS), environment.get("MASTER_ADDR", "")
+        return dist.TCPStore(host, int(port), is_master=False, timeout=limit)  # type: ignore[attr-defined]
     store = group()
     if store is None:
         raise NoStoreError("there is no torchrun, and no process group yet")
     return store.clone()
 
 
-def _agents_store(host: str, port: int) -> Connection:
-    limit = timedelta(seconds=START_SECONDS)
-    connection: Connection = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined, assignment]
-    return connection
-
-
-def _knock(connection: object) -> None:
+def _knock(connection: Connection) -> None:
     """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
     bare = torch_compat.without_prefix(connection)
     host, port = getattr(bare, "host", None), getattr(bare, "port", None)

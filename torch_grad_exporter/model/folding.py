@@ -7,12 +7,20 @@ shown in ranges of their numbers: `blocks.0-9`. The labels follow from the names
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch_grad_exporter.model.name_tree import WHOLE, NameTree, Shape
+import functools
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 ENOUGH = 0.25
 """The share of the rows allowed that folding by depth must leave, so that no ranges are made."""
+
+WHOLE = "model"
+"""The label of layers that share nothing but the model."""
+
+_NUMBER = re.compile(r"([0-9]{1,18})")
 
 
 def fold(names: Sequence[str], most: int) -> list[str]:
@@ -22,9 +30,7 @@ def fold(names: Sequence[str], most: int) -> list[str]:
     depth, labels = _by_depth(names, most)
     if len(set(labels)) >= ENOUGH * most:
         return labels
-    in_ranges = _by_ranges(names, depth, most)
-    finer = in_ranges is not None and len(set(in_ranges)) > len(set(labels))
-    return in_ranges if in_ranges is not None and finer else labels
+    return max(labels, _by_ranges(names, depth, most), key=lambda found: len(set(found)))
 
 
 def _by_depth(names: Sequence[str], most: int) -> tuple[int, list[str]]:
@@ -37,30 +43,122 @@ def _by_depth(names: Sequence[str], most: int) -> tuple[int, list[str]]:
     return 0, [WHOLE] * len(names)
 
 
-def _by_ranges(names: Sequence[str], depth: int, most: int) -> list[str] | None:
-    """Labels with ranges of numbers below `depth`; `None` if none are few enough.
+def _by_ranges(names: Sequence[str], depth: int, most: int) -> list[str]:
+    """Labels with ranges of numbers below `depth`; none if none are few enough.
 
     Tried are all depths down to which names may be shown, each with as many rows for the children of one module as fit.
     """
-    tree = NameTree.of(names)
-    best: tuple[int, Shape] | None = None
+    tree = _tree(names)
+    best: tuple[int, _Shape] | None = None
     for deepest in range(max(name.count(".") for name in names) + 1, depth, -1):
-        widest = _widest(tree, depth, deepest, most)
-        if widest is None:
-            continue
-        rows = tree.rows(widest, most)
-        if best is None or rows > best[0]:
-            best = rows, widest
-    return None if best is None else [tree.row_of(name.split("."), best[1]) for name in names]
+        fitting, too_many = 0, most + 1
+        while too_many - fitting > 1:
+            width = (fitting + too_many) // 2
+            if tree.rows(_Shape(depth, deepest, width), most) <= most:
+                fitting = width
+            else:
+                too_many = width
+        shape = _Shape(depth, deepest, fitting)
+        if fitting and (best is None or tree.rows(shape, most) > best[0]):
+            best = tree.rows(shape, most), shape
+    return [] if best is None else [tree.row_of(name.split("."), best[1]) for name in names]
 
 
-def _widest(tree: NameTree, depth: int, deepest: int, most: int) -> Shape | None:
-    """The shape with the most rows to the children of a module that has at most `most` rows in all."""
-    fitting, too_many = 0, most + 1
-    while too_many - fitting > 1:
-        width = (fitting + too_many) // 2
-        if tree.rows(Shape(depth, deepest, width), most) <= most:
-            fitting = width
-        else:
-            too_many = width
-    return Shape(depth, deepest, fitting) if fitting else None
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a tree is shown: children of modules at `depth` or below in at most `width` rows each kind, none below `deepest`."""
+
+    depth: int
+    deepest: int
+    width: int
+
+
+class _Module:
+    """A module, by the parts of its name, with those below it that own parameters."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.is_layer = False
+        self.children: dict[str, _Module] = {}
+        self._shown: dict[int, dict[str, str]] = {}
+
+    @functools.cached_property
+    def _families(self) -> list[tuple[str, str, dict[str, int]]]:
+        """The children whose names differ in one number, with what stands around it: of several numbers the one that varies most."""
+        alike: dict[str, list[list[str]]] = defaultdict(list)
+        for part in self.children:
+            pieces = _NUMBER.split(part)
+            if len(pieces) > 1:
+                alike["0".join(pieces[::2])].append(pieces)
+        members: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        for several in alike.values():
+            place = max(range(len(several[0]) - 2, 0, -2), key=lambda place: len({pieces[place] for pieces in several}))
+            for pieces in several:
+                members["".join(pieces[:place]), "".join(pieces[place + 1 :])]["".join(pieces)] = int(pieces[place])
+        module = f"{self.label}." if self.label else ""
+        return [(module + before, after, found) for (before, after), found in members.items() if len(found) > 1]
+
+    def shown(self, width: int) -> dict[str, str]:
+        """By child that is shown with others in one row, with all that is below it, the label of that row."""
+        if width not in self._shown:
+            loners, found = dict.fromkeys(self.children, self.label or WHOLE), {}
+            for before, after, members in self._families:
+                size = _size(members.values(), width)
+                for part, number in members.items():
+                    del loners[part]
+                    if size > 1:
+                        # The bounds of a range do not depend on its members: freezing one renames nothing.
+                        first = number // size * size
+                        found[part] = f"{before}{first}-{first + size - 1}{after}"
+            self._shown[width] = found | (loners if len(loners) > width else {})
+        return self._shown[width]
+
+    def rows(self, shape: _Shape, most: int) -> int:
+        """How many labels there are; stops counting above `most`."""
+        found: set[str] = set()
+        for label in self._labels(shape, 0):
+            found.add(label)
+            if len(found) > most:
+                break
+        return len(found)
+
+    def _labels(self, shape: _Shape, level: int) -> Iterator[str]:
+        if self.is_layer or level == shape.deepest:
+            yield self.label
+        if level < shape.deepest:
+            shown = self.shown(shape.width) if level >= shape.depth else {}
+            yield from set(shown.values())
+            for part, child in self.children.items():
+                if part not in shown:
+                    yield from child._labels(shape, level + 1)
+
+    def row_of(self, parts: Sequence[str], shape: _Shape) -> str:
+        """The label of the layer with a name of these parts."""
+        node = self
+        for level, part in enumerate(parts[: shape.deepest]):
+            label = node.shown(shape.width).get(part) if level >= shape.depth else None
+            if label is not None:
+                return label
+            node = node.children[part]
+        return node.label
+
+
+def _tree(names: Sequence[str]) -> _Module:
+    """The modules with these names, below one root."""
+    root = _Module("")
+    for name in names:
+        node = root
+        for part in name.split("."):
+            if part not in node.children:
+                node.children[part] = _Module(f"{node.label}.{part}" if node.label else part)
+            node = node.children[part]
+        node.is_layer = True
+    return root
+
+
+def _size(numbers: Collection[int], width: int) -> int:
+    """The smallest size of ranges, of 1, 2, 5, 10, 20 and so on, of which there are at most `width`; 1 is no range."""
+    if len(numbers) <= width:
+        return 1
+    sizes = (step * int(10**power) for power in itertools.count() for step in (1, 2, 5))
+    return next(size for size in sizes if len({number // size for number in numbers}) <= width)

@@ -4,8 +4,7 @@
 (`batches.py`, `grouping.py`) and sends each device's share to `host.py` (CPU: may branch on the data, and reads it once,
 in `blocks.py`) or `device.py` (any other device: never branches on the data, so that the host never waits). `declared.py` defines
 what a statistic is; `together.py` declares those that are always measured, in one pass, `moments.py` and files like it one more
-each. From the declarations follows the row of a gradient (`layout.py`). `reference.py` computes the same in float64 loops, for
-the tests and for readers.
+each. From the declarations follows the row of a gradient (`layout.py`).
 """
 
 from __future__ import annotations

@@ -34,6 +34,10 @@ class Batch:
     layout: UnitLayout | None
     implied_zeros: int = 0
 
+    def of(self, tensors: Iterable[torch.Tensor]) -> Batch:
+        """Such a batch of other gradients."""
+        return Batch(self.positions, tuple(tensors), self.layout)
+
     @property
     def units(self) -> bool:
         """Whether the gradients have output units."""

@@ -12,12 +12,11 @@ What is declared when an exporter starts is measured on each of its samples; the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -83,29 +82,11 @@ class Statistic:
     opt_in: str = ""
 
 
-class Registration:
-    """The registration of a statistic; `close()`, which may be called again, or leaving the context ends it."""
-
-    def __init__(self, statistic: Statistic) -> None:
-        self._statistic = statistic
-
-    def close(self) -> None:
-        """Exporters that start from now on do not measure it."""
-        if _registered.get(self._statistic.name) is self._statistic:
-            del _registered[self._statistic.name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
 _registered: dict[str, Statistic] = {}
 
 
-def register(statistic: Statistic) -> Registration:
-    """Has exporters that start from now on measure a statistic, until the registration is closed.
+def register(statistic: Statistic) -> contextlib.ExitStack:
+    """Has exporters that start from now on measure a statistic, until what it returns is closed, or left as a context.
 
     Raises `ValueError` where another one has its name, or where something of it is missing.
     """
@@ -117,7 +98,9 @@ def register(statistic: Statistic) -> Registration:
     if statistic.name in _registered or statistic.name in of_the_package():
         raise ValueError(f"statistic {statistic.name!r}: there is one of this name; choose another one, or close its registration")
     _registered[statistic.name] = statistic
-    return Registration(statistic)
+    registration = contextlib.ExitStack()
+    registration.callback(_registered.pop, statistic.name)
+    return registration
 
 
 def declared() -> list[Statistic]:

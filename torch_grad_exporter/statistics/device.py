@@ -61,10 +61,10 @@ def measure(batch: Batch, layout: Layout, accumulate: torch.dtype, most: int = C
         magnitudes.append(torch.maximum(-low, high))
     if batch.implied_zeros:
         rows += torch.split(zero_rows(layout, batch.implied_zeros, rows[0]), 1)
-    units = _joined(magnitudes, dim=1)
+    units = joined(magnitudes, dim=1)
     if batch.units and units.numel() > batch.rows * len(batch.tensors):  # of one tensor, whose units come in parts
         units = units.reshape(batch.rows, -1).amax(dim=1)
-    return Measured(_joined(rows), len(rows), units.reshape(-1))
+    return Measured(joined(rows), len(rows), units.reshape(-1))
 
 
 def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> tuple[torch.Tensor, int]:
@@ -73,11 +73,11 @@ def norms(batch: Batch, accumulate: torch.dtype, most: int = CHUNK_ELEMENTS) -> 
     for chunk in chunks(batch, most):
         flat = chunk.reshape(len(chunk), -1)
         scale = _scale(*_extremes(chunk, accumulate)) if _is_scaled(flat, accumulate) else None
-        rows.append(_joined([column[:, None] for column in _norms(flat, scale, accumulate)], dim=1))
-    return _joined(rows), len(rows)
+        rows.append(joined([column[:, None] for column in _norms(flat, scale, accumulate)], dim=1))
+    return joined(rows), len(rows)
 
 
-def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """All in one, without a launch where it is one already, as it mostly is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)
 

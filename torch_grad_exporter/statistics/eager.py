@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column, device, host
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.statistics.device import joined
 from torch_grad_exporter.statistics.grouping import Gradients, Group, Grouping
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
 from torch_grad_exporter.statistics.units import UnitState
@@ -37,19 +38,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was read of some gradients on one device, before the past of their units is considered.
+    """What was read of the gradients of a group, before the past of their units is considered.
 
-    `members`: the parameters with output units, and how many; they come first in all that follows. `positions`,
-    `elements`, `units`: as in `Measurement`. `pieces`: shape (n,), rows of each, `None`: one. `rows`: shape (all pieces, columns),
-    with a scale after them where the device has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose
-    gradient is exactly zero, and those that have a nonzero element.
+    `pieces`: shape (n,), rows of each, `None`: one. `rows`: shape (all pieces, columns), with a scale after them where the device
+    has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose gradient is exactly zero, and those that have
+    a nonzero element.
     """
 
-    device: torch.device
-    members: tuple[tuple[TrackedParameter, int], ...]
-    positions: IntArray
-    elements: IntArray
-    units: IntArray
+    group: Group
     pieces: IntArray | None
     rows: torch.Tensor
     zero: torch.Tensor
@@ -94,8 +90,8 @@ class EagerStatistics:
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
         return [
-            self._read_on_host(group) if group.device.type in self._on_host else self._read_on_device(group)
-            for group in self._to_read.groups(table, gradients)
+            self._read_on_host(group, parts) if group.device.type in self._on_host else self._read_on_device(group, parts)
+            for group, parts in self._to_read.groups(table, gradients)
         ]
 
     @torch.no_grad()
@@ -103,20 +99,20 @@ class EagerStatistics:
         """Counts the sample's dead units and packs all that was read of it, one measurement per device."""
         groups: dict[torch.device, list[Reading]] = {}
         for reading in readings:
-            groups.setdefault(reading.device, []).append(reading)
-        return [self._packed(_together(parts), sample) for parts in groups.values()]
+            groups.setdefault(reading.group.device, []).append(reading)
+        return [self._packed(where, parts, sample) for where, parts in groups.items()]
 
     @torch.no_grad()
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
-        for group in self._to_compare.groups(table, gradients):
+        for group, parts in self._to_compare.groups(table, gradients):
             if group.device.type in self._on_host:
-                vector = torch.from_numpy(host.norms(group.batches, self._scratch, float64=self.layout.float64))
+                vector = torch.from_numpy(host.norms(parts, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)
             else:
-                measured = [device.norms(batch, self._wide(group.device), self._most) for batch in group.batches]
-                pieces = _pieces(group.batches, [count for _, count in measured])
+                measured = [device.norms(batch, self._wide(group.device), self._most) for batch in parts]
+                pieces = _pieces(parts, [count for _, count in measured])
                 vector = torch.cat([rows for rows, _ in measured]).reshape(-1)
                 packing = self._packing(NORMS, pieces, group.device)
             found.append(Measurement(group.positions, group.elements, group.units, vector, packing))
@@ -129,35 +125,41 @@ class EagerStatistics:
         for state in self._units.values():
             state.forget(foreign, sample)
 
-    def _packed(self, reading: Reading, sample: int) -> Measurement:
-        rows, members = reading.rows, reading.members
-        if members:
-            state = self._units.get(reading.device)
+    def _packed(self, where: torch.device, parts: Sequence[Reading], sample: int) -> Measurement:
+        groups = [part.group for part in parts]
+        members = [part.group.members for part in parts]
+        if any(members):
+            state = self._units.get(where)
             if state is None:
-                state = self._units[reading.device] = UnitState(self._window, reading.device)
-            counts = state.update(members, reading.zero, reading.alive, sample).t()
-            if reading.pieces is not None:
-                counts = _spread(counts, reading.pieces[: len(members)])
-            rows[: len(counts), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = counts.to(rows.dtype)
-        packing = self._packing(self.layout, reading.pieces, reading.device)
-        return Measurement(reading.positions, reading.elements, reading.units, rows.reshape(-1), packing)
+                state = self._units[where] = UnitState(self._window, where)
+            together = members[0] if len(parts) == 1 else tuple(itertools.chain.from_iterable(members))
+            zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
+            counts = state.update(together, zero, alive, sample).t()
+            for part, own, mine in zip(parts, members, torch.split(counts, [len(own) for own in members]), strict=True):
+                rows = mine if part.pieces is None else _spread(mine, part.pieces[: len(own)])
+                part.rows[: len(rows), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = rows.to(part.rows.dtype)
+        pieces = None
+        if any(part.pieces is not None for part in parts):
+            pieces = np.concatenate([np.ones_like(part.group.positions) if part.pieces is None else part.pieces for part in parts])
+        positions, elements, units = (
+            np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units")
+        )
+        packing = self._packing(self.layout, pieces, where)
+        return Measurement(positions, elements, units, joined([part.rows for part in parts]).reshape(-1), packing)
 
     def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device) -> Packing:
         return Packing(layout, pieces, scaled=where.type not in self._on_host and self._wide(where) is torch.float32)
 
-    def _read_on_host(self, group: Group) -> Reading:
-        columns, flags = host.measure(group.batches, self._scratch, self.layout)
-        rows, zero, alive = map(torch.from_numpy, (columns, flags.zero, flags.alive))
-        return Reading(group.device, group.members, group.positions, group.elements, group.units, None, rows, zero, alive)
+    def _read_on_host(self, group: Group, parts: Sequence[Batch]) -> Reading:
+        columns, zero, alive = host.measure(parts, self._scratch, self.layout)
+        return Reading(group, None, *map(torch.from_numpy, (columns, zero, alive)))
 
-    def _read_on_device(self, group: Group) -> Reading:
-        measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in group.batches]
+    def _read_on_device(self, group: Group, parts: Sequence[Batch]) -> Reading:
+        measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in parts]
         rows = torch.cat([one.rows for one in measured])
-        magnitudes = [one.magnitudes for batch, one in zip(group.batches, measured, strict=True) if batch.units]
+        magnitudes = [one.magnitudes for batch, one in zip(parts, measured, strict=True) if batch.units]
         together = torch.cat(magnitudes or [rows.new_zeros(0)])  # in the widest of their types, which rounds none of them to zero
-        pieces = _pieces(group.batches, [one.pieces for one in measured])
-        known = (group.device, group.members, group.positions, group.elements, group.units)
-        return Reading(*known, pieces, rows, together == 0, together > 0)
+        return Reading(group, _pieces(parts, [one.pieces for one in measured]), rows, together == 0, together > 0)
 
 
 def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
@@ -175,31 +177,3 @@ def _spread(counts: torch.Tensor, pieces: IntArray) -> torch.Tensor:
     nothing = torch.zeros_like(counts[:1])
     parts = ([one] + [nothing] * (count - 1) for one, count in zip(torch.split(counts, 1), pieces.tolist(), strict=True))
     return torch.cat([part for one in parts for part in one])
-
-
-def _together(parts: list[Reading]) -> Reading:
-    """Several readings of one device as one, those with units first again."""
-    if len(parts) == 1:
-        return parts[0]
-    ends = [len(part.members) for part in parts]
-    pieces = [np.ones(len(part.positions), dtype=np.int64) if part.pieces is None else part.pieces for part in parts]
-    rows = [int(one[:end].sum()) for one, end in zip(pieces, ends, strict=True)]
-
-    def reordered(arrays: list[Any], ends: list[int]) -> list[Any]:
-        return [a[:n] for a, n in zip(arrays, ends, strict=True)] + [a[n:] for a, n in zip(arrays, ends, strict=True)]
-
-    positions, elements, units = (
-        np.concatenate(reordered([getattr(part, name) for part in parts], ends)) for name in ("positions", "elements", "units")
-    )
-    in_one_piece = all(part.pieces is None for part in parts)
-    return Reading(
-        parts[0].device,
-        tuple(member for part in parts for member in part.members),
-        positions,
-        elements,
-        units,
-        None if in_one_piece else np.concatenate(reordered(pieces, ends)),
-        torch.cat(reordered([part.rows for part in parts], rows)),
-        torch.cat([part.zero for part in parts]),
-        torch.cat([part.alive for part in parts]),
-    )

@@ -6,7 +6,7 @@ as much as measuring them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,55 +23,52 @@ Gradients = Sequence[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The gradients of one device in batches, those with output units first.
+    """Which gradients of one device are measured together, those with output units first; without the gradients themselves.
 
     `members`: the parameters with output units, and how many. `positions`, `elements`, `units`: shape (n,), in the order of
     the batches: the gradients' positions in the table, and how many elements and output units each has.
     """
 
     device: torch.device
-    batches: tuple[Batch, ...]
     members: tuple[tuple[TrackedParameter, int], ...]
     positions: IntArray
     elements: IntArray
     units: IntArray
 
     @classmethod
-    def of(cls, device: torch.device, table: ParameterTable, parts: Sequence[Batch]) -> Group:
+    def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch]) -> Group:
         """The group of these batches."""
-        ordered = tuple(sorted(parts, key=lambda batch: not batch.units))
         positions = [position for batch in ordered for position in batch.positions]
         sizes = [(batch.elements + batch.implied_zeros, batch.rows if batch.units else 0) for batch in ordered]
         elements, units = np.repeat(np.array(sizes, dtype=np.int64), [len(batch.positions) for batch in ordered], axis=0).T
         members = tuple((table.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
-        return cls(device, ordered, members, np.array(positions, dtype=np.int64), elements, units)
+        return cls(device, members, np.array(positions, dtype=np.int64), elements, units)
 
-    def around(self, gradients: Mapping[int, torch.Tensor] | None) -> Group:
-        """The same group of other gradients, given by their positions in the table, or without any."""
-        parts = []
-        for batch in self.batches:
-            tensors = () if gradients is None else tuple([gradients[position] for position in batch.positions])
-            parts.append(Batch(batch.positions, tensors, batch.layout))
-        return Group(self.device, tuple(parts), self.members, self.positions, self.elements, self.units)
+
+Grouped = list[tuple[Group, tuple[Batch, ...]]]
 
 
 class Grouping:
     """Groups gradients; remembers how, but no gradient."""
 
     def __init__(self) -> None:
-        self._known: tuple[ParameterTable, list[tuple[object, ...]], list[Group]] | None = None
+        self._known: tuple[ParameterTable, list[tuple[object, ...]], Grouped] | None = None
 
-    def groups(self, table: ParameterTable, gradients: Gradients) -> list[Group]:
-        """The gradients by device, without empty ones and those of which this rank has only a summand."""
+    def groups(self, table: ParameterTable, gradients: Gradients) -> Grouped:
+        """The gradients by device and in batches, without empty ones and those of which this rank has only a summand."""
         kinds: list[tuple[object, ...]] = [(p, type(g), g.layout, g.dtype, g.device, g.shape) for p, g in gradients]
         known = self._known
         if known is not None and known[0] is table and known[1] == kinds:
-            by_position = dict(gradients)
-            return [group.around(by_position) for group in known[2]]
-        groups = [Group.of(device, table, parts) for device, part in _by_device(gradients) if (parts := list(batches(table, part)))]
+            found = dict(gradients)
+            return [(group, tuple(batch.of([found[p] for p in batch.positions]) for batch in parts)) for group, parts in known[2]]
+        groups: Grouped = []
+        for device, part in _by_device(gradients):
+            if parts := tuple(sorted(batches(table, part), key=lambda batch: not batch.units)):
+                groups.append((Group.of(device, table, parts), parts))
         # How gradients that are not ordinary are grouped does not follow from their kind.
         ordinary = all(is_ordinary(gradient) for _, gradient in gradients)
-        self._known = (table, kinds, [group.around(None) for group in groups]) if ordinary else None
+        empty = [(group, tuple(batch.of(()) for batch in parts)) for group, parts in groups]
+        self._known = (table, kinds, empty) if ordinary else None
         return groups
 
 

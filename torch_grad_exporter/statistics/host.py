@@ -22,14 +22,6 @@ from torch_grad_exporter.statistics.layout import Layout, expected
 
 
 @dataclass(slots=True)
-class RowFlags:
-    """What is known of each output unit: exactly zero, or certainly not zero. One with a NaN is neither."""
-
-    zero: BoolArray
-    alive: BoolArray
-
-
-@dataclass(slots=True)
 class _Found:
     """What each block has: a value for each of its tensors, and, with units, flags for each row or part of one.
 
@@ -60,29 +52,27 @@ class _Found:
         return np.stack(parts, axis=1)
 
 
-def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple[FloatArray, RowFlags]:
-    """The rows of all tensors of the batches, shape (tensors, columns), and the flags of all units of those with units."""
+def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple[FloatArray, BoolArray, BoolArray]:
+    """The rows of all tensors of the batches, shape (tensors, columns), and of all units which are zero and which are not.
+
+    A unit with a NaN is neither.
+    """
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are detected here
         found = _looked_at(batches, scratch, layout)
         columns = np.zeros((len(found.counts), layout.width))
         columns[:, Column.ZEROS] = found.of_tensors(found.zeros)
         columns[:, Column.MIN] = found.of_tensors(found.low, np.minimum)
         columns[:, Column.MAX] = found.of_tensors(found.high, np.maximum)
-        _fill_apart(found, layout, columns)
+        for one, values in zip(layout.apart, found.apart, strict=True):
+            columns[:, layout.places(one)] = found.combined(one.columns, np.concatenate(values))
         magnitudes = np.abs(columns[:, Column.MIN : Column.MAX + 1]).max(axis=1)
         columns[:, Column.NORM] = squares.norms(batches, scratch, found.of_tensors(found.squares), magnitudes)
         zero = np.concatenate([*found.zero_rows, np.zeros(0, dtype=np.bool_)])
-        flags = RowFlags(zero, ~zero)
+        alive = ~zero
         if not np.isfinite(magnitudes).all():
-            flags.alive &= ~_count_nonfinite(batches, scratch, columns)
+            alive &= ~_count_nonfinite(batches, scratch, columns)
         _imply_zeros(batches, layout, columns)
-    return columns, flags
-
-
-def _fill_apart(found: _Found, layout: Layout, columns: FloatArray) -> None:
-    """Fills the columns of the statistics that are measured apart from what they gave for each block."""
-    for one, values in zip(layout.apart, found.apart, strict=True):
-        columns[:, layout.places(one)] = found.combined(one.columns, np.concatenate(values))
+    return columns, zero, alive
 
 
 def norms(batches: Sequence[Batch], scratch: Scratch, *, float64: bool) -> FloatArray:
@@ -100,10 +90,9 @@ def norms(batches: Sequence[Batch], scratch: Scratch, *, float64: bool) -> Float
 
 def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _Found:
     found = _Found(apart=[[] for _ in layout.apart])
-    float64 = layout.float64
     for batch in batches:
         count, zero_rows = 0, []
-        for block in blocks(batch, scratch, wide=float64):
+        for block in blocks(batch, scratch, wide=layout.float64):
             flat = block.reshape(len(block), -1)
             found.squares += squares.squares(flat).tolist()
             found.low += np.minimum.reduce(flat, axis=1).tolist()

@@ -5,17 +5,22 @@ All is computed in float64 then: a standard deviation is what little is left whe
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.statistics import reference
 from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic
 
 
 def _reference(elements: Elements) -> tuple[float, ...]:
-    return (reference.total(elements.flat),)
+    infinite = [value for value in elements.flat if not math.isfinite(value)]
+    try:
+        return (sum(infinite) if infinite else math.fsum(elements.flat),)
+    except OverflowError:
+        return (math.copysign(math.inf, max(elements.flat, key=abs)),)
 
 
 def _host(block: FloatArray) -> FloatArray:

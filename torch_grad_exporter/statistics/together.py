@@ -1,30 +1,36 @@
-"""The statistics that are measured together, in one read of the gradient: declared here, measured in `host.py` and `device.py`."""
+"""The statistics that are measured together, in one read of the gradient: declared here, measured in `host.py` and `device.py`.
+
+Their definitions are in plain float64, one element at a time: what every other path must agree with.
+"""
 
 from __future__ import annotations
 
-from torch_grad_exporter.statistics import reference
+import math
+
 from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic
 
 
 def _norm(elements: Elements) -> tuple[float, ...]:
-    return (reference.norm(elements.flat),)
+    return (math.nan if any(map(math.isnan, elements.flat)) else math.hypot(*elements.flat),)
 
 
 def _zeros(elements: Elements) -> tuple[float, ...]:
-    return (float(reference.zeros(elements.flat)),)
+    return (float(sum(value == 0 for value in elements.flat)),)
 
 
 def _nonfinite(elements: Elements) -> tuple[float, ...]:
-    return float(reference.nans(elements.flat)), float(reference.infs(elements.flat))
+    return float(sum(map(math.isnan, elements.flat))), float(sum(map(math.isinf, elements.flat)))
 
 
 def _extremes(elements: Elements) -> tuple[float, ...]:
-    return reference.minimum(elements.flat), reference.maximum(elements.flat)
+    if any(map(math.isnan, elements.flat)):
+        return math.nan, math.nan
+    return min(elements.flat, default=0.0), max(elements.flat, default=0.0)
 
 
 def _units(elements: Elements) -> tuple[float, ...]:
-    zero = float(reference.zero_units(elements.units))
+    zero = float(sum(not any(unit) for unit in elements.units))
     return zero, zero
 
 
