@@ -10,7 +10,7 @@ import torch
 
 from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.torch_versions import get_total_norm
+from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
 TOLD = ["given", "found"]
 """Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""
@@ -118,7 +118,7 @@ def scaler_and_clipping(run: Run, told: str) -> None:
             backward(run, scaler, model(batch()).square().mean())
             scaler.unscale_(optimizer)
             total = get_total_norm([p.grad for p in model.parameters()])
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
+            clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
             run.stepping()
             scaler.step(optimizer)
             scaler.update()
