@@ -33,8 +33,6 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +44,7 @@ from tests.support.ranks import run_ranks
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, mode, value, values
 from tests.support.tools import eventually, find
+from tests.support.torch_versions import CommDebugMode, fully_shard, get_total_norm
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Kind
@@ -233,10 +232,10 @@ def of_dtensors(_rank: int) -> dict[str, object]:
         optimizer.step()
 
     alone = collectives(step)
-    bare = collectives(lambda: torch.nn.utils.get_total_norm([p.grad for p in model.first.parameters()]))
+    bare = collectives(lambda: get_total_norm([p.grad for p in model.first.parameters()]))
     mixed = ""
     try:
-        torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        get_total_norm([p.grad for p in model.parameters()])
     except RuntimeError as error:
         mixed = str(error)
     with watching(model) as exporter:

@@ -163,6 +163,12 @@ def graph_is_kept() -> bool:
     return _keeps_graph is None or bool(_keeps_graph())
 
 
+def node_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node that accumulates a parameter's gradient, found within a backward as well."""
+    with torch.enable_grad():  # before torch 2.5 `get_gradient_edge` raises where gradients are off
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
 def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
     """Calls `hook` with the gradient of a tensor that is no leaf, as its `register_hook` would at three times the price.
 

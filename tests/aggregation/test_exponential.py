@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping.logarithm_mapping import LogarithmMapping
 
+from tests.support.torch_versions import get_total_norm
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.aggregation.exponential import ExponentialCounts, buckets
 from torch_grad_exporter.exporter import Exporter
@@ -53,7 +54,7 @@ def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.O
         factor = float("nan") if number == 7 else 0.0 if number == 9 else 2.0 ** (number % 13 - 6)
         (model(torch.randn(4, 3)).sum() * factor).backward()
         if observe:
-            exporter.observe(grad_norm=torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+            exporter.observe(grad_norm=get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
         if number != 7:
             optimizer.step()
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from tests.matrix import REGIMES
 from tests.matrix.harness import EVERYTHING, Way
@@ -23,6 +22,7 @@ from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import errors, mode, value
 from tests.support.statistics import WITH_MOMENTS, by_definition
 from tests.support.tools import eventually
+from tests.support.torch_versions import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column

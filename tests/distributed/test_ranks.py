@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import Key, errors, key, values
+from tests.support.torch_versions import fully_shard
 from torch_grad_exporter import start_exporter
 
 WORLD = 4

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.torch_versions import need, recompiled
 
 EAGER = "aot_eager"
 """The backend that traces and partitions as every one does, and runs what it got without compiling it."""
@@ -70,11 +71,10 @@ def _forget() -> None:
 
 def compilations() -> dict[str, int]:
     """How often dynamo compiled since the scene began, how often it had to again, and where it broke a graph."""
-    reasons = [one.recompile_reason for one in get_compilation_metrics()]
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
-        "recompilations": sum(reason is not None for reason in reasons),
+        "recompilations": sum(map(recompiled, get_compilation_metrics())),
         "backwards": counters["compiled_autograd"]["captures"],
     }
 
@@ -210,6 +210,7 @@ def compiled_forward_and_backward(run: Run) -> None:
 @regime(Naive.ACCUMULATE)
 def compiled_backward(run: Run) -> None:
     """Dynamo traces the backward, too: no hook runs, and gradients are read at the step."""
+    need(2, 12, "tracing of backwards by dynamo")
     with compiling(run), torch._dynamo.config.patch(trace_autograd_ops=True):
         model = Perceptron()
         optimizer = sgd(model)
@@ -354,6 +355,8 @@ def compiled_blocks(run: Run, what: str) -> None:
 @regime(Naive.STEP, stance=[False, True])
 def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
     """Every other step is eager, by calling the model itself or by `torch.compiler.set_stance`."""
+    if stance:
+        need(2, 6, "torch.compiler.set_stance")
     with compiling(run):
         model = Perceptron()
         optimizer = sgd(model)
@@ -362,7 +365,7 @@ def compiled_and_eager_in_turn(run: Run, stance: bool) -> None:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 eager = step % 2
-                with torch.compiler.set_stance("force_eager" if stance and eager else "default"):
+                with torch.compiler.set_stance("force_eager") if stance and eager else contextlib.nullcontext():
                     run.backward((model if eager and not stance else compiled)(batch()).square().mean() * 10)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 run.step(optimizer)

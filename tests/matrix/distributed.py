@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.harness import CUMULATIVE, NOTHING, Naive, Regime, Run, enter_into
 from tests.support.models import Perceptron, sgd
+from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard
 
 REGIMES: dict[str, Regime] = {}
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.matrix.harness import CUMULATIVE, UNSEEN, Naive, Run, regime
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.torch_versions import need
 
 AFTER = ("torch_grad_clip_coefficient", "torch_grad_global_norm_after_clip")
 
@@ -39,7 +40,7 @@ OWN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
     "rmsprop_foreach": functools.partial(torch.optim.RMSprop, lr=0.01, foreach=True),
     "rprop": functools.partial(torch.optim.Rprop, lr=0.01),
-    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
 }
 """`capturable` needs a device other than the CPU, and `differentiable` parameters that are no leaves."""
 
@@ -57,6 +58,8 @@ def loop(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ste
 @regime(Naive.STEP, kind=OWN)
 def own_optimizers(run: Run, kind: str) -> None:
     """Each of PyTorch's optimizers, plain, over several tensors at once and fused, whatever it does with the gradients."""
+    if kind == "adafactor":
+        need(2, 5, "Adafactor")
     model = Perceptron()
     optimizer = OWN[kind](model.parameters())
     with run.watching(model, optimizer):
@@ -66,6 +69,7 @@ def own_optimizers(run: Run, kind: str) -> None:
 @regime(Naive.ACCUMULATE | Naive.STEP)
 def matrices_and_the_rest(run: Run) -> None:
     """Muon for the weights, which takes matrices only, and AdamW for the rest: each has its own norm."""
+    need(2, 9, "Muon")
     model = Perceptron()
     weights = [p for p in model.parameters() if p.dim() == 2]
     optimizers = {

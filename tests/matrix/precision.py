@@ -10,6 +10,7 @@ import torch
 
 from tests.matrix.harness import CUMULATIVE, Naive, Run, regime
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.torch_versions import clip_grads_with_norm_, get_total_norm
 
 TOLD = ["given", "found"]
 """Whether the exporter is told of the scaler, or finds it among the callers of the optimizer's step."""
@@ -116,8 +117,8 @@ def scaler_and_clipping(run: Run, told: str) -> None:
             optimizer.zero_grad()
             backward(run, scaler, model(batch()).square().mean())
             scaler.unscale_(optimizer)
-            total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
+            total = get_total_norm([p.grad for p in model.parameters()])
+            clip_grads_with_norm_(model.parameters(), (1.0, 0.01, float(total) / 64)[step % 3], total)
             run.stepping()
             scaler.step(optimizer)
             scaler.update()
@@ -411,7 +412,7 @@ class ScalerByHand:
         self._good = 0
 
     def unscale_and_clip(self, model: torch.nn.Module, most: float) -> None:
-        total = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) / self.scale
+        total = float(get_total_norm([p.grad for p in model.parameters()])) / self.scale
         for parameter in model.parameters():
             parameter.grad.mul_(min(1.0, most / total) / self.scale)
 

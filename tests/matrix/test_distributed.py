@@ -29,6 +29,7 @@ from tests.matrix.naive import naive_capture
 from tests.matrix.test_matrix import same
 from tests.support.ranks import PATIENCE, joined, start_ranks
 from tests.support.scrape import Key, key, values
+from tests.support.torch_versions import let_torch_warn
 
 WAYS = (*Way, *Naive)
 
@@ -91,6 +92,7 @@ def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
     regime = REGIMES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        let_torch_warn()
         if isinstance(way, Naive):
             with naive_capture(way):
                 run = regime.run(Way.EVERYTHING, naive=True)

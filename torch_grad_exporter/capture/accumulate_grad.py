@@ -14,6 +14,7 @@ import torch
 
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
+from torch_grad_exporter.torch_compat import node_of
 
 NodeHook = Callable[..., None]
 """Is called with the `TrackedParameter` whose node fired first."""
@@ -34,7 +35,7 @@ class AccumulateGradNodes:
         for tracked in table.tracked:
             parameter = tracked.parameter()
             if tracked not in self._nodes and parameter is not None and parameter.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                node = node_of(parameter)
                 self._nodes[tracked] = node
                 self._handles.append(node.register_hook(functools.partial(hook, tracked)))
 
@@ -52,7 +53,7 @@ class AccumulateGradNodes:
             parameter, node = tracked.parameter(), self._nodes.get(tracked)
             if parameter is None or node is None or not parameter.requires_grad:
                 return False
-            if torch.autograd.graph.get_gradient_edge(parameter).node is not node:
+            if node_of(parameter) is not node:
                 return False
         return True
 

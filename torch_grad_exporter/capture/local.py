@@ -25,6 +25,7 @@ from torch_grad_exporter.model.parameters import ParameterTable, TrackedParamete
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.torch_compat import node_of
 from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 
@@ -85,7 +86,7 @@ class LocalGradients:
                 continue
             if parameter.grad is not None:
                 self._there.add(position)
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node = node_of(parameter)
             self._handles.append(node.register_prehook(functools.partial(self._hook, position, tracked)))
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
