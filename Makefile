@@ -14,7 +14,7 @@ BENCH_STAMP := .venv-bench/installed
 COMPOSER := mosaicml==0.32.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full mutants soak bench bench-cuda lint type golden dashboards tools build clean
+.PHONY: help venv demo test test-full mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -92,6 +92,9 @@ golden: venv ## write docs/metrics.md, the golden scrape and what follows from t
 dashboards: venv ## make the Grafana dashboards anew
 	$(BIN)/python -m dashboards.generate
 
+docs: venv ## build the documentation as a site into site/, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 tools: ## fetch the servers, the browser and Grafana's types that the tests run against into .tools
 	@TOOLS='$(TOOLS)' scripts/get_tools.sh
 	@scripts/get_schema.sh
@@ -100,5 +103,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .tools build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

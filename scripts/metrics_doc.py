@@ -12,21 +12,21 @@ TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 HEAD = """# Metrics
 
-Written by `make golden` from what the files in `torch_grad_exporter/collectors/` declare; edit those, not this page.
+`make golden` writes this page from what the files in `torch_grad_exporter/collectors/` declare. Edit those, not this page.
 
-Every series also carries `run` and `rank`, and the labels that the user added. A metric without a value yields no
-sample: no made-up zero stands for "unknown". Counters that can count are there from the start. What is *sampled* is
-about the steps that the exporter read the gradients of; `torch_grad_captures_total` says how many those were, per layer.
+Every series also carries `run`, `rank` and the labels that the user added. A metric without a value has no series: no made-up
+zero stands for "unknown". Counters start at 0 as soon as their labels are known. *Sampled* steps are those whose gradients the
+exporter read; `torch_grad_captures_total` counts them per layer.
 
 Counters and histograms of a layer stay while its module exists. Those of removed modules are added up in one remainder,
 `layer="(removed)"`, which rates leave out; see [numbers.md](numbers.md).
 
-Metrics of the gradients that have no `layer` carry `optimizer` where several optimizers own different parameters, and
-no such label where there is one.
+Metrics of gradients without a `layer` carry `optimizer` where several optimizers own different parameters, and no such label
+where there is only one.
 
-The column *ranks* says who exports a metric in a job of several. *All*: every rank. *Part, copy*: a rank that has a part of
-the layer's gradient, as under FSDP2 and tensor parallelism, shows that; of ranks whose gradients are equal, as under DDP, the
-first one does (`ranks="all"` changes that); see [distributed.md](distributed.md). *0*: rank 0.
+The column *ranks* says which ranks of a job export a metric. *All*: every rank. *Part, copy*: where gradients are sharded, as
+under FSDP2 and tensor parallelism, every rank that has a part shows its part; where they are equal, as under DDP, the first rank
+shows them (`ranks="all"` changes that). See [distributed.md](distributed.md). *0*: rank 0.
 """
 
 
@@ -53,7 +53,8 @@ def rows(specs: list[Spec]) -> Iterator[str]:
             meaning += f" Only with `{switch(spec)}`."
         if spec.kind is Kind.HISTOGRAM:
             meaning += f" Buckets: {', '.join(f'{bound:g}' for bound in spec.buckets)}."
-        yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {ranks(spec)} | {meaning} |"
+        cell = meaning.replace("|", "\\|")
+        yield f"| `{spec.name}` | {spec.kind.value} | {labels} | {ranks(spec)} | {cell} |"
 
 
 def page() -> str:

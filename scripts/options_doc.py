@@ -1,4 +1,4 @@
-"""Writes what follows from the declared options: docs/options.md, the README's table, and the signature of `start_exporter`.
+"""Writes what follows from the declared options: docs/options.md, and the signature and docstring of `start_exporter`.
 
 `make golden` runs it, and a test compares.
 """
@@ -17,27 +17,24 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PAGE = """# Options
 
-Written from `torch_grad_exporter/config/` by `make golden`; edit the declarations, not this page.
+`make golden` writes this page from `torch_grad_exporter/config/`. Edit the declarations, not this page.
 
-Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and that over the default; a
-variable that is empty counts as not set. What is wrong raises `TypeError` or `ValueError` before anything is registered, and the
-message names the argument or the variable, its value and the fix. In a variable `true`, `yes` and `1` are other words for `on`, and
-`false`, `no` and `0` for `off`.
+Every option is a keyword of `start_exporter`. An argument wins over the environment variable, and the variable over the default.
+An empty variable counts as not set. A wrong value raises `TypeError` or `ValueError` before the exporter registers anything; the
+message names the argument or the variable, its value and the fix. In a variable, `true`, `yes` and `1` also mean `on`, and
+`false`, `no` and `0` also mean `off`.
 
-## With an environment variable of the exporter's own
+## Options with a variable of the exporter
 
 {settings}
 
-## With one of OpenTelemetry's, or none
+## Options with a variable of OpenTelemetry, or with none
 
-A wrong argument raises; of a variable of OpenTelemetry's that is wrong there is a warning, see [otlp.md](otlp.md). Objects have no
-variable.
+A wrong argument raises; a wrong variable of OpenTelemetry only costs a warning, see [otlp.md](otlp.md). Options that take objects
+have no variable.
 
 {arguments}
 """
-
-README = re.compile(r"(?<=<!-- Written by `make golden`\. -->\n).*?(?=\n<!-- The end of what is written\. -->)", re.DOTALL)
-"""The README's table."""
 
 SIGNATURE = re.compile(r"(?<=    model: Models,\n).*?(?=\n\) -> Exporter:)", re.DOTALL)
 """The parameters of `start_exporter` but for the model; the first of them is positional as well."""
@@ -77,12 +74,6 @@ def page() -> str:
     return PAGE.format(settings=described(options_of(Settings)), arguments=described(options_of(Arguments)))
 
 
-def table() -> str:
-    """The README's table."""
-    rows = [f"| `{one.name}` | {one.shown} | {cell(one.help)} |" for one in every_option()]
-    return "\n".join(["| option | default | |", "|---|---|---|", *rows])
-
-
 def signature() -> str:
     """The parameters of `start_exporter`, as ruff formats them."""
     first, *others = [f"    {one.name}: {one.annotation} = {one.absent!r}," for one in every_option()]
@@ -99,11 +90,10 @@ def docstring() -> str:
 
 def written() -> dict[pathlib.Path, str]:
     """Each file with what it has to contain."""
-    readme, start = ROOT / "README.md", ROOT / "torch_grad_exporter" / "start.py"
+    start = ROOT / "torch_grad_exporter" / "start.py"
     code = replaced(SIGNATURE, signature(), start.read_text(encoding="utf-8"))
     return {
         ROOT / "docs" / "options.md": page(),
-        readme: replaced(README, table(), readme.read_text(encoding="utf-8")),
         start: replaced(DOCSTRING, docstring(), code),
     }
 

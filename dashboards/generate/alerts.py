@@ -13,16 +13,16 @@ WIDTH = 130
 """Columns of a line, as in the rest of the repository."""
 
 OLDEST = "For Prometheus from 2.42 on (keep_firing_for). Made by `make dashboards` from torch_grad_exporter/rules/."
-"""What the head of each file says first."""
+"""The first sentence of each file."""
 
 NUMBERS = (
-    "The numbers in the expressions, and why. A number is changed where its rule is declared, or in a copy of this file. `none`: "
-    "the expression asks whether something is there at all."
+    "The numbers in the expressions, and their reasons. Change a number where its rule is declared, or in a copy of this file. "
+    "`none`: the expression only asks whether something exists."
 )
-"""What stands above the list of numbers."""
+"""The text above the list of numbers."""
 
 TABLE = ("<!-- rules: made by `make dashboards` -->\n", "<!-- /rules -->\n")
-"""What surrounds the table in the runbook."""
+"""The lines around the table in the runbook."""
 
 
 def rendered() -> dict[str, str]:
@@ -64,7 +64,9 @@ def _table() -> Iterator[str]:
 
 
 def _file(group: Group) -> str:
-    reasons = (f"{rule.name}: {', '.join(numbers(rule)) or 'none'}; {rule.why or 'no number needs one.'}" for rule in group.rules)
+    reasons = (
+        f"{rule.name}: {', '.join(numbers(rule)) or 'none'}; {rule.why or 'it has no number to explain.'}" for rule in group.rules
+    )
     lines = [
         *_comment(f"{group.title} {OLDEST}"),
         *(line for text in (*group.about, NUMBERS) for line in ("#", *_comment(text))),

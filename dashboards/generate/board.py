@@ -76,7 +76,7 @@ def _variables(*, layer: bool) -> list[Builder[dashboard.VariableModel]]:
     if layer:
         query = f"label_values({of_run('torch_grad_captures_total', KEPT)}, layer)"
         found.append(
-            _variable("layer", "Layer", "Layers for the panels about chosen ones", query, dashboard.VariableSort.NATURAL_ASC)
+            _variable("layer", "Layer", "Layers for the panels about chosen layers", query, dashboard.VariableSort.NATURAL_ASC)
         )
     return found
 
@@ -103,7 +103,7 @@ def board(uid: str, title: str, description: str, content: Sequence[Row], *, lay
     found.tooltip(dashboard.DashboardCursorSync.CROSSHAIR).time("now-1h", "now").refresh("30s").timezone("browser")
     found.variables(_variables(layer=layer)).annotations(list(_annotations()))
     links = builders.DashboardLink("Training dashboards").type(dashboard.DashboardLinkType.DASHBOARDS).tags([TAG])
-    found.links([links.include_vars(True).keep_time(True).as_dropdown(False).tooltip("The same runs, seen otherwise")])
+    found.links([links.include_vars(True).keep_time(True).as_dropdown(False).tooltip("Another view of the same runs")])
     for place, row in enumerate(content, start=1):
         heading, shown = _numbered(place, row)
         for panel in shown if row.collapsed else ():

@@ -19,8 +19,8 @@ ANSWER = {0: ("Down", "red"), 1: ("Up", "green")}
 
 def _overhead() -> Panel:
     text = (
-        "Share of training time over the last 1,000 steps, and the budget. The interval adapts so that it stays below; with a "
-        "fixed `every` there is no budget."
+        "Share of the training time over the last 1,000 steps, and the budget. The interval adapts to stay below "
+        "the budget; a fixed `every` has none."
     )
     panel = draw.lines(
         "Overhead", text, "percentunit",
@@ -36,14 +36,14 @@ def _overhead() -> Panel:
 
 def _cost_of_a_sample() -> Panel:
     seconds, samples = (rate(of_rank(f"torch_grad_exporter_{name}_total")) for name in ("overhead_seconds", "captures"))
-    text = "Time that the training thread and devices spend on the exporter, to each sample. It grows with the number of layers."
+    text = "Time that the training thread and devices spend on the exporter, per sample. It grows with the number of layers."
     return draw.lines("Cost of a sample", text, "s", Query(f"{seconds} / ({samples} > 0)", RANK), many=True).min(0)
 
 
 def _intervals() -> Panel:
     text = (
-        "Steps from one sample to the next, and from one that is timed to the next. At a very long interval faults of a single "
-        "step are missed: raise the budget or leave layers out."
+        "Steps from one sample to the next, and from one timed step to the next. A very long interval misses faults "
+        "of a single step: raise the budget or leave layers out."
     )
     panel = draw.lines(
         "Sampling interval", text, "short",
@@ -55,7 +55,7 @@ def _intervals() -> Panel:
 
 def _samples() -> Panel:
     panel = draw.lines(
-        "Samples", "Samples in each second, and those that were due and not taken or not delivered.", "cps",
+        "Samples", "Samples per second, and samples that were due and not taken or not delivered.", "cps",
         Query(rate(of_rank("torch_grad_exporter_captures_total")), f"{RANK} taken"),
         Query(rate(of_rank("torch_grad_exporter_captures_skipped_total")), f"{RANK} skipped"), many=True,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def _age_of_sample() -> Panel:
     counted = recorded("rank:torch_train_steps:total", 'rank=~"$rank"')
     sampled = f"sum by (run, rank) (max by (run, rank, optimizer) ({of_rank('torch_grad_sample_step')}))"
     behind = f"clamp_min({counted} - {sampled}, 0)"
-    text = "Optimizer steps since the last sample. What keeps growing is an exporter that no longer sees any gradient."
+    text = "Optimizer steps since the last sample. If it keeps growing, the exporter no longer sees any gradient."
     return draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), many=True).min(0)
 
 
@@ -75,13 +75,16 @@ def _mode() -> Panel:
     each = " or ".join(
         f"{of_rank('torch_grad_exporter_capture_mode', equal('mode', name))} * {number}" for name, number in numbers.items()
     )
-    text = "How gradients are captured. At the optimizer is the last resort, as under compiled autograd: after clipping."
+    text = (
+        "How the exporter captures gradients. Capture at the optimizer is the last resort, as under compiled "
+        "autograd: norms are those after clipping."
+    )
     return draw.timeline("Capture mode", text, Query(f"max by (run, rank) ({each})", RANK), MODES, draw.NO_RUN)
 
 
 def _layers() -> Panel:
     panel = draw.lines(
-        "Layers", "Layers shown, and layers of the model that are shown only as part of a group, for the cap on layers.", "short",
+        "Layers", "Layers shown, and layers that the cap on layers (max_layers) shows only as part of a group.", "short",
         Query(f"max by (run) ({of_rank('torch_grad_exporter_layers')})", "{{run}} shown"),
         Query(f"max by (run) ({of_rank('torch_grad_exporter_layers_folded')})", "{{run}} folded"),
     )  # fmt: skip
@@ -96,19 +99,19 @@ def _series() -> Panel:
 
 def _errors() -> Panel:
     query = Query(f"sum by (run, source) ({increase(of_rank('torch_grad_exporter_errors_total'))})", "{{run}} {{source}}")
-    text = "Failures inside the exporter in each interval, by where; the log has the traceback. Training goes on regardless."
+    text = "Failures inside the exporter in each interval, by source. The log has the traceback, and training goes on regardless."
     return draw.bars(draw.lines("Errors", text, "short", query, many=True))
 
 
 def _collectors() -> Panel:
     query = Query(f"min by (run, collector) ({of_rank('torch_grad_exporter_collector_success')})", "{{collector}} {{run}}")
-    text = "Whether each collector succeeded on all chosen ranks. A failed one leaves its metrics out and costs only those."
+    text = "Whether each collector succeeded on all chosen ranks. A collector that fails costs only its own metrics."
     return draw.timeline("Collectors", text, query, SUCCESS, draw.NO_RUN)
 
 
 def _durations() -> Panel:
     query = Query(f"max by (run, collector) ({of_rank('torch_grad_exporter_collector_duration_seconds')})", "{{collector}} {{run}}")
-    text = "Time of each collector at a scrape, at the slowest chosen rank. It runs beside the training, in the server's thread."
+    text = "Time of each collector at a scrape, on the slowest chosen rank. It runs in a thread of the server, not in the training."
     return draw.lines("Collectors' time", text, "s", query, many=True).min(0)
 
 
@@ -120,7 +123,7 @@ def _scrape(name: str) -> str:
 
 def _scrapes() -> Panel:
     text = (
-        "How long a scrape takes, as Prometheus sees it, and how many samples it brings. Near the scrape timeout, targets go down."
+        "How long a scrape takes by Prometheus' measure, and how many samples it brings. Near the scrape timeout, targets go down."
     )
     panel = draw.lines(
         "Scrapes", text, "s",
@@ -133,9 +136,7 @@ def _scrapes() -> Panel:
 def _targets() -> Panel:
     known = f"max by (job, instance) (last_over_time({of_run('torch_train_world_size')}[$__range]))"
     query = Query(f'up{{job=~"$job"}} and on (job, instance) {known}', "{{job}} {{instance}}")
-    text = (
-        "Whether each target that served one of the chosen runs in the time range answers. A gap is a target that was taken away."
-    )
+    text = "Whether each target of the chosen runs answers. A gap is a time without the target."
     return draw.timeline("Targets", text, query, ANSWER, "No target in this time range")
 
 
@@ -143,7 +144,7 @@ def _versions() -> Panel:
     labels = ("run", "rank", "host", "local_rank", "devices", "torch_version", "exporter_version", "python_version")
     titles = ("Run", "Rank", "Host", "Local rank", "Devices", "PyTorch", "Exporter", "Python")
     columns = [Column(label, title) for label, title in zip(labels, titles, strict=True)]
-    text = "What runs where. Ranks of one run with different versions are a fault of the installation."
+    text = "Versions and devices of each rank. Ranks of one run with different versions are a fault of the installation."
     query = Query(f"max by ({', '.join(labels)}) ({of_rank('torch_train_info')})")
     return rows("Versions", text, [query], columns, nothing="No run is being scraped now")
 
@@ -158,4 +159,4 @@ def dashboard() -> Dashboard:
         Row("Collectors and layers", [panel.span(12) for panel in health]),
         Row("Scraping", [panel.span(12) for panel in scraping]),
     ]
-    return board(UID, "Exporter", "What watching costs, and whether it sees.", content)
+    return board(UID, "Exporter", "What the exporter costs, and whether it sees the training.", content)

@@ -99,9 +99,9 @@ def nonfinite(name: str, *matchers: str) -> str:
 
 def _state() -> stat.Panel:
     text = (
-        "Where the run is. Down: a rank that was at work does not answer, is at no other target, and the run lacks it. Failed: an "
-        "exception ended a rank, and nothing was started since. Gone: the run was at work when it was last scraped, and its "
-        "target is no longer known, as after an end that Prometheus was too late for."
+        "State of the run. Down: a rank that was running does not answer, no other target serves it, and the run "
+        "needs it. Failed: an exception ended a rank, and no process was started since. Gone: the run was running "
+        "at its last scrape, and its target is no longer known, as after an end that Prometheus did not see."
     )
     panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing=draw.NO_RUN, texts=STATES)
     return panel.data_links([TO_RANKS])
@@ -109,9 +109,9 @@ def _state() -> stat.Panel:
 
 def _nonfinite() -> stat.Panel:
     text = (
-        "Steps with NaN or Inf in a gradient, and losses that were none, in the time range. A skipped step is what a gradient "
-        "scaler does after an overflow: a few at the start are normal. Any other may have spoilt the weights. Those before a "
-        "process was first scraped show as 1."
+        "Steps with NaN or Inf in a gradient, and losses that were NaN or Inf, in the time range. A gradient scaler "
+        "skips a step after an overflow: a few skips at the start are normal. Any other such step may have spoilt "
+        "the weights. Steps before the first scrape of a process show as 1."
     )
     panel = draw.number(
         "NaN and Inf", text, "short",
@@ -127,9 +127,10 @@ def _nonfinite() -> stat.Panel:
 
 def _stalled() -> stat.Panel:
     text = (
-        "For how long no rank of a run that trains or evaluates has done anything, once that is more than 5 minutes, 5 times the "
-        "slowest recent step (or 30 minutes), 1.5 times the slowest of a day and, in an evaluation, 30 minutes: a hang in a "
-        "collective, in the data loader or in a checkpoint."
+        "How long no rank of a run that trains or evaluates has done anything. It shows from 5 minutes on, once the "
+        "pause exceeds 5 times the slowest recent step (30 minutes at most), 1.5 times the slowest step of a day "
+        "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
+        "checkpoint."
     )
     panel = draw.number("Stalled for", text, "s", Query(idle(), "{{run}}"), nothing="Not training", texts={0: ("No", "green")})
     return panel.thresholds(steps(("green", None), ("red", 1))).data_links([TO_RANKS])
@@ -140,8 +141,9 @@ def _spikes() -> stat.Panel:
         return f"round(sum(max by (run) ({over_range(of_run(name))})))"
 
     text = (
-        "Sampled steps in the time range whose global gradient norm, or whose loss, lay beyond 6 robust sigmas of its own last 128 "
-        "values. One alone heals by itself; several in ten minutes are GradientExploding or LossSpike."
+        "Sampled steps in the time range with a global gradient norm or a loss beyond 6 robust sigmas of its own "
+        "last 128 values. A single spike heals by itself; several in ten minutes are GradientExploding or "
+        "LossSpike."
     )
     panel = draw.number(
         "Spikes", text, "short",
@@ -154,8 +156,8 @@ def _spikes() -> stat.Panel:
 
 def _layers() -> stat.Panel:
     text = (
-        "Layers that do not learn now: over nine in ten output units dead, a norm under a ten-millionth of the whole, or "
-        "parameters without any gradient. Dead is known from 20 samples on."
+        "Layers that do not learn now: more than nine in ten output units dead, a norm below a ten-millionth of the "
+        "global norm, or parameters without a gradient. Dead units are known from 20 samples on."
     )
     panel = draw.number(
         "Layers in trouble", text, "short",
@@ -168,7 +170,7 @@ def _layers() -> stat.Panel:
 
 
 def _overhead() -> stat.Panel:
-    text = "Share of the training time that the exporter takes at the worst rank, and its budget. A fixed interval has none."
+    text = "Share of the training time that the exporter takes on the worst rank, and its budget. A fixed interval has no budget."
     panel = draw.number(
         "Exporter's cost", text, "percentunit",
         Query(f"max({of_rank('torch_grad_exporter_overhead_ratio')})", "taken"),

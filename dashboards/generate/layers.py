@@ -28,9 +28,9 @@ def trouble() -> str:
 
 def _trouble() -> Panel:
     text = (
-        "Each layer that was in trouble in the time range, and when. Dead: over nine in ten output units without any gradient for "
-        "the whole dead_window. Vanished: a norm under a ten-millionth of the whole. No gradient: parameters got none. "
-        "NaN or Inf: within the last 5 minutes."
+        "Each layer that was in trouble in the time range, and when. Dead: more than nine in ten output units "
+        "without gradient for the whole dead_window. Vanished: a norm below a ten-millionth of the global norm. No "
+        "gradient: parameters without a gradient. NaN or Inf: within the last 5 minutes."
     )
     nothing = "No layer was dead, vanished, without gradient or non-finite"
     panel = draw.timeline("Layers in trouble", text, Query(trouble(), "{{layer}} {{run}}"), TROUBLE, nothing)
@@ -39,23 +39,25 @@ def _trouble() -> Panel:
 
 def _norms() -> Panel:
     text = (
-        "Every layer is a row, in the order of the names; the colour is the decimal logarithm of its gradient's norm before "
-        "clipping: -3 is 0.001. Rows that darken have a vanishing gradient, rows that light up an exploding one."
+        "Every layer is a row, in the order of the names. The colour is the decimal logarithm of the norm of its "
+        "gradient before clipping: -3 is 0.001. Rows that darken have a vanishing gradient, rows that light up an "
+        "exploding one."
     )
     query = Query(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "{{layer}} {{run}}")
-    nothing = "No layer was read; of sharded gradients the recording rules make this"
+    nothing = "No layer was read; for sharded gradients this needs the recording rules"
     return draw.field_of_rows("Norm of every layer", text, query, scheme="Viridis", limits=(-8, 4), nothing=nothing)
 
 
 def _deviations() -> Panel:
     text = (
-        "Every layer is a row; the colour is how far its norm lies from its own median of the last 128 samples, in robust sigmas. "
-        "Red is far above, blue far below. Of a sharded layer, that of the part which is furthest above."
+        "Every layer is a row. The colour is the distance of its norm from its own median of the last 128 samples, "
+        "in robust sigmas: red is far above, blue far below. For a sharded layer it is the part that is furthest "
+        "above."
     )
     query = Query(highest(of_run("torch_grad_norm_zscore"), "run, layer"), "{{layer}} {{run}}")
     return draw.field_of_rows(
         "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
-        nothing="Known from 20 samples of a layer on",
+        nothing="Needs 20 samples of a layer",
     )  # fmt: skip
 
 
@@ -64,17 +66,18 @@ def _largest() -> Panel:
     largest = ask.top(15, ask.last_layer_norm())
     columns = [LAYER, RUN, Column("Value #A", "Norm", bar=True), Column("Value #B", "Spikes", width=80)]
     queries = [Query(largest), Query(f"{spikes} and on (run, layer) {largest}")]
-    text = "Where the gradient is largest, and how often its norm spiked in the time range. A layer's name leads to its view below."
+    text = (
+        "The layers with the largest gradients, and how often their norm spiked in the time range. A layer's name "
+        "leads to its view below."
+    )
     return rows("Largest norms", text, queries, columns, nothing="No layer was read")
 
 
 def _furthest() -> Panel:
     score = f"abs({last_known(of_run('torch_grad_norm_zscore'), 'run, layer')})"
     columns = [LAYER, RUN, Column("Value", "Sigmas", bar=True)]
-    text = (
-        "Which norms lie furthest from their own last 128 samples, above or below, in robust sigmas; 6 and more count as a spike."
-    )
-    return rows("Furthest from their own baseline", text, [Query(ask.top(15, score))], columns, "Known from 20 samples on")
+    text = "The norms furthest from their own last 128 samples, above or below, in robust sigmas; 6 and more count as a spike."
+    return rows("Furthest from their own baseline", text, [Query(ask.top(15, score))], columns, "Needs 20 samples")
 
 
 def _dead() -> Panel:
@@ -89,8 +92,9 @@ def _dead() -> Panel:
         Column("Value #C", "Zero elements", "percentunit", bar=True, full=1),
     ]  # fmt: skip
     text = (
-        "Share of output units without gradient at the last sample, in each of the last dead_window samples, and of single "
-        "elements. Zero and not dead is what sparse activations and padding do."
+        "Share of output units without gradient: at the last sample, and in each of the last dead_window samples; "
+        "and the share of single elements. Units that are zero and not dead are normal with sparse activations and "
+        "padding."
     )
     return rows("Zero and dead units", text, queries, columns, nothing="No layer was read")
 
@@ -102,7 +106,7 @@ def _broken() -> Panel:
     found = f'{counted} or label_replace({missing}, "kind", "parameters without gradient", "", "")'
     columns = [LAYER, RUN, Column("kind", "What"), Column("Value", "How many", bar=True)]
     text = (
-        "Gradient elements that were NaN or Inf in the time range, before clipping spread them to all layers, and parameters that "
+        "NaN or Inf elements of gradients in the time range, before clipping spreads them to all layers, and parameters that "
         "require a gradient and got none."
     )
     nothing = "Every gradient was there and finite"
@@ -112,8 +116,8 @@ def _broken() -> Panel:
 def _global_distribution() -> Panel:
     query = Query(f"sum by (le) ({increase(of_rank('torch_grad_global_norm_distribution_bucket'))})", "{{le}}")
     text = (
-        "Norm over all parameters at every sampled step of the chosen ranks, also at those between two scrapes: "
-        "one wild step in fifty shows here and not in a line."
+        "Norm over all parameters at every sampled step of the chosen ranks, also between two scrapes: one outlier in fifty "
+        "steps shows here and not in a line."
     )
     return draw.distribution("Distribution of the global norm", text, "short", query, nothing="No gradient was sampled")
 
@@ -121,7 +125,7 @@ def _global_distribution() -> Panel:
 def _clipping() -> Panel:
     samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
     clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
-    text = "Share of the sampled steps that were clipped, and what was left of the norm at the last of them: 1 is all of it."
+    text = "Share of the sampled steps that were clipped, and the share of the norm that was left at the last one: 1 is all of it."
     panel = draw.lines(
         "Clipping", text, "percentunit",
         Query(f"{clipped} / on (run) group_left () ({samples} > 0)", "{{run}} {{optimizer}} steps clipped"),
@@ -136,8 +140,8 @@ def _chosen_norms() -> Panel:
     norms = f"{highest(exact, 'run, layer')} or on (run, layer) {ask.recorded(*rule)}"
     lines = ask.steadily_top(20, norms, "run, layer", exact, ask.record(*rule))
     text = (
-        "Largest norm within the last 60 s, so that no step between two scrapes is missed; of sharded layers the root mean square "
-        "of 5 minutes. Of All layers the 20 largest."
+        "Largest norm within the last 60 s, so that no step between two scrapes is missed; for sharded layers the root mean square "
+        "of 5 minutes. With All layers, the 20 largest."
     )
     panel = draw.lines("Norm", text, "short", Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True)
     return draw.logarithmic(panel)
@@ -145,7 +149,7 @@ def _chosen_norms() -> Panel:
 
 def _chosen_distribution() -> Panel:
     query = Query(f"sum by (le) ({increase(of_layer('torch_grad_norm_distribution_bucket', KEPT))})", "{{le}}")
-    text = "Norms of the chosen layers at every sampled step, in decades. A sharded layer has none: no rank knows the whole norm."
+    text = "Norms of the chosen layers at every sampled step, by decade. A sharded layer has none: no rank knows the whole norm."
     nothing = "No distribution: the gradients are sharded, or none was sampled"
     return draw.distribution("Distribution of the norm", text, "short", query, nothing=nothing)
 
@@ -153,7 +157,7 @@ def _chosen_distribution() -> Panel:
 def _chosen_elements() -> Panel:
     selector = of_layer("torch_grad_max_magnitude")
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
-    text = "Largest absolute element of the gradient. One element that is about as large as the norm is an outlier in the data."
+    text = "Largest absolute element of the gradient. A single element about as large as the norm is an outlier in the data."
     panel = draw.lines(
         "Largest element",
         text,
@@ -168,7 +172,7 @@ def _chosen_elements() -> Panel:
 def _chosen_silence() -> Panel:
     selector = of_layer("torch_grad_zero_units_ratio")
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
-    text = "Share of output units without gradient at the last sample; of a sharded layer, of the part that has most."
+    text = "Share of output units without gradient at the last sample. For a sharded layer it is the part with the largest share."
     panel = draw.lines(
         "Zero units", text, "percentunit", Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True
     )
@@ -189,7 +193,7 @@ def _parts() -> Panel:
 def _chosen_deviation() -> Panel:
     selector = of_layer("torch_grad_norm_spikes_total", KEPT)
     spikes = ask.or_none(f"max by (run, layer) ({increase(selector)})")
-    text = "Samples in each interval whose norm lay beyond 6 robust sigmas and 3 times the median: which layer spiked when."
+    text = "Samples in each interval with a norm beyond 6 robust sigmas and 3 times the median: which layer spiked, and when."
     panel = draw.lines("Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked", many=True)
     return draw.bars(panel)
 
@@ -197,7 +201,7 @@ def _chosen_deviation() -> Panel:
 def _updates() -> Panel:
     selector = of_layer("torch_weight_update_ratio")
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
-    text = "Norm of a layer's last update over the norm of its weights; around 0.001 is usual. With start_exporter(weights=True)."
+    text = "Norm of a layer's last update over the norm of its weights. About 0.001 is usual. With start_exporter(weights=True)."
     nothing = "Needs start_exporter(weights=True)"
     panel = draw.lines("Update over weight", text, "sci", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
     return draw.logarithmic(panel)
@@ -206,7 +210,7 @@ def _updates() -> Panel:
 def _weights() -> Panel:
     selector = of_layer("torch_weight_norm")
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
-    text = "Norm of a layer's weights. One that grows without end asks for weight decay. With start_exporter(weights=True)."
+    text = "Norm of a layer's weights. A norm that grows without end calls for weight decay. With start_exporter(weights=True)."
     nothing = "Needs start_exporter(weights=True), and weights that are not sharded"
     return draw.lines("Norm of the weights", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
 
@@ -215,7 +219,10 @@ def _moments() -> Panel:
     deviation = of_layer("torch_grad_stddev")
     lines = ask.steadily_top(10, highest(deviation, "run, layer"), "run, layer", deviation)
     mean = f"{highest(of_layer('torch_grad_mean'), 'run, layer')} and on (run, layer) ({lines})"
-    text = "Of the chosen layers' gradients, the 10 with the largest deviation. With start_exporter(moments=True)."
+    text = (
+        "Mean and standard deviation over the elements of the gradient, for the 10 chosen layers with the largest "
+        "deviation. With start_exporter(moments=True)."
+    )
     return draw.lines(
         "Mean and standard deviation of the elements", text, "sci",
         Query(mean, "{{layer}} {{run}} mean"), Query(lines, "{{layer}} {{run}} deviation"),
@@ -228,7 +235,9 @@ def _extremes() -> Panel:
     lines = ask.steadily_top(10, highest(largest, "run, layer"), "run, layer", largest)
     smallest = f"min by (run, layer) ({of_layer('torch_grad_min')}) and on (run, layer) ({lines})"
     return draw.lines(
-        "Smallest and largest element, with sign", "Of the chosen layers' gradients. With start_exporter(moments=True).", "sci",
+        "Smallest and largest element, with sign", (
+            "Smallest and largest element of the gradients of the chosen layers. With start_exporter(moments=True)."
+        ), "sci",
         Query(smallest, "{{layer}} {{run}} smallest"), Query(lines, "{{layer}} {{run}} largest"),
         nothing="Needs start_exporter(moments=True)", many=True,
     )  # fmt: skip
@@ -253,7 +262,7 @@ def dashboard() -> Dashboard:
         Row("Layers to look at", tables),
         Row("The whole gradient", whole),
         Row("Chosen layers: $layer", _chosen()),
-        Row("Chosen layers, what is off unless asked for: weights and moments", more, collapsed=True),
+        Row("Chosen layers, optional metrics: weights and moments", more, collapsed=True),
     ]
     text = "Which layer is in trouble, since when, and what its gradient looks like."
     return board(UID, "Gradients by layer", text, content, layer=True)

@@ -23,12 +23,12 @@ STATES = {
     4: ("Finished", "blue"),
     5: ("Failed", "red"),
 }
-NO_RULES = "Not known yet: needs the recording rules, and steps in the last 5 minutes"
+NO_RULES = "Not known yet: this needs the recording rules, and steps in the last 5 minutes"
 
 
 def _missing() -> Panel:
     seen = f"count by (run) (count by (run, rank) ({of_run('torch_train_world_size')}))"
-    text = "Ranks that are being scraped, of those that the run has. Rank 0 counts those that report to it where whole_run is on."
+    text = "Ranks that Prometheus scrapes, out of the ranks of the run. With whole_run on, also the ranks that report to rank 0."
     panel = draw.number(
         "Ranks", text, "short",
         Query(seen, "{{run}} seen"),
@@ -41,13 +41,13 @@ def _missing() -> Panel:
 
 def _skew() -> Panel:
     query = Query(recorded("run:torch_train_steps:skew"), "{{run}}")
-    text = "Optimizer steps between the rank that is furthest and the last. A few are due to scrapes at different moments."
+    text = "Optimizer steps between the first rank and the last. A few are due to scrapes at different moments."
     return draw.plain(draw.number("Steps between first and last rank", text, "short", query, nothing=NO_RULES))
 
 
 def _slowest() -> Panel:
     ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
-    text = "The rank with the most time of its own in a step, as a multiple of the median's. From 1.33 on it is a straggler."
+    text = "The rank with the longest own time in a step, as a multiple of the median rank's. From 1.33 on it is a straggler."
     panel = draw.number(
         "Slowest rank", text, "short", Query(ask.top(1, ratio), RANK), nothing="One rank, or own time is not known here"
     )
@@ -56,9 +56,7 @@ def _slowest() -> Panel:
 
 def _idlest() -> Panel:
     passed = f"time() - {of_rank('torch_train_last_activity_timestamp_seconds')}"
-    text = (
-        "The rank whose last forward, backward or step is oldest: where all hang, the one that stopped first is the one to look at."
-    )
+    text = "The rank with the oldest forward, backward or step. Where all ranks hang, look at the one that stopped first."
     panel = draw.number(
         "Longest without activity", text, "s", Query(ask.top(1, passed), RANK), nothing="No run is being scraped now"
     )
@@ -72,8 +70,8 @@ def _states() -> Panel:
     alive = f"max by (run, rank) ({those_in({'initialising': 1, 'training': 2, 'evaluating': 3})})"
     ended = f"max by (run, rank) ({those_in({'finished': 4, 'failed': 5})})"
     text = (
-        "What each rank does, and when its target was there. A gap is a time without a scrape. Of a rank that was started again "
-        "beside its last one's text file, what it does now."
+        "State of each rank over time. A gap is a time without a scrape. For a rank that was restarted while the "
+        "text file of its last process remains, it is the state of the new process."
     )
     return draw.timeline("State of each rank", text, Query(f"{alive} or {ended}", RANK), STATES, draw.NO_RUN)
 
@@ -107,8 +105,9 @@ def _comparison() -> Panel:
         Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95),
     ]  # fmt: skip
     text = (
-        "All ranks side by side. Own time is a step without the waiting for other ranks; where it is unknown, as on GPUs, compare "
-        "data and host time. NaN and Inf are gradient elements in the time range, of the layers that the rank shows."
+        "All ranks side by side. Own time is a step without the wait for other ranks; where it is unknown, as on "
+        "GPUs, compare data and host time. NaN and Inf are gradient elements in the time range, of the layers that "
+        "the rank shows."
     )
     return rows("Ranks side by side", text, queries, columns, nothing="No run is being scraped now")
 
@@ -116,50 +115,55 @@ def _comparison() -> Panel:
 def _own_time() -> Panel:
     ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
     text = (
-        "Each rank's time of its own in a step, as a multiple of the median rank's: 1 is like the others, the straggler stands "
-        "out. Known under DistributedDataParallel on CPUs."
+        "Each rank's own time in a step, as a multiple of the median rank's: 1 is normal, the straggler stands out. "
+        "Known under DistributedDataParallel on CPUs."
     )
     nothing = "Own time is not known here: one rank, FSDP2 or GPUs"
-    panel = draw.lines("Own time beside the median rank", text, "short", Query(ratio, RANK), nothing=nothing, many=True)
+    panel = draw.lines("Own time over that of the median rank", text, "short", Query(ratio, RANK), nothing=nothing, many=True)
     return draw.limit(panel, 1.33)
 
 
 def _waits() -> Panel:
     wait = recorded("rank:torch_train_gradient_wait_seconds:mean5m", CHOSEN)
-    text = "How long a rank waits for the others' gradients in a step. The slowest rank waits least; what all wait is the network."
+    text = (
+        "How long a rank waits for the others' gradients in a step. The slowest rank waits least; the wait that all "
+        "ranks share is the network."
+    )
     nothing = "Known under DistributedDataParallel on CPUs only"
     return draw.lines("Waiting for other ranks", text, "s", Query(wait, RANK), nothing=nothing, many=True).min(0)
 
 
 def _host_time() -> Panel:
     host = recorded("rank:torch_train_host_seconds:mean5m", CHOSEN)
-    text = "Data, optimizer and everything between steps, in each step: known under FSDP2 too, where the rest is mostly waiting."
+    text = (
+        "Time for data, optimizer and everything between steps, per step. Known under FSDP2 too, where the rest is mostly waiting."
+    )
     return draw.lines("Data and host time of a step", text, "s", Query(host, RANK), nothing=NO_RULES, many=True).min(0)
 
 
 def _lag() -> Panel:
-    text = "How many optimizer steps a rank is behind the one that is furthest. A line that climbs is a rank that stands still."
+    text = "Optimizer steps that a rank is behind the first rank. A rising line is a rank that has stopped."
     query = Query(_behind(), RANK)
     return draw.lines("Steps behind", text, "short", query, nothing=draw.NO_RUN, many=True).min(0)
 
 
 def _nonfinite() -> Panel:
     found = f"sum by (run, rank) ({increase(of_rank('torch_grad_nonfinite_steps_total'))})"
-    text = "Steps in each interval in which a rank found NaN or Inf in its gradients. All at once: the loss spread it."
+    text = "Steps in each interval with NaN or Inf in the gradients of a rank. All ranks at once: the loss spread it."
     return draw.bars(draw.lines("Steps with NaN or Inf by rank", text, "short", Query(found, RANK), many=True))
 
 
 def _losses() -> Panel:
     loss = highest(of_rank("torch_train_loss"), "run, rank")
-    text = "Loss of each rank, on its own batch. One that drifts away from the others has other data, or other weights."
+    text = "Loss of each rank, on its own batch. A rank that drifts away from the others has other data or other weights."
     query = Query(loss, RANK)
     return draw.lines("Loss by rank", text, "short", query, nothing="No loss: give it with exporter.observe(loss=...)", many=True)
 
 
 def _whole_norm() -> Panel:
     text = (
-        "Root mean square of the whole gradient's norm over 5 minutes, from all ranks' parts; beside it what each step's clipping "
-        "found with observe(grad_norm=...), and what rank 0 adds up where whole_run is on."
+        "Root mean square of the norm of the whole gradient over 5 minutes, from all ranks' parts. Also the norm "
+        "that each step's clipping gives with observe(grad_norm=...), and the sum at rank 0 where whole_run is on."
     )
     panel = draw.lines(
         "Norm over all ranks", text, "short",
@@ -175,7 +179,8 @@ def _layer_norms() -> Panel:
     name = "run_layer:torch_grad_norm:rms5m"
     lines = ask.steadily_top(20, recorded(name), "run, layer", ask.record(name))
     text = (
-        "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest. With one rank it is the same."
+        "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest. With one rank "
+        "it is that rank's norm."
     )
     panel = draw.lines("Norms of sharded layers", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=NO_RULES, many=True)
     return draw.logarithmic(panel)
@@ -183,8 +188,8 @@ def _layer_norms() -> Panel:
 
 def _own_norms() -> Panel:
     text = (
-        "Norm of each rank's own gradient, before the mean over ranks. One rank far above the others has bad data or a bad device, "
-        "which the mean hides."
+        "Norm of each rank's own gradient, before the mean over ranks. A rank far above the others has bad data or "
+        "a bad device, which the mean hides."
     )
     nothing = "Needs start_exporter(local_norm=True) and DistributedDataParallel"
     query = Query(highest(of_rank("torch_grad_local_norm"), "run, rank, optimizer"), f"{RANK} {{{{optimizer}}}}")
@@ -193,8 +198,8 @@ def _own_norms() -> Panel:
 
 def _noise_scale() -> Panel:
     text = (
-        "Simple noise scale of the gradient in samples, the median of the ranks' estimates: a batch far below it gains from more "
-        "samples, one far above it wastes them."
+        "Simple noise scale of the gradient in training examples, the median of the ranks' estimates. A batch far "
+        "below it gains from more examples, a batch far above it wastes them."
     )
     nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel and 20 samples"
     query = Query(recorded("run:torch_grad_noise_scale:median"), "{{run}} {{optimizer}}")
@@ -210,6 +215,6 @@ def dashboard() -> Dashboard:
         Row("All ranks", [*numbers, _states().span(24).height(8), _comparison().span(24).height(10)]),
         Row("Pace", [panel.span(12) for panel in pace]),
         Row("Gradients over ranks", [panel.span(12) for panel in gradients]),
-        Row("A rank's own gradient: off unless asked for", [_own_norms().span(12), _noise_scale().span(12)], collapsed=True),
+        Row("A rank's own gradient, optional metrics", [_own_norms().span(12), _noise_scale().span(12)], collapsed=True),
     ]
     return board(UID, "Ranks", "Which rank is slow, stands still or has gradients of its own.", content)

@@ -31,14 +31,14 @@ def _devices() -> Panel:
     ]  # fmt: skip
     fields = ("allocated", "peak_allocated", "peak_reserved", "total")
     queries = [Query(with_host(expression)) for expression in (share, *map(_cuda, fields))]
-    text = "Memory of each device as PyTorch's allocator counts it, the fullest on top. Reserved and not allocated is its cache."
+    text = "Memory of each device by PyTorch's allocator, the fullest first. The cache is what is reserved and not allocated."
     return rows("Devices", text, queries, columns, nothing=NO_CUDA)
 
 
 def _allocator() -> Panel:
     text = (
-        "Share of the device's memory, without the allocator's cache. What grows from step to step is kept alive by something, "
-        "often by a loss that is added up with its graph."
+        "Share of the device's memory that tensors occupy, without the allocator's cache. If it grows from step to "
+        "step, the program keeps tensors alive, often by adding up a loss with its graph."
     )
     panel = draw.lines(
         "Memory that tensors occupy", text, "percentunit",
@@ -49,8 +49,10 @@ def _allocator() -> Panel:
 
 def _reserved() -> Panel:
     panel = draw.lines(
-        "Memory that the allocator holds", "Share of the device's memory that is reserved. Near 1 the next large tensor "
-        "makes the allocator flush its cache, which stalls the device.", "percentunit",
+        "Memory that the allocator holds", (
+            "Share of the device's memory that is reserved. Near 1, the next large tensor makes the allocator flush "
+            "its cache, which stalls the device."
+        ), "percentunit",
         Query(with_host(f"({_cuda('reserved')} / {_cuda('total')})"), DEVICE), nothing=NO_CUDA, many=True,
     )  # fmt: skip
     return draw.limit(panel.min(0).max(1), 0.95)
@@ -58,8 +60,8 @@ def _reserved() -> Panel:
 
 def _fragmentation() -> Panel:
     text = (
-        "Share of the reserved memory that lies idle in rests of blocks partly in use, and what rounding up adds to what was asked "
-        "for. Above 0.3, expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF helps."
+        "Share of the reserved memory in free parts of blocks that are partly in use, and the share that rounding "
+        "up adds to the requested sizes. Above 0.3, expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF helps."
     )
     split = f"({_cuda('inactive_split')} / ({_cuda('reserved')} > 0))"
     rounding = f"(1 - {_cuda('requested')} / ({_cuda('allocated')} > 0))"
@@ -72,14 +74,14 @@ def _fragmentation() -> Panel:
 
 def _waiting_for_streams() -> Panel:
     waiting = f"({_cuda('active')} - {_cuda('allocated')})"
-    text = "Memory that was freed and waits for another stream to be done with it: what record_stream costs, as under FSDP."
+    text = "Freed memory that waits until another stream is done with it: the cost of record_stream, as under FSDP."
     return draw.lines(
         "Memory waiting for streams", text, "bytes", Query(with_host(waiting), DEVICE), nothing=NO_CUDA, many=True
     ).min(0)
 
 
 def _retries() -> Panel:
-    text = "How often in each interval an allocation only succeeded after the cache was flushed, or failed. Any is worth a look."
+    text = "Allocations in each interval that only succeeded after a flush of the cache, or that failed. Investigate any of them."
     panel = draw.lines(
         "Allocation retries and out of memory", text, "short",
         Query(with_host(increase(of_rank("torch_cuda_alloc_retries_total"))), f"{DEVICE} retries"),
@@ -95,38 +97,45 @@ def _gpu(title: str, text: str, unit: str, name: str) -> Panel:
 
 def _throttled() -> Panel:
     query = Query(with_host(rate(of_rank("torch_gpu_throttled_seconds_total"))), f"{DEVICE} {{{{reason}}}}")
-    text = "Share of the time for which the clocks were held down, by reason; reasons may overlap. A slow GPU slows all ranks down."
+    text = (
+        "Share of the time for which the driver held the clocks down, by reason; reasons may overlap. A slow GPU "
+        "slows all ranks down."
+    )
     return draw.lines("Throttled", text, "percentunit", query, nothing=NO_GPU, many=True).min(0).max(1)
 
 
 def _errors() -> Panel:
     query = Query(with_host(increase(of_rank("torch_gpu_ecc_errors_total"))), f"{DEVICE} {{{{kind}}}}")
-    text = "Memory errors in each interval. Uncorrected ones may have spoilt results: take the GPU out of service."
+    text = "Memory errors in each interval. Uncorrected errors may have spoilt results: take the GPU out of service."
     return draw.bars(draw.lines("Memory errors", text, "short", query, nothing=NO_GPU, many=True))
 
 
 def _energy() -> Panel:
     joules = f"sum by (run) ({rate(of_rank('torch_gpu_energy_joules_total'))})"
     samples = f"sum by (run) ({rate(of_rank('torch_train_samples_total'))})"
-    text = "Energy that the GPUs of the chosen ranks spend on one training sample."
-    return draw.lines("Energy per sample", text, "joule", Query(f"{joules} / ({samples} > 0)", "{{run}}"), nothing=NO_GPU).min(0)
+    text = "Energy that the GPUs of the chosen ranks spend on one training example."
+    return draw.lines(
+        "Energy per training example", text, "joule", Query(f"{joules} / ({samples} > 0)", "{{run}}"), nothing=NO_GPU
+    ).min(0)
 
 
 def _gpus() -> list[Panel]:
     return [
         _gpu("Utilisation", "Share of the last sample period in which a kernel ran.", "percentunit", "torch_gpu_utilization_ratio"),
-        _gpu("Memory used by all processes", "Of the whole GPU: beside PyTorch the CUDA context, NCCL and other programs.",
+        _gpu("Memory used by all processes", "Memory used on the whole GPU: by PyTorch, the CUDA context, NCCL and other programs.",
             "bytes", "torch_gpu_memory_used_bytes"),
-        _gpu("Power", "What the GPU draws.", "watt", "torch_gpu_power_watts"),
-        _gpu("Temperature", "Of the GPU. What heat costs shows under Throttled.", "celsius", "torch_gpu_temperature_celsius"),
-        _gpu("Clock of the multiprocessors", "One GPU below the others makes all wait.", "hertz", "torch_gpu_sm_clock_hertz"),
+        _gpu("Power", "Power that the GPU draws.", "watt", "torch_gpu_power_watts"),
+        _gpu("Temperature", "Temperature of the GPU. The panel Throttled shows what heat costs.",
+            "celsius", "torch_gpu_temperature_celsius"),
+        _gpu("Clock of the multiprocessors", "Clock frequency of the multiprocessors. A GPU below the others makes all ranks wait.",
+            "hertz", "torch_gpu_sm_clock_hertz"),
         _throttled(), _errors(), _energy(),
     ]  # fmt: skip
 
 
 def _processors() -> Panel:
     panel = draw.lines(
-        "Processors in use", "Cores that the process keeps busy, and its children: the workers of its data loaders.", "short",
+        "Processors in use", "Cores that the process and its children, the workers of its data loaders, keep busy.", "short",
         Query(rate(of_rank("process_cpu_seconds_total")), f"{RANK} process"),
         Query(rate(of_rank("torch_process_children_cpu_seconds_total")), f"{RANK} children"), many=True,
     )  # fmt: skip
@@ -135,8 +144,8 @@ def _processors() -> Panel:
 
 def _process_memory() -> Panel:
     text = (
-        "Resident memory of the process, and of its children the pages that only they have. Children that grow without end "
-        "copy what they share: Python objects in a dataset do that."
+        "Resident memory of the process, and the pages that only its children have. Children that grow without end "
+        "copy what they share with the process: Python objects in a dataset cause that."
     )
     panel = draw.lines(
         "Memory of process and children", text, "bytes",
@@ -148,7 +157,8 @@ def _process_memory() -> Panel:
 
 def _tasks() -> Panel:
     panel = draw.lines(
-        "Threads and children", "A child less while the epoch goes on is a loader's worker that died.", "short",
+        "Threads and children", "Threads and child processes. A child fewer in the middle of an epoch is a dead loader worker.",
+        "short",
         Query(of_rank("torch_process_threads"), f"{RANK} threads"), Query(of_rank("torch_process_children"), f"{RANK} children"),
         many=True,
     )  # fmt: skip
@@ -157,13 +167,13 @@ def _tasks() -> Panel:
 
 def _files() -> Panel:
     share = f"{of_rank('process_open_fds')} / ({of_rank('process_max_fds')} > 0)"
-    text = "Share of the file descriptors that the process may open. Tensors that loader workers send each take one."
+    text = "Share of the file descriptors that the process may open. Each tensor that a loader worker sends takes one."
     return draw.lines("Open files", text, "percentunit", Query(share, RANK), many=True).min(0)
 
 
 def _storage() -> Panel:
     panel = draw.lines(
-        "Storage of the process", "What it had read and written; reads from the page cache are not in it.", "Bps",
+        "Storage of the process", "Bytes read from and written to storage, without reads from the page cache.", "Bps",
         Query(rate(of_rank("torch_process_io_read_bytes_total")), f"{RANK} read"),
         Query(rate(of_rank("torch_process_io_write_bytes_total")), f"{RANK} written"), many=True,
     )  # fmt: skip
@@ -172,7 +182,7 @@ def _storage() -> Panel:
 
 def _collections() -> Panel:
     query = Query(rate(of_rank("python_gc_collections_total", 'generation="2"')), RANK)
-    text = "Full collections of Python's garbage collector: each stops the training loop, on each rank at another moment."
+    text = "Full collections of Python's garbage collector. Each stops the training loop, on each rank at another moment."
     return draw.lines("Full garbage collections", text, "ops", query, many=True).min(0)
 
 
@@ -184,8 +194,10 @@ def _by_host(expression: str) -> str:
 def _host_processors() -> Panel:
     throttled = rate(of_rank("torch_container_cpu_throttled_seconds_total"))
     panel = draw.lines(
-        "Processors of the host", "Share of all the host's processors that is busy; and, where the container has a limit, "
-        "seconds in each second for which it was held back.", "percentunit",
+        "Processors of the host", (
+            "Share of all the host's processors that is busy. Where the container has a limit, also the seconds per "
+            "second for which it was throttled."
+        ), "percentunit",
         Query(_by_host(of_rank("torch_host_cpu_ratio")), "{{run}} {{host}} busy"),
         Query(_by_host(throttled), "{{run}} {{host}} held back"),
     )  # fmt: skip
@@ -195,7 +207,7 @@ def _host_processors() -> Panel:
 def _host_memory() -> Panel:
     limit = f"({of_rank('torch_container_memory_working_set_bytes')} / {of_rank('torch_container_memory_limit_bytes')})"
     used = f"(1 - {of_rank('torch_host_memory_available_bytes')} / {of_rank('torch_host_memory_total_bytes')})"
-    text = "Share of the host's memory in use, and of the container's limit, beyond which the kernel kills."
+    text = "Share of the host's memory in use, and of the container's limit. Beyond that limit the kernel kills processes."
     panel = draw.lines(
         "Memory of host and container", text, "percentunit",
         Query(_by_host(used), "{{run}} {{host}} host"), Query(_by_host(limit), "{{run}} {{host}} container"),
@@ -204,9 +216,9 @@ def _host_memory() -> Panel:
 
 
 def _container() -> Panel:
-    text = "Working set and its limit, where there is one; the limit of processors on the right."
+    text = "Working set and its limit, where there is one; the processor limit on the right."
     panel = draw.lines(
-        "Container beside its limits", text, "bytes",
+        "Container and its limits", text, "bytes",
         Query(_by_host(of_rank("torch_container_memory_working_set_bytes")), "{{run}} {{host}} working set"),
         Query(_by_host(of_rank("torch_container_memory_limit_bytes")), "{{run}} {{host}} limit"),
         Query(_by_host(of_rank("torch_container_cpu_limit_cores")), "{{run}} {{host}} cores"),
@@ -228,9 +240,9 @@ def _both_ways(title: str, text: str, into: tuple[str, str], out: tuple[str, str
 def _hosts() -> list[Panel]:
     return [
         _host_processors(), _host_memory(), _container(),
-        _both_ways("Disks of the host", "What all programs on the host read and write.",
+        _both_ways("Disks of the host", "Bytes that all programs on the host read and write.",
             ("torch_host_disk_read_bytes_total", "read"), ("torch_host_disk_write_bytes_total", "written")),
-        _both_ways("Network of the host", "What all programs receive and send; RDMA goes past the kernel and is not in it.",
+        _both_ways("Network of the host", "Bytes that all programs receive and send. RDMA bypasses the kernel and is not included.",
             ("torch_host_network_receive_bytes_total", "received"), ("torch_host_network_transmit_bytes_total", "sent")),
     ]  # fmt: skip
 

@@ -27,7 +27,7 @@ END = """</main>
 
 
 def rendered(markdown: str) -> str:
-    """The page. Links to other files of the documentation, which nobody serves here, become their words."""
+    """The page. Links to other files of the documentation, which the live page does not serve, become plain words."""
     text = re.sub(r"\[([^\]]+)\]\((?!#)[^)]*\)", r"\1", markdown)
     body = MarkdownIt("commonmark").enable("table").render(text)
     with_anchors = re.sub(r"<h2>(\w+)</h2>", lambda found: f'<h2 id="{found[1].lower()}">{found[1]}</h2>', body)

@@ -34,7 +34,7 @@ def _alerts() -> Panel:
         Column("device", "Device", width=80),
         Column("Value", "Since", unit="dateTimeFromNow", width=140),
     ]
-    text = "What Prometheus' rules say is wrong. A layer or rank leads to its own view."
+    text = "The alerts that fire for these runs. A layer or rank leads to its own view."
     return rows("Firing alerts", text, [Query(since)], columns, nothing="No alert is firing for these runs")
 
 
@@ -54,13 +54,13 @@ def _runs() -> Panel:
         Column("Value #D", "Ranks", "none"),
         Column("Value #E", "Runs for", "s"),
     ]
-    text = "How far each run is, as of its last sample, and how fast it goes. A run's name narrows this dashboard to it."
+    text = "The step of each run as of its last sample, and its speed. The name of a run restricts this dashboard to that run."
     return rows("Runs", text, queries, columns, nothing="No run is being scraped now")
 
 
 def _loss() -> Panel:
     loss = of_rank("torch_train_loss")
-    text = "Loss as observed, mean of the chosen ranks: each has its own batch. A gap is a loss that was NaN or Inf."
+    text = "Observed loss, mean of the chosen ranks: each rank has its own batch. A gap is a loss that was NaN or Inf."
     nothing = "No loss: give it with exporter.observe(loss=...)"
     query = Query(f"avg by (run) ({loss} > -Inf < +Inf)", "{{run}}")
     return draw.lines("Loss", text, "short", query, nothing=nothing).data_links([TO_LAYERS])
@@ -68,8 +68,9 @@ def _loss() -> Panel:
 
 def _norm() -> Panel:
     text = (
-        "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. Of sharded gradients "
-        "whose norm is not given with observe(grad_norm=...), the root mean square of 5 minutes from the recording rules."
+        "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. For "
+        "sharded gradients without observe(grad_norm=...) it is the root mean square of 5 minutes, from the "
+        "recording rules."
     )
     panel = draw.lines(
         "Gradient norm before and after clipping", text, "short",
@@ -87,8 +88,8 @@ def _learning_rate() -> Panel:
 
 def _mixed_precision() -> Panel:
     text = (
-        "Backward passes in each interval that no optimizer step followed, and the scale of the gradient scaler, on the right. "
-        "Skips in a row while the scale falls and falls mean that gradients are not finite at any scale."
+        "Backward passes without an optimizer step, in each interval; on the right the scale of the gradient "
+        "scaler. Skips in a row while the scale keeps falling mean that gradients are not finite at any scale."
     )
     skipped = f"max by (run) ({increase(of_run('torch_train_skipped_steps_total'))})"
     panel = draw.lines(
@@ -103,7 +104,8 @@ def _mixed_precision() -> Panel:
 def _step_time() -> Panel:
     bucket = of_rank("torch_train_step_duration_seconds_bucket")
     text = (
-        "From optimizer step to optimizer step, every step of the chosen ranks: median, 99th percentile, longest of the last 128."
+        "Time from one optimizer step to the next, over all steps of the chosen ranks: median, 99th percentile, "
+        "longest of the last 128."
     )
     panel = draw.lines(
         "Step time", text, "s",
@@ -117,7 +119,7 @@ def _step_time() -> Panel:
 
 def _step_heatmap() -> Panel:
     query = Query(f"sum by (le) ({increase(of_rank('torch_train_step_duration_seconds_bucket'))})", "{{le}}")
-    text = "How many steps took how long. A second band is work that only some steps do, such as a checkpoint or an evaluation."
+    text = "Number of steps by duration. A second band is work that only some steps do, such as a checkpoint or an evaluation."
     panel = draw.distribution("Distribution of step times", text, "s", query, nothing="No step in this time range")
     return panel.links([draw.panel_link("Step times of each rank", "torch-grad-ranks")])
 
@@ -125,8 +127,9 @@ def _step_heatmap() -> Panel:
 def _phases() -> Panel:
     seconds = rate(of_rank("torch_train_phase_seconds_total"))
     text = (
-        "What share of the training time each phase takes, over the chosen ranks. `data` is waiting for the loader, where it is "
-        "wrapped with watch_loader; `outside` is everything else between steps, such as logging, evaluation and checkpoints."
+        "Share of the training time in each phase, over the chosen ranks. `data` is the wait for the loader, if "
+        "watch_loader wraps it; `outside` is everything else between steps, such as logging, evaluation and "
+        "checkpoints."
     )
     query = Query(f"sum by (phase) ({seconds}) / on () group_left () (sum({seconds}) > 0)", "{{phase}}")
     nothing = "Phases are known on CPUs only, as yet"
@@ -136,12 +139,13 @@ def _phases() -> Panel:
 
 def _throughput() -> Panel:
     text = (
-        "Training samples of all ranks in each second, and tokens on the right, as observed or counted from the model's input. "
-        "Under tensor or pipeline parallelism several ranks see the same samples, and each of them counts: divide by how many."
+        "Training examples per second over all ranks, and tokens on the right, as observed or counted from the "
+        "input of the model. Under tensor or pipeline parallelism several ranks count the same examples: divide by "
+        "their number."
     )
     panel = draw.lines(
         "Throughput", text, "cps",
-        Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_samples_total'))}))", "{{run}} samples"),
+        Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_samples_total'))}))", "{{run}} examples"),
         Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_tokens_total'))}))", "{{run}} tokens"),
         nothing="Not known: give them with exporter.observe(samples=..., tokens=...)",
     )  # fmt: skip
@@ -152,7 +156,9 @@ def _memory() -> Panel:
     device = f"{of_rank('torch_cuda_memory_reserved_bytes')} / {of_rank('torch_cuda_memory_total_bytes')}"
     container = f"{of_rank('torch_container_memory_working_set_bytes')} / {of_rank('torch_container_memory_limit_bytes')}"
     host = f"1 - {of_rank('torch_host_memory_available_bytes')} / {of_rank('torch_host_memory_total_bytes')}"
-    text = "Share of the memory of the fullest device that PyTorch's allocator holds, and of container and host that is in use."
+    text = (
+        "Share of the fullest device's memory that PyTorch's allocator holds, and share of the memory of container and host in use."
+    )
     panel = draw.lines(
         "Memory at a glance", text, "percentunit",
         Query(f"max by (run) ({device})", "{{run}} device"),
@@ -165,10 +171,11 @@ def _memory() -> Panel:
 def _slowest_ranks() -> Panel:
     ratio = ask.recorded("rank:torch_train_own_seconds:ratio_median", 'rank=~"$rank"')
     text = (
-        "Ranks with the most time of their own in a step, as a multiple of the median rank's: the others wait for them. Known "
-        "under DistributedDataParallel on CPUs, from the recording rules; elsewhere see the dashboard of the ranks."
+        "Ranks with the longest own time in a step, as a multiple of the median rank's: the other ranks wait for "
+        "them. Known under DistributedDataParallel on CPUs, from the recording rules; elsewhere see the dashboard "
+        "Ranks."
     )
-    nothing = "One rank, or own time is not known here: see the dashboard of the ranks"
+    nothing = "One rank, or own time is not known here: see the dashboard Ranks"
     panel = draw.ranking("Slowest ranks", text, "short", Query(ask.top(5, ratio), "{{run}} rank {{rank}}"), nothing=nothing)
     found = link("This rank", "torch-grad-ranks", "var-rank=${__field.labels.rank}", run="${__field.labels.run}")
     return panel.thresholds(steps(("green", None), ("orange", 1.33))).min(0).decimals(2).data_links([found])

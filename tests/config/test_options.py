@@ -41,16 +41,16 @@ def test_every_annotation_is_a_type() -> None:
         assert (Unset if one.read else type(None)) in typing.get_args(decisions[one.name])
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/options.md", "torch_grad_exporter/start.py"])
+@pytest.mark.parametrize("path", ["docs/options.md", "torch_grad_exporter/start.py"])
 def test_what_is_written_of_options_follows_the_declarations(path: str) -> None:
-    """README, page of options, signature and docstring of `start_exporter` are what `make golden` makes of the declarations."""
+    """The page of options, and signature and docstring of `start_exporter`, are what `make golden` makes of the declarations."""
     written = {str(file.relative_to(ROOT)): text for file, text in DOC["written"]().items()}
     assert (ROOT / path).read_text(encoding="utf-8") == written[path]
 
 
 def test_nothing_else_is_written() -> None:
     """The test above leaves no file out."""
-    assert {file.name for file in DOC["written"]()} == {"README.md", "options.md", "start.py"}
+    assert {file.name for file in DOC["written"]()} == {"options.md", "start.py"}
 
 
 def test_help_says_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,19 +36,20 @@ INTERVALS = 2
         )
         """,
         for_="15m",
-        summary="The exporter takes more of the time of run {{ $labels.run }} than it may.",
+        summary="The exporter exceeds its overhead budget in run {{ $labels.run }}.",
         description=(
-            "It takes {{ $value | humanizePercentage }} of the training time on one rank or more, beyond its overhead_budget."
+            "On at least one rank it takes {{ $value | humanizePercentage }} of the training time, more than 1.2 "
+            "times its overhead_budget."
         ),
     ),
     first_steps=(
-        "The training is sound, and a little slower. Leave layers out (include=, exclude=), switch options off, or raise "
-        "overhead_budget=."
+        "The training is sound, only a little slower. Leave layers out (include=, exclude=), switch options off, or "
+        "raise overhead_budget=."
     ),
     why=(
-        "The interval is set by the median of what samples cost, so that the mean may be some percent above. The first "
-        "samples are all taken, which weighs in the last 1,000 steps for long where steps are long: so in the last 10 "
-        "minutes, too."
+        "1.2: the interval follows an estimate of what a sample costs, so the actual share may be some percent "
+        "above the budget. 10m: the exporter takes its first samples in a row. Where steps are long, those weigh in "
+        "the last 1,000 steps for a long time, so the last 10 minutes have to exceed the budget as well."
     ),
     note="Cannot fire with a fixed interval (`every=`), which has no budget.",
 )
@@ -88,18 +89,19 @@ def over_budget(context: RuleContext) -> Iterator[Finding]:
         for_="15m",
         summary="The exporter does not see the gradients of run {{ $labels.run }}.",
         description=(
-            "It takes no samples, or as few as it can and still too many for its budget. Alerts on gradients may be missed."
+            "It takes no samples, or the fewest that it can, which still cost too much for its budget. Alerts on "
+            "gradients may be missed."
         ),
     ),
     first_steps=(
-        "Read the exporter's warnings in the run's log. Raise overhead_budget=, leave layers out, or give it the optimizer "
-        "(optimizers=) or the steps (exporter.step())."
+        "Read the exporter's warnings in the run's log. Raise overhead_budget=, leave layers out, or give it the "
+        "optimizer (optimizers=) or the steps (exporter.step())."
     ),
     why=(
-        "The longest interval there is: what happens between is not seen. Or no sample although two intervals have gone "
-        "by; in 30 minutes for one that has stopped."
+        "4096: at the longest interval there is, the exporter misses what happens between two samples. 2: two "
+        "intervals have gone by without a sample. 30m: the same, for an exporter that has stopped sampling."
     ),
-    note="A long interval that was asked for (`every=`) is none of it: the cap is for intervals that follow a budget.",
+    note=("A long interval that the user asked for (`every=`) does not fire it: the cap is for intervals that follow a budget."),
 )
 def blind(context: RuleContext) -> Iterator[Finding]:
     """Its interval is the longest one there is, by a budget; or two intervals went by without a sample."""
@@ -132,14 +134,14 @@ def _stopped(context: RuleContext, interval: float) -> bool:
         for_="5m",
         keep_firing_for="5m",
         summary="The collector {{ $labels.collector }} of the exporter fails in run {{ $labels.run }}.",
-        description="It fails on {{ $value }} ranks, whose metrics of that kind are missing.",
+        description="It fails on {{ $value }} ranks, and its metrics are missing there.",
     ),
     first_steps=(
         "Read the first failure, with its traceback, in the run's log. Training does not depend on it. Switch the "
-        "collector off (collectors=) if it is not wanted."
+        "collector off (collectors=) if you do not need it."
     ),
-    why="For 5m, as one that took too long at one scrape may answer at the next.",
-    note="Not `and` as in the others: where the collector `training` fails, there is no state.",
+    why="For 5m: a collector that took too long at one scrape may answer at the next.",
+    note="Has `unless` where the others have `and`: if the collector `training` fails, there is no state.",
 )
 def failing(context: RuleContext) -> Iterator[Finding]:
     """A collector fails."""
@@ -163,13 +165,14 @@ def failing(context: RuleContext) -> Iterator[Finding]:
         for_="15m",
         summary="The exporter loses samples of run {{ $labels.run }}.",
         description=(
-            "{{ $value | humanizePercentage }} of the samples that were due were not taken or not delivered in the last 15 minutes."
+            "{{ $value | humanizePercentage }} of the samples due in the last 15 minutes were not taken or not delivered."
         ),
     ),
     first_steps=(
-        "Check whether torch_grad_exporter_errors_total rises. If not, metrics are right, only fewer; the log may have a warning."
+        "Check whether torch_grad_exporter_errors_total rises. If not, the metrics are right, only from fewer "
+        "samples; the log may have a warning."
     ),
-    why="A tenth of what was due. Some are lost where a loop does the unusual, and that does no harm.",
+    why="A tenth of what was due. Unusual loops lose some samples, and that does no harm.",
 )
 def skipping(context: RuleContext) -> Iterator[Finding]:
     """Samples that were due were lost."""
@@ -191,7 +194,7 @@ def skipping(context: RuleContext) -> Iterator[Finding]:
         """,
         for_="5m",
         summary="The exporter shows layers of run {{ $labels.run }} in groups.",
-        description="{{ $value }} layers are beyond its cap and are shown as part of a group.",
+        description="{{ $value }} layers exceed its cap (max_layers=) and are shown as part of a group.",
     ),
     first_steps="Leave layers out (include=, exclude=) or raise max_layers=.",
 )
@@ -207,16 +210,16 @@ RULES = (over_budget, blind, failing, skipping, folded)
 GROUP = Group(
     "exporter",
     "torch_grad_exporter_exporter_alerts",
-    "Alerts on the exporter itself: whether it costs too much, and whether it sees.",
+    "Alerts on the exporter itself: whether it costs too much, and whether it still sees the training.",
     (
         (
-            "Scrape with `honor_labels: true`. What each alert means and what to do: docs/runbook.md. Alerts carry `run`, and "
-            "`collector` where it is about one; never `rank`, `job` or `instance`: what ails the exporter of one rank mostly "
-            "ails them all."
+            "Scrape with `honor_labels: true`. docs/runbook.md says what each alert means and what to do. Alerts "
+            "carry `run`, and `collector` if they are about one; never `rank`, `job` or `instance`: a problem of "
+            "the exporter on one rank is mostly one on all ranks."
         ),
         (
-            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to ranks that go on; where '
-            "torch_train_state is not stored (metric_relabel_configs), nothing below fires."
+            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` restricts an alert to ranks that '
+            "go on. Where torch_train_state is not stored (metric_relabel_configs), no alert of this file fires."
         ),
     ),
     RULES,

@@ -73,22 +73,25 @@ SKIPPED = "skipped"
         keep_firing_for="1h",
         summary="Gradients of run {{ $labels.run }} are NaN or infinite.",
         description=(
-            "In the last minutes a step was taken on gradients that are not numbers, or most steps were skipped for such. "
-            "Which layers: run_layer:torch_grad_nonfinite_elements:increase5m."
+            "In the last minutes the optimizer took a step on gradients that are NaN or infinite, or most steps "
+            "were skipped because of such gradients. Affected layers: "
+            "run_layer:torch_grad_nonfinite_elements:increase5m."
         ),
     ),
     first_steps=(
-        "Stop the run and go back to a checkpoint from before the first such step; one written after it is worthless. Of "
-        "the layers named, look at the one nearest to the loss."
+        "Stop the run and go back to a checkpoint from before the first such step; one written after it is "
+        "worthless. Of the affected layers, look at the one nearest to the loss."
     ),
     why=(
-        "One step taken on NaN is enough. In its first 600 s a process counts as a whole: what came before the first "
-        "scrape, no increase shows. Skipped steps are how mixed precision works, until there are more of them than others, "
-        "and 20 in an hour: from its default of 2^16 a GradScaler has then come down to 2^-4."
+        "One step on NaN is enough. In the first 600 s of a process its whole count matters, since `increase` does "
+        "not show what came before the first scrape. Mixed precision skips steps by design. Skips are a fault once "
+        "there are more of them than steps, and 20 in an hour: from its default of 2^16 a GradScaler has then come "
+        "down to 2^-4."
     ),
     note=(
-        "Steps that are not sampled are not looked at: with a long interval it fires at the next sample, and a NaN in the "
-        "weights is in all samples from then on. The second half cannot fire where a step takes more than 5 minutes."
+        "The exporter reads sampled steps only. With a long interval the alert fires at the next sample; a NaN in "
+        "the weights is in all samples from then on. The condition on skipped steps cannot fire where a step takes "
+        "more than 5 minutes."
     ),
 )
 def nonfinite(context: RuleContext) -> Iterator[Finding]:
@@ -155,22 +158,22 @@ def _sum(table: Table, *, skipped: bool) -> float:
         """,
         summary="Gradients of run {{ $labels.run }} explode.",
         description=(
-            "Within 10 minutes the global norm, or the norms of a quarter of the layers, were at least three times beyond "
-            "6 sigma of their own past, or all samples were clipped to less than a hundredth."
+            "Within 10 minutes the global norm, or the norms of a quarter of the layers, exceeded 6 sigma of their "
+            "own past at least three times, or all samples were clipped to less than a hundredth."
         ),
     ),
     first_steps=(
-        "See what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go back to "
-        "a checkpoint from before the first spike."
+        "Check what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go "
+        "back to a checkpoint from before the first spike."
     ),
     why=(
-        "A spike, beyond 6 sigma and 3 times the median, may be a bad batch, three in 10 minutes are not. A quarter of the "
-        "layers: so many may explode without the global norm showing it, where others are larger. Of 12,000 samples of a "
-        "healthy demo in 10 minutes, up to 13 of a layer were such: so more than 0.01 of them have to be. In models with "
-        "up to 3 layers that is left out. Clipped to 0.01 at each sample for 10 minutes: the learning rate is then in fact "
-        "a hundredth."
+        "One spike, beyond 6 sigma and 3 times the median, may be a bad batch; three in 10 minutes are not. A "
+        "quarter of the layers: so many may explode without an effect on the global norm, where other layers are "
+        "larger. 0.01: of 12,000 samples of a healthy demo in 10 minutes, up to 13 of a layer were spikes, so more "
+        "than a hundredth of the samples have to be. Models with up to 3 layers are not judged by layer. Clipped to "
+        "0.01 at each sample for 10 minutes: the learning rate is then in fact a hundredth."
     ),
-    note="Cannot fire before 20 samples, nor where there are fewer than 3 samples in 10 minutes.",
+    note="Cannot fire before 20 samples, nor with fewer than 3 samples in 10 minutes.",
 )
 def exploding(context: RuleContext) -> Iterator[Finding]:
     """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
@@ -230,25 +233,24 @@ def _clipped(context: RuleContext) -> bool:
         unless on (run, layer) torch_grad_missing_parameters > 0
         """,
         for_="10m",
-        summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets next to no gradient.",
+        summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets almost no gradient.",
         description=(
             "For 15 minutes the norm of its gradient, now {{ $value | humanize }}, has been below a ten-millionth of the "
             "global norm. The layer learns nothing."
         ),
     ),
     first_steps=(
-        "Find the affected layer that is next to the output: the cause lies right behind it. Freeze a layer that is meant "
-        "to be idle."
+        "Find the affected layer nearest to the output: the cause lies directly behind it. Freeze a layer that is meant to be idle."
     ),
     why=(
-        "A ten-millionth of the global norm is what float32 rounds away (SageMaker Debugger's limit, which is absolute "
-        "there). 5 minutes for the largest to leave the window and 10 of `for` make 15."
+        "Float32 rounds away a ten-millionth of the global norm; SageMaker Debugger has this limit as an absolute "
+        "one. It takes 5 minutes until the largest sample leaves the window; with 10 minutes of `for` that is 15."
     ),
     note=(
-        "Of a sharded layer the largest part of a rank stands for the whole. Where the global norm is not known, as under "
-        "FSDP2 without observe(grad_norm=), the largest layer stands for it. Sums of squares would not do: beside what "
-        "they have added up so far, the square of a ten-millionth is lost. What a process that has ended left in its text "
-        "file does not count."
+        "For a sharded layer the largest part of a rank stands for the whole. Where the global norm is not known, "
+        "as under FSDP2 without observe(grad_norm=), the largest layer stands for it. Accumulated sums of squares "
+        "would not do: they round away the square of a ten-millionth. The text file of a process that has ended "
+        "does not count."
     ),
 )
 def vanishing(context: RuleContext) -> Iterator[Finding]:
@@ -278,8 +280,8 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         for_="30m",
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
         description=(
-            "{{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in all recent samples, for "
-            "30 minutes."
+            "For 30 minutes, {{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in "
+            "all recent samples."
         ),
     ),
     Alert(
@@ -291,16 +293,18 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         for_="30m",
         summary="Half of layer {{ $labels.layer }} of run {{ $labels.run }} is dead.",
         description=(
-            "{{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in all recent samples, for "
-            "30 minutes."
+            "For 30 minutes, {{ $value | humanizePercentage }} of its units have had a gradient of exactly zero in "
+            "all recent samples."
         ),
     ),
     first_steps=(
-        "See when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead rows of "
-        "an embedding are normal."
+        "Check when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead "
+        "rows of an embedding are normal."
     ),
-    why="From half of the units on it costs capacity, at nine tenths the layer passes next to nothing.",
-    note=("Cannot fire before 20 samples, nor for layers without output units, nor where one row of a weight is cut over ranks."),
+    why=("From half of the units on, the model loses capacity; at nine tenths the layer passes on almost nothing."),
+    note=(
+        "Cannot fire before 20 samples, nor for layers without output units, nor where one row of a weight is split across ranks."
+    ),
 )
 def dead(context: RuleContext) -> Iterator[Finding]:
     """Nine tenths of a layer's units are dead, or half of them."""
@@ -323,11 +327,11 @@ def dead(context: RuleContext) -> Iterator[Finding]:
         """,
         for_="15m",
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets no gradient.",
-        description="{{ $value }} of its parameters require a gradient and have got none for 15 minutes.",
+        description="{{ $value }} of its parameters require a gradient and have received none for 15 minutes.",
     ),
     first_steps="Follow the layer's output to the loss in the code. Freeze parameters that are not to be trained.",
-    why="For 15m, since experts may get no samples for a while.",
-    note="What a process that has ended left in its text file does not count.",
+    why="For 15m: an expert may get no training examples for a while.",
+    note="The text file of a process that has ended does not count.",
 )
 def without_gradient(context: RuleContext) -> Iterator[Finding]:
     """Parameters of a layer got no gradient."""
@@ -343,14 +347,15 @@ GROUP = Group(
     "Alerts on gradients.",
     (
         (
-            "Needs ranks.rules.yml beside it; scrape with `honor_labels: true`. What each alert means and what to do: "
-            "docs/runbook.md. Alerts carry `run`, and `layer` where it is about one; never `rank`, `job` or `instance`: the "
-            "ranks of a run share their gradients."
+            "Needs ranks.rules.yml in the same folder. Scrape with `honor_labels: true`. docs/runbook.md says what "
+            "each alert means and what to do. Alerts carry `run`, and `layer` if they are about one layer; never "
+            "`rank`, `job` or `instance`: the ranks of a run share their gradients."
         ),
         (
-            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to runs that go on; where '
-            'torch_train_state is not stored (metric_relabel_configs), nothing below fires. `state=~"training|evaluating"`: an '
-            "evaluation must not begin the `for` anew. A gauge may be NaN or Inf, for which `x < +Inf` is false: left out."
+            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` restricts an alert to runs that go on. '
+            "Where torch_train_state is not stored (metric_relabel_configs), no alert of this file fires. With "
+            '`state=~"training|evaluating"` an evaluation does not restart the `for`. `x < +Inf` leaves out gauges '
+            "that are NaN or Inf."
         ),
     ),
     RULES,

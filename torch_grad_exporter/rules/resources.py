@@ -45,12 +45,12 @@ USUAL = frozenset({"power", "sync_boost"})
         "Restart with a smaller batch or with checkpointed activations."
     ),
     why=(
-        "One is enough. In its first 600 s a process counts as a whole: the first step is where it happens, and before the "
-        "first scrape no increase shows it."
+        "One is enough. In the first 600 s of a process its whole count matters: failures are most likely at the "
+        "first step, and `increase` does not show what came before the first scrape."
     ),
     note=(
-        "Where the error ends the process, it is seen only if the end is: with `linger=` or `textfile_dir=`. So not silent "
-        "in `failed`."
+        "Where the error ends the process, Prometheus learns of it only if it sees the end: with `linger=` or "
+        "`textfile_dir=`. So the alert also fires in the state `failed`."
     ),
 )
 def out_of_memory(context: RuleContext) -> Iterator[Finding]:
@@ -73,13 +73,15 @@ def out_of_memory(context: RuleContext) -> Iterator[Finding]:
         and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
         """,
         summary="The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} is nearly used up.",
-        description="PyTorch holds {{ $value | humanizePercentage }} of it and has had to give cached memory back to go on.",
+        description="PyTorch holds {{ $value | humanizePercentage }} of it and had to release cached memory to go on.",
     ),
     first_steps=(
-        "If torch_cuda_memory_allocated_bytes rises from step to step, something is kept. Else reduce the batch, or "
-        "checkpoint activations, before the error comes."
+        "If torch_cuda_memory_allocated_bytes rises from step to step, the program keeps tensors. Otherwise reduce "
+        "the batch, or checkpoint activations, before an allocation fails."
     ),
-    why="The allocator keeps what it once had, so 95 % alone are normal: only with retries is it short.",
+    why=(
+        "The allocator keeps memory that it once had, so 95 % alone are normal; memory is short only if there are retries as well."
+    ),
 )
 def near_limit(context: RuleContext) -> Iterator[Finding]:
     """Nearly all of a device's memory is reserved, and that was not enough."""
@@ -103,15 +105,15 @@ def near_limit(context: RuleContext) -> Iterator[Finding]:
             "second try."
         ),
         description=(
-            "PyTorch's allocator had to give its cached memory back to the driver in the last 10 minutes. Each time the "
-            "training waits; an out-of-memory error may be next."
+            "PyTorch's allocator had to return its cached memory to the driver in the last 10 minutes. Each time "
+            "the training waits; an out-of-memory error may be next."
         ),
     ),
     first_steps=(
-        "With sizes that vary, try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or pad to a few sizes; else reduce the "
-        "batch. Some retries at the first steps do no harm."
+        "With varying sizes, try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or pad to a few sizes; otherwise "
+        "reduce the batch. Some retries at the first steps do no harm."
     ),
-    why="Each retry waits for the device and gives all cached memory back; torchtitan warns at the first.",
+    why="Each retry waits for the device and releases all cached memory; torchtitan warns at the first.",
 )
 def retries(context: RuleContext) -> Iterator[Finding]:
     """Allocations needed a second try."""
@@ -134,11 +136,12 @@ def retries(context: RuleContext) -> Iterator[Finding]:
         for_="15m",
         summary="The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} is fragmented.",
         description=(
-            "{{ $value | humanizePercentage }} of what PyTorch holds lies in free rests of blocks that are partly in use."
+            "{{ $value | humanizePercentage }} of the memory that PyTorch holds lies in free parts of blocks that "
+            "are partly in use."
         ),
     ),
     first_steps="Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or pad to a few sizes.",
-    why="With a third of the memory in rests of blocks, large tensors find no place long before it is full.",
+    why=("With a third of the memory in free parts of blocks, large tensors find no place long before the memory is full."),
 )
 def fragmented(context: RuleContext) -> Iterator[Finding]:
     """Much of the reserved memory lies in unused parts of blocks."""
@@ -158,17 +161,17 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
         and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
         """,
         for_="10m",
-        summary=("{{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} is held down ({{ $labels.reason }})."),
+        summary=("{{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} is throttled ({{ $labels.reason }})."),
         description=(
-            "GPU {{ $labels.uuid }} has run below its clocks for {{ $value | humanizePercentage }} of the time. In a "
-            "synchronous job all ranks wait for it."
+            "The driver has throttled GPU {{ $labels.uuid }} for {{ $value | humanizePercentage }} of the time. In "
+            "a synchronous job all ranks wait for it."
         ),
     ),
     first_steps=(
         "Compare its temperature and clocks with those of other GPUs of the host: all warm means the host or the room, one "
         "warm means the card."
     ),
-    why="A tenth of the time. Not for `power` and `sync_boost`: that is how a GPU works at its limit, day in, day out.",
+    why=("A tenth of the time. `power` and `sync_boost` do not count: they are normal for a GPU under full load."),
 )
 def throttled(context: RuleContext) -> Iterator[Finding]:
     """A GPU's clocks are held down, for other reasons than usual."""
@@ -193,9 +196,10 @@ def throttled(context: RuleContext) -> Iterator[Finding]:
         description=("GPU {{ $labels.uuid }} has had uncorrected memory errors in the last hour. Results since then may be wrong."),
     ),
     first_steps=(
-        "Take the run off this GPU and go back to a checkpoint from before. If errors come back after a reset, replace the card."
+        "Take the run off this GPU and go back to a checkpoint from before the errors. If errors come back after a "
+        "reset, replace the card."
     ),
-    why="Uncorrected errors mean wrong numbers; an hour, so that it is seen though the run goes on.",
+    why="Uncorrected errors mean wrong numbers. 1h: the alert stays visible while the run goes on.",
 )
 def ecc_errors(context: RuleContext) -> Iterator[Finding]:
     """A GPU's memory had errors that were not corrected."""
@@ -217,18 +221,18 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
         for_="15m",
         summary="{{ $labels.device }} of rank {{ $labels.rank }} of run {{ $labels.run }} is idle most of the time.",
         description=(
-            "GPU {{ $labels.uuid }} has been busy for {{ $value | humanizePercentage }} of the last minutes, though the "
-            "run is training."
+            "GPU {{ $labels.uuid }} has been busy for {{ $value | humanizePercentage }} of the last 5 minutes, "
+            "although the run is training."
         ),
     ),
     first_steps=(
-        "See where the time of a step goes; more DataLoader workers, larger batches and torch.compile are the usual remedies."
+        "Check where the time of a step goes; more DataLoader workers, larger batches and torch.compile are the usual remedies."
     ),
     why=(
-        "Over 15 minutes, which evaluations and checkpoints do not fill. Within 10 minutes there was training: a longer "
-        "evaluation may leave the GPU idle."
+        "For 15m: evaluations and checkpoints do not take that long. 10m: the run must have trained in the last 10 "
+        "minutes, since a longer evaluation may leave the GPU idle."
     ),
-    note="MIG devices have no utilisation: it cannot fire for them.",
+    note="MIG devices report no utilisation, so it cannot fire for them.",
 )
 def underused(context: RuleContext) -> Iterator[Finding]:
     """A GPU is idle most of the time though the run trains. Only after five whole minutes: at the start every GPU is idle."""
@@ -261,17 +265,18 @@ def underused(context: RuleContext) -> Iterator[Finding]:
         for_="5m",
         summary="Host {{ $labels.host }} of run {{ $labels.run }} is running out of memory.",
         description=(
-            "{{ $value | humanizePercentage }} of the memory of the container, or of the host where there is no limit, are "
-            "in use. At 100 % the kernel kills processes."
+            "{{ $value | humanizePercentage }} of the memory of the container, or of the host where there is no "
+            "limit, is in use. At 100 % the kernel kills processes."
         ),
     ),
     first_steps=(
-        "Compare process_resident_memory_bytes and torch_process_children_memory_bytes over the last hours. If memory is "
-        "nearly gone, write a checkpoint now; if workers grow, use fewer."
+        "Compare process_resident_memory_bytes and torch_process_children_memory_bytes over the last hours. If "
+        "memory is nearly gone, write a checkpoint now; if the workers grow, use fewer of them."
     ),
-    why="The kernel ends processes at 100 %; workers that start, or a checkpoint that is copied, fill the last tenth.",
+    why=("The kernel kills processes at 100 %. Workers that start, or a checkpoint that is copied, fill the last tenth."),
     note=(
-        "Once per host or container, however many ranks it has. The container's limit where there is one, else the host's memory."
+        "Fires once per host or container, however many ranks run there. It judges by the container's limit where "
+        "there is one, else by the host's memory."
     ),
 )
 def memory(context: RuleContext) -> Iterator[Finding]:
@@ -296,15 +301,15 @@ GROUP = Group(
     "Alerts on memory, GPUs and hosts.",
     (
         (
-            "Scrape with `honor_labels: true`. What each alert means and what to do: docs/runbook.md. Alerts carry `run`, and "
-            "`rank` and `device`, or `host`, as it is about one; never `job` or `instance`, so that a process which two jobs "
-            "scrape pages once."
+            "Scrape with `honor_labels: true`. docs/runbook.md says what each alert means and what to do. Alerts "
+            "carry `run` and, depending on what they are about, `rank` and `device`, or `host`; never `job` or "
+            "`instance`, so that a process that two jobs scrape pages once."
         ),
         (
-            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to ranks that go on; where '
-            "torch_train_state is not stored (metric_relabel_configs), nothing below fires. What the device or its driver does "
-            "not tell is absent: torch_cuda_* before the program has used a device, torch_gpu_* without NVML or nvidia-ml-py. "
-            "What rests on it cannot fire then."
+            '`and on (run, rank) torch_train_state{state!~"finished|failed"} == 1` restricts an alert to ranks that '
+            "go on. Where torch_train_state is not stored (metric_relabel_configs), no alert of this file fires. "
+            "Metrics that the device or its driver does not report are absent, and the alerts on them cannot fire: "
+            "torch_cuda_* before the program has used a device, torch_gpu_* without NVML or nvidia-ml-py."
         ),
     ),
     RULES,

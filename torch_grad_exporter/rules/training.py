@@ -53,21 +53,23 @@ FED = 0.5
         """,
         for_="2m",
         summary="Run {{ $labels.run }} has failed.",
-        description="An exception ended {{ $value }} of its ranks within the last hour, and none has been started since.",
+        description=(
+            "An exception ended {{ $value }} of its ranks within the last hour, and no process of the run has been started since."
+        ),
     ),
     first_steps=(
         "Read the log of the rank that failed first: the one with the oldest torch_train_last_activity_timestamp_seconds. "
         "Check that metrics were sound until the end, then start again from the last checkpoint."
     ),
     why=(
-        "A failure is news for an hour, also where the process was seen once and has gone. The 600 s stand for the first "
-        "activity of a process that failed before it had any, while other ranks may still be starting. For 2m: a run that "
-        "is started again by then needs no person."
+        "1h: the alert reports a failure for an hour, also where the process has gone after a single scrape. 600 s: "
+        "a process that failed before its first activity counts as active until 600 s after its start, while other "
+        "ranks may still be starting. For 2m: a run that restarts by then needs no person."
     ),
     note=(
-        "Nothing of the run has been started since the failure: an elastic restart is none of it. Cannot fire where the "
-        "state `failed` never reaches Prometheus: without `linger=`, `textfile_dir=` or a push it does not; then "
-        "TrainingTargetDown does."
+        "Requires that no process of the run has started since the failure, so an elastic restart does not fire it. "
+        "Cannot fire where the state `failed` never reaches Prometheus: that takes `linger=`, `textfile_dir=` or a "
+        "push. Without them TrainingTargetDown fires."
     ),
 )
 def failed(_context: RuleContext) -> Iterator[Finding]:
@@ -92,19 +94,19 @@ def failed(_context: RuleContext) -> Iterator[Finding]:
         keep_firing_for="30m",
         summary="The loss of run {{ $labels.run }} is NaN or infinite.",
         description=(
-            "A loss that was observed in the last minutes is not a number. Unless these steps are skipped, the weights are "
-            "lost, and all steps from here on are wasted."
+            "A loss observed in the last minutes is NaN or infinite. Unless the loop skips such steps, the weights "
+            "are lost, and all further steps are wasted."
         ),
     ),
     first_steps=(
-        "See whether it goes on. One such loss with finite gradients is a bad batch or a skipped step; else stop the run "
-        "and go back to a checkpoint."
+        "Check whether it continues. One such loss with finite gradients is a bad batch or a skipped step; "
+        "otherwise stop the run and go back to a checkpoint."
     ),
     why=(
-        "One is enough, the weights are next. In its first 600 s a process counts as a whole: what came before the first "
-        "scrape, no increase shows."
+        "One is enough: the weights are next. In the first 600 s of a process its whole count matters, since "
+        "`increase` does not show what came before the first scrape."
     ),
-    note="Cannot fire where no loss is observed: `exporter.observe(loss=...)`, or a model that returns it.",
+    note=("Cannot fire where no loss is observed: that takes `exporter.observe(loss=...)`, or a model that returns its loss."),
 )
 def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
@@ -143,27 +145,28 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
         )
         and on (run) torch_train_state{state=~"training|evaluating"} == 1
         """,
-        summary="Run {{ $labels.run }} stands still.",
+        summary="Run {{ $labels.run }} has stalled.",
         description=(
-            "No rank has done a forward, a backward or a step for {{ $value | humanizeDuration }}, much longer than any "
-            "pause of the last day. The processes are alive and answer scrapes."
+            "No rank has run a forward, a backward or a step for {{ $value | humanizeDuration }}, much longer than "
+            "any pause of the last day. The processes are alive and answer scrapes."
         ),
     ),
     first_steps=(
-        "Find the rank with the oldest torch_train_last_activity_timestamp_seconds, and see with py-spy dump where its "
-        "process stands. Then restart from the last checkpoint."
+        "Find the rank with the oldest torch_train_last_activity_timestamp_seconds, and run py-spy dump on its "
+        "process to see where it hangs. Then restart from the last checkpoint."
     ),
     why=(
-        "5 x the slowest of the last 128 steps, as NVIDIA's resiliency extension has for hangs; 300 s spare the short "
-        "pauses of runs with short steps. No more than 1800 s of that: one pause of half an hour must not hide a hang for "
-        "hours. 1.5 x the slowest of a day: a checkpoint that takes minutes is known once it was seen. 1800 s while a rank "
-        "evaluates, for evaluations that do not go through the forward of the root module."
+        "5 x the slowest of the last 128 steps: NVIDIA's resiliency extension uses this factor for hangs. 300 s "
+        "spare the short pauses of runs with short steps. 1800 s cap that factor: one pause of half an hour must "
+        "not hide a hang for hours. 1.5 x the slowest step of a day: a checkpoint that takes minutes is known after "
+        "its first time. 1800 s while a rank evaluates: some evaluations do not call the forward of the root "
+        "module."
     ),
     note=(
-        "The run as a whole: if one rank hangs, the others soon wait for it. It must have been silent for longer than each "
-        "of four times, of which those that are not known do not count. Until there were two steps, the time up to the "
-        "first stands for the slowest one; before the first, as in an evaluation that checks whether all works, nothing "
-        "does."
+        "Judges the run as a whole: if one rank hangs, the others soon wait for it. The run must have been silent "
+        "for longer than each of four limits; limits that are not known do not count. Before the second step, the "
+        "time from the start to the first step stands for the slowest step. Before the first step, as in a sanity "
+        "check by an evaluation, that limit is not known."
     ),
 )
 def stalled(context: RuleContext) -> Iterator[Finding]:
@@ -192,14 +195,14 @@ def stalled(context: RuleContext) -> Iterator[Finding]:
         unless on (run) torch_train_state{state=~"training|evaluating"} == 1
         """,
         summary="Run {{ $labels.run }} has not made its first step.",
-        description=("The exporter was started {{ $value | humanizeDuration }} ago and has seen no optimizer step on any rank."),
+        description=("The exporter started {{ $value | humanizeDuration }} ago and has counted no optimizer step on any rank."),
     ),
     first_steps=(
-        "Read the run's log. If torch_train_backward_passes_total rises, training is under way and its steps are not seen; "
-        "if not, see with py-spy dump where the processes stand."
+        "Read the run's log. If torch_train_backward_passes_total rises, the training runs and the exporter does "
+        "not see its steps; if not, run py-spy dump to see where the processes hang."
     ),
     why="20 minutes for loading, compiling and the first step, as in SageMaker Debugger's rules.",
-    note="A hang in an evaluation before the first step is none of it: that is TrainingStalled.",
+    note="TrainingStalled covers a hang in an evaluation before the first step.",
 )
 def never_started(context: RuleContext) -> Iterator[Finding]:
     """There was no step yet."""
@@ -217,14 +220,14 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
         max by (run) (increase(torch_train_loss_spikes_total[10m])) >= 3
         and on (run) torch_train_state{state!~"finished|failed"} == 1
         """,
-        summary="The loss of run {{ $labels.run }} jumps.",
-        description="At least three losses in 10 minutes lay more than 6 sigma over the median of the last 128.",
+        summary="The loss of run {{ $labels.run }} spikes.",
+        description="At least three losses in 10 minutes were more than 6 sigma above the median of the last 128.",
     ),
     first_steps=(
         "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
         "and skip the data in between, or lower the learning rate."
     ),
-    why="One spike beyond 6 sigma is a bad batch, three in 10 minutes are a trend (6 sigma over 128 steps as in OLMo-core).",
+    why=("One spike beyond 6 sigma is a bad batch; three in 10 minutes are a trend. OLMo-core uses 6 sigma over 128 steps."),
     note="Cannot fire where no loss is observed, nor before 20 losses.",
 )
 def loss_spikes(context: RuleContext) -> Iterator[Finding]:
@@ -250,8 +253,8 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
         keep_firing_for="5m",
         summary="Run {{ $labels.run }} waits for its data.",
         description=(
-            "{{ $value | humanizePercentage }} of the training time go into waiting for the DataLoader, on the rank that "
-            "waits longest."
+            "On the rank that waits longest, {{ $value | humanizePercentage }} of the training time goes into "
+            "waiting for the DataLoader."
         ),
     ),
     Alert(
@@ -267,19 +270,19 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
         keep_firing_for="5m",
         summary="Run {{ $labels.run }} waits for its data most of the time.",
         description=(
-            "{{ $value | humanizePercentage }} of the training time go into waiting for the DataLoader, on the rank that "
-            "waits longest."
+            "On the rank that waits longest, {{ $value | humanizePercentage }} of the training time goes into "
+            "waiting for the DataLoader."
         ),
     ),
     first_steps=(
-        "If torch_process_children_cpu_seconds_total rises by a second per second and worker, add workers or cores; if it "
-        "hardly rises, the workers wait for storage."
+        "If torch_process_children_cpu_seconds_total rises by about one second per second and worker, add workers "
+        "or cores; if it hardly rises, the workers wait for storage."
     ),
     why=(
-        "A fifth of the time is worth more workers, half of it is a machine that stands idle. A GPU that is busy for half "
-        "of the time or more does not wait for data."
+        "At a fifth of the time more workers pay off; at half of it the machine stands idle. A GPU that is busy for "
+        "at least half of the time does not wait for data."
     ),
-    note="Cannot fire without `exporter.watch_loader`, nor on GPUs, where phases are not known: there see GpuUnderused.",
+    note=("Cannot fire without `exporter.watch_loader`, nor on GPUs, where phases are not known: there see GpuUnderused."),
 )
 def starvation(context: RuleContext) -> Iterator[Finding]:
     """Much of the time is spent waiting for data, and no GPU is in use meanwhile."""
@@ -314,23 +317,23 @@ TRAINING_TARGET_DOWN = server_rule(
         for_="2m",
         summary="Processes of run {{ $labels.run }} do not answer.",
         description=(
-            "{{ $value }} ranks that were running cannot be scraped any more: they were killed, their host is gone, or the "
-            "network is."
+            "Prometheus can no longer scrape {{ $value }} ranks that were running: they were killed, or their host "
+            "or the network is down."
         ),
     ),
     first_steps=(
-        'See which targets have up == 0 and whether their processes run. If not, check the scheduler and dmesg for "Out of '
-        'memory"; if so, open /metrics from the Prometheus host.'
+        "Check which targets have up == 0 and whether their processes run. If not, check the scheduler and dmesg "
+        'for "Out of memory"; if they run, open /metrics from the Prometheus host.'
     ),
     why=(
-        "A death is news for an hour: a fixed target of a run that is over stays down permanently. For 2m, since one "
-        "scrape may fail."
+        "1h: the alert reports a death for an hour, since a fixed target of a finished run stays down permanently. "
+        "For 2m: one scrape may fail."
     ),
     note=(
-        "Not for ranks that an elastic restart has left out: the run has all that it needs. A target that was down from "
-        "the first is unknown, and so silent. With fixed targets a run that ended looks like one that died, unless "
-        "`linger=` shows its end; so it is for an hour after the target was last up. The last scrape may lie between two "
-        "evaluations of the rules."
+        "Does not fire for ranks that an elastic restart has left out: the run has all ranks that it needs. Does "
+        "not fire for a target that was down from the start: nothing is known of it. With fixed targets a clean end "
+        "looks like a death for an hour after the target was last up, unless `linger=` shows the end. The last "
+        "scrape may lie between two evaluations of the rules."
     ),
 )
 
@@ -359,26 +362,26 @@ TRAINING_PUSH_STOPPED = server_rule(
         )
         """,
         for_="2m",
-        summary="Processes of run {{ $labels.run }} push no more.",
+        summary="Processes of run {{ $labels.run }} no longer push.",
         description=(
-            "{{ $value }} ranks that were running have pushed nothing for 5 minutes: they were killed, their host is gone, "
-            "or the receiver is."
+            "{{ $value }} ranks that were running have pushed nothing for 5 minutes: they were killed, or their "
+            "host or the receiver is down."
         ),
     ),
     first_steps=(
-        "Check whether the processes run; torch_train_info says on which hosts they were. If they do, their log says why a "
+        "Check whether the processes run; torch_train_info names their hosts. If they run, their log says why a "
         "push failed. If it fires for several runs at once, check the receiver first."
     ),
     why=(
-        "Three exports of the usual 60 s have not come, and with for 2m no two more: 5 minutes, before TrainingStalled "
-        "fires for the ranks that wait for this one. for 2m, since after an outage of the store no run has pushed for "
-        "minutes. 600 s as in TrainingFailed, and an hour as there."
+        "3m: three exports at the usual 60 s are missing, and with for 2m two more. That is 5 minutes, before "
+        "TrainingStalled fires for the ranks that wait for this one. For 2m also because after an outage of the "
+        "store no run has pushed for minutes. 600 s and 1h as in TrainingFailed."
     ),
     note=(
-        "A process without `up` is pushed: a scraped series goes with its `up` or before it. There is no mark for the end "
-        "of a series that is pushed, so it has to be silent for a while. Of each rank the newest process, and nothing of "
-        "the run was started since it was last active: its next life pushes as another instance, or under the same name, "
-        "with the activity of the one before."
+        "A process without `up` is one that pushes: a scraped series ends with its `up` or before it. A pushed "
+        "series has no mark for its end, so it has to be silent for a while. Only the newest process of each rank "
+        "counts, and only if no process of the run was started since it was last active: a restarted process pushes "
+        "as another instance, or under the same name with the activity of the one before."
     ),
 )
 
@@ -393,12 +396,16 @@ TRAINING_RANK_MISSING = server_rule(
         """,
         for_="10m",
         summary="Prometheus does not see all ranks of run {{ $labels.run }}.",
-        description=("It sees {{ $value }}, and the run has more by its own account. What happens on the others goes unnoticed."),
+        description=(
+            "Prometheus sees {{ $value }} ranks, fewer than the run reports (torch_train_world_size). What happens "
+            "on the others goes unnoticed."
+        ),
     ),
     first_steps=(
-        "See which ranks are there with count by (rank) (torch_train_state), and look at the targets and the logs of the others."
+        "List the ranks that are there with count by (rank) (torch_train_state), and look at the targets and the "
+        "logs of the others."
     ),
-    why="For 10m, while ranks start and end one after another.",
+    why="For 10m: ranks start and end one after another.",
 )
 
 
@@ -414,12 +421,12 @@ LOSS_NOT_IMPROVING = server_rule(
         """,
         for_="30m",
         summary="The loss of run {{ $labels.run }} no longer falls.",
-        description="Its mean over the last 6 hours, {{ $value | humanize }}, is not below that of the 6 hours before.",
+        description=("Its mean over the last 6 hours, {{ $value | humanize }}, is not below the mean of the 6 hours before."),
     ),
     first_steps=("Look at the loss on validation data and at the learning rate, and decide whether the run is worth its machines."),
     why=(
-        "Two windows of 6 h, each with at least nine tenths of the values of the other: half an hour without a Prometheus "
-        "is no reason to be silent, a run that is younger is."
+        "Two windows of 6 h, each with at least nine tenths of the values of the other: half an hour without "
+        "Prometheus does not silence the alert, a run that is too young does."
     ),
     note="Cannot fire where no loss is observed, nor in the first 12 hours.",
 )
@@ -438,17 +445,18 @@ THROUGHPUT_REGRESSION = server_rule(
         """,
         for_="15m",
         summary="Run {{ $labels.run }} has become slower.",
-        description="In the last 15 minutes it got less than 80 % as much done as in the hour before.",
+        description="Its throughput of the last 15 minutes is below 80 % of that in the hour before.",
     ),
     first_steps=(
-        "See which phase of the step has grown, and whether one rank has. Compare clocks, temperatures and storage with "
-        "the hour before."
+        "Check which phase of the step takes longer, and whether one rank does. Compare clocks, temperatures and "
+        "storage with the hour before."
     ),
     why=(
-        "A fifth less than in the hour before is more than the noise of data and network. 4500 s: the 15 minutes and the "
-        "hour before them lie in one life of the process. 900 s x rate: with less than 10 steps in 15 minutes one step "
-        "more or less would alarm; so it cannot fire where steps take more than 90 s. 0.3: evaluations of up to 4.5 of the "
-        "15 minutes leave them before `for` is over, longer ones say nothing about the speed of training."
+        "A drop of a fifth is more than the noise of data and network. 4500 s: the 15 minutes and the hour before "
+        "them lie in one life of the process. 900 s x rate: with fewer than 10 steps in 15 minutes, one step more "
+        "or less would fire the alert; so it cannot fire where steps take more than 90 s. 0.3: evaluations of up to "
+        "4.5 of the 15 minutes leave the window before `for` is over; longer ones say nothing about the speed of "
+        "training."
     ),
     note=(
         "A checkpoint of up to 6 minutes leaves the 15 minutes before `for` is over. Cannot fire where evaluations take "
@@ -469,14 +477,14 @@ STRAGGLER_RANK = server_rule(
         keep_firing_for="10m",
         summary="Rank {{ $labels.rank }} of run {{ $labels.run }} slows the others down.",
         description=(
-            "Without the waiting for others its steps take {{ $value | humanize }} times as long as those of the median rank."
+            "Without waiting for others, its steps take {{ $value | humanize }} times as long as those of the median rank."
         ),
     ),
     first_steps=(
-        "Compare its processors, throttling and host time with those of another rank. If the slowness moves with the host, "
-        "take the host out; if it stays with the rank, it is the data."
+        "Compare its processors, throttling and host time with those of another rank. If the slowness moves with "
+        "the host, take the host out; if it stays with the rank, the data is the cause."
     ),
-    why="NVIDIA's straggler score of 0.75, turned round: its time over the median of all.",
+    why="NVIDIA's straggler score of 0.75, inverted: the rank's time over the median of all ranks.",
     note="Cannot fire on CUDA and under FSDP2, where no rank's own time is known: see ranks.rules.yml.",
 )
 
@@ -494,15 +502,15 @@ RANK_DESYNC = server_rule(
         """,
         for_="2m",
         summary="Rank {{ $labels.rank }} of run {{ $labels.run }} makes no steps while others do.",
-        description="Its last step is {{ $value | humanizeDuration }} behind the last one of the run.",
+        description="Its last step is {{ $value | humanizeDuration }} older than the last step of the run.",
     ),
     first_steps=(
-        "See with py-spy dump on its host where the process stands. If it hangs, end it, so that the run fails or restarts now."
+        "Run py-spy dump on its host to see where the process stands. If it hangs, end it, so that the run fails or restarts now."
     ),
-    why="Ten minutes without a step while others step, as in prime-rl.",
+    why="Ten minutes without a step while other ranks step, as in prime-rl.",
     note=(
-        "By the times of the last steps, not by counters: those of two scrapes differ by themselves. Where all hang, as "
-        "they do when they wait for each other, no rank is behind, and TrainingStalled fires."
+        "Compares the times of the last steps, not counters: counters of two scrapes differ by themselves. Where "
+        "all ranks hang because they wait for each other, no rank is behind, and TrainingStalled fires."
     ),
 )
 
@@ -515,26 +523,26 @@ TRAINING_RESTARTING = server_rule(
         max by (run) (changes(max by (run, rank) (max_over_time(torch_train_start_timestamp_seconds[10m]))[1h:1m])) >= 3
         and on (run) last_over_time(torch_train_state{state!="finished"}[10m]) == 1
         """,
-        summary="Run {{ $labels.run }} is restarted again and again.",
+        summary="Run {{ $labels.run }} restarts again and again.",
         description=(
-            "A process of one of its ranks was replaced by a new one {{ $value }} times within the last hour. What was "
-            "done since the last checkpoint is lost each time."
+            "On one of its ranks, a new process replaced the one before {{ $value }} times within the last hour. "
+            "Each time the work since the last checkpoint is lost."
         ),
     ),
     first_steps=(
-        "See whether its processes end at the same step: then it is the program or its data, and the log of the first rank "
-        "to end has the cause. Else look for a host that is the same each time."
+        "Check whether its processes end at the same step. If so, the cause is the program or its data: read the "
+        "log of the first rank to end. Otherwise look for a host that is the same each time."
     ),
     why=(
-        "A preemption or a lost node is one restart or two, three within the hour are a loop. 10 minutes bridge the time "
-        "between two processes, Kubernetes' longest back-off of 5 minutes included, and end the alert when no process "
-        "starts any more. By the minute, as rules are evaluated."
+        "A preemption or a lost node means one or two restarts; three within an hour are a loop. 10 minutes bridge "
+        "the gap between two processes, Kubernetes' longest back-off of 5 minutes included, and end the alert when "
+        "processes no longer start. 1m: rules are evaluated each minute."
     ),
     note=(
-        "A loop of crashes, of which each is mended within minutes, so that no other alert fires. The newest process of "
-        "each rank in 10 minutes: it may come back on another host, two jobs may scrape it, and the text file of an "
-        "earlier one must not count while none is there. Cannot fire where processes run for less than the time between "
-        "two scrapes."
+        "Detects a loop of crashes, each of which is repaired within minutes, so that no other alert fires. Takes "
+        "the newest process of each rank in 10 minutes: a process may come back on another host, two jobs may "
+        "scrape it, and the text file of an earlier process must not count while no process runs. Cannot fire where "
+        "processes run for less than the time between two scrapes."
     ),
 )
 
@@ -562,16 +570,16 @@ GROUP = Group(
     "Alerts on the progress of a training run.",
     (
         (
-            "Needs training.rules.yml and ranks.rules.yml in the same folder; scrape with `honor_labels: true`. What each "
-            "alert means and what to do: docs/runbook.md. Alerts carry `run`, and `rank` where it is about one; never `job` or "
-            "`instance`, so that a run which two jobs scrape, or whose ranks have moved, pages once. To have a label of your "
-            "own on them, add it to the `by (run)` of the alert."
+            "Needs training.rules.yml and ranks.rules.yml in the same folder. Scrape with `honor_labels: true`. "
+            "docs/runbook.md says what each alert means and what to do. Alerts carry `run`, and `rank` if they are "
+            "about one rank; never `job` or `instance`, so that a run that two jobs scrape, or whose ranks have "
+            "moved, pages once. To have a label of your own on an alert, add it to its `by (run)`."
         ),
         (
-            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` keeps an alert to runs that go on: a rate over 5 '
-            'minutes lives on for 5 minutes after the run. `state=~"training|evaluating"`: an evaluation must not end an '
-            "alert, nor begin its `for` anew. Where torch_train_state is not stored (metric_relabel_configs), nothing below "
-            "fires."
+            '`and on (run) torch_train_state{state!~"finished|failed"} == 1` restricts an alert to runs that go on: '
+            'a rate over 5 minutes outlives the run by 5 minutes. With `state=~"training|evaluating"` an evaluation '
+            "neither ends an alert nor restarts its `for`. Where torch_train_state is not stored "
+            "(metric_relabel_configs), no alert of this file fires."
         ),
     ),
     RULES,

@@ -1,0 +1,74 @@
+"""What README and docs show to be copied is what the programs take."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.support.tools import REPOSITORY
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.cli import main as cli
+
+PAGES = [
+    REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/live.md", "examples/README.md")
+]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The blocks of code of a page in one of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def lines(program: str) -> list[list[str]]:
+    """The arguments of each call of a program that a page shows."""
+    texts = (line for page in PAGES for text in blocks(page, "sh", "") for line in text.splitlines())
+    return [words[1:] for line in texts if (words := shlex.split(line, comments=True)) and words[0] == program]
+
+
+def test_every_command_is_one_that_the_program_takes() -> None:
+    """Each `torch-grad-exporter ...` of a page passes the program's parser, and all three commands are among them."""
+    assert {type(cli.parse(arguments)).__module__.rpartition(".")[2] for arguments in lines("torch-grad-exporter")} == {
+        "demo", "assets", "plot",
+    }  # fmt: skip
+
+
+def test_every_target_is_in_the_makefile() -> None:
+    """Each `make TARGET` of a page is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {word for arguments in lines("make") for word in arguments if "=" not in word}
+    assert {"test", "help"} <= named <= targets
+
+
+def test_every_extra_is_declared() -> None:
+    """Each `pip install '.[extra]'` of a page names an extra of the package."""
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = re.findall(r"pip install '\.\[(\w+)\]'", "".join(page.read_text(encoding="utf-8") for page in PAGES))
+    assert set(named) == {"demo", "gpu", "web", "grpc", "plot"} <= set(declared)
+
+
+@pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
+def test_python_and_yaml_are_sound(page: Path) -> None:
+    """Each block of Python compiles, and each block of YAML loads; scrape configurations keep the exporter's own labels."""
+    for text in blocks(page, "python"):
+        ast.parse(text)
+    for text in blocks(page, "yaml"):
+        assert all(job["honor_labels"] for job in yaml.safe_load(text).get("scrape_configs", ()))
+
+
+def test_the_one_line_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's block of Python starts an exporter on a model."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_ADDR", "127.0.0.1")
+    names: dict[str, object] = {"model": torch.nn.Linear(2, 2)}
+    exec(blocks(REPOSITORY / "README.md", "python")[0], names)  # noqa: S102 - what a user copies
+    exporter = names["exporter"]
+    assert isinstance(exporter, Exporter)
+    with exporter:
+        assert exporter.url is not None
