@@ -88,8 +88,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (f"outputs.http.{room}" for room in (
-            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "rate_limit", "server", "tls",
-            "web_config", "web_settings", "web_yaml", "yaml_nodes",
+            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "server", "tls",
+            "web_config", "web_yaml",
         )),
         "the server's own threads, in which nothing of the training runs; clients try them in tests of their own",
     ),

@@ -164,7 +164,7 @@ AGGREGATION = (
 OUTPUTS = (
     Fault(
         "a refused request fills the bucket",
-        "outputs/http/rate_limit.py",
+        "outputs/http/admission.py",
         "            self._counted_at = now\n            if self._tokens < 1.0:\n",
         "            if self._tokens < 1.0:\n",
         ("outputs/http/test_web_config.py", "outputs/http/test_basic_auth.py"),

@@ -21,7 +21,7 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
-from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.torch_compat import has_scale
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -134,6 +134,6 @@ def checked_web_config(settings: Settings, arguments: Mapping[str, object]) -> W
     if not settings.web_config_file:
         return None
     try:
-        return load_web_config(settings.web_config_file)
+        return WebConfigFile(settings.web_config_file)
     except ValueError as error:
         raise ValueError(f"{source(arguments, 'web_config_file')}={settings.web_config_file!r}: {error}") from error

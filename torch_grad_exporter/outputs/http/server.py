@@ -15,7 +15,6 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
-from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
 from torch_grad_exporter.outputs.http.connection import Connection
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
 from torch_grad_exporter.outputs.http.listener import is_loopback, open_listener
@@ -66,7 +65,7 @@ class MetricsServer:
             targets=targets,
             page=page,
             on_error=on_error,
-            refusal=None if web_config is None else _admission(web_config, clock).refusal,
+            refusal=None if web_config is None else Admission(web_config, clock).refusal,
         )
         listener = open_listener(addr, ports)
         self.port: int = listener.getsockname()[1]
@@ -147,7 +146,3 @@ class MetricsServer:
                 self._web_config.reload(self._on_error)
         finally:
             self._loop.begin(connection)
-
-
-def _admission(web_config: WebConfigFile, clock: Callable[[], float]) -> Admission:
-    return Admission(lambda: web_config.current.settings, auth=BasicAuth(clock=clock), clock=clock)
