@@ -42,7 +42,7 @@ LEFT_OUT = {
     "cli.main": "a program of its own",
     "cli.demo": "a program of its own",
     **dict.fromkeys(
-        ("config.arguments", "config.checked", "config.checks", "config.kinds", "config.option", "config.settings"),
+        ("config.checked", "config.kinds", "config.option", "config.settings"),
         "wrong options raise before the training",
     ),
     "distributed.identity": "read at the start only",
