@@ -187,8 +187,8 @@ OUTPUTS = (
     Fault(
         "times that were moved are not new",
         "outputs/live/history.py",
-        "        self._whole.at[:, 0] += seconds\n        self._moved = self.count\n",
-        "        self._whole.at[:, 0] += seconds\n",
+        '        self._whole["at"][:, 0] += seconds\n        self._moved = self.count\n',
+        '        self._whole["at"][:, 0] += seconds\n',
         ("outputs/live/test_history.py",),
         ("outputs/live/test_live.py",),
     ),
