@@ -18,30 +18,7 @@ from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
-from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_ALLOCATED, CUDA_MEMORY_RESERVED
-from torch_grad_exporter.collectors.exporter import EXPORTER_OVERHEAD_RATIO
-from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
-from torch_grad_exporter.collectors.gradients import (
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_CLIPPED_STEPS,
-    GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
-    GRAD_NONFINITE_STEPS,
-)
-from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE
-from torch_grad_exporter.collectors.process import PROCESS_CPU_SECONDS, PROCESS_RESIDENT_MEMORY
-from torch_grad_exporter.collectors.training import (
-    TRAIN_EPOCH,
-    TRAIN_LAST_STEP_TIMESTAMP,
-    TRAIN_LEARNING_RATE,
-    TRAIN_LOSS,
-    TRAIN_SAMPLES,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_SLOWEST_STEP,
-    TRAIN_STATE,
-    TRAIN_STEPS,
-    TRAIN_TOKENS,
-)
+from torch_grad_exporter.collectors import cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
@@ -49,29 +26,29 @@ from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 
 SPECS = (
-    GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_NONFINITE_STEPS,
-    GRAD_CLIPPED_STEPS,
-    TRAIN_STATE,
-    TRAIN_STEPS,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_SAMPLES,
-    TRAIN_TOKENS,
-    TRAIN_LOSS,
-    TRAIN_EPOCH,
-    TRAIN_LEARNING_RATE,
-    TRAIN_SLOWEST_STEP,
-    TRAIN_LAST_STEP_TIMESTAMP,
-    CUDA_MEMORY_ALLOCATED,
-    CUDA_MEMORY_RESERVED,
-    GPU_UTILIZATION,
-    PROCESS_RESIDENT_MEMORY,
-    PROCESS_CPU_SECONDS,
-    HOST_CPU,
-    HOST_MEMORY_AVAILABLE,
-    EXPORTER_OVERHEAD_RATIO,
+    gradients.GRAD_GLOBAL_NORM,
+    gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    gradients.GRAD_CLIP_COEFFICIENT,
+    gradients.GRAD_NONFINITE_STEPS,
+    gradients.GRAD_CLIPPED_STEPS,
+    training.TRAIN_STATE,
+    training.TRAIN_STEPS,
+    training.TRAIN_SKIPPED_STEPS,
+    training.TRAIN_SAMPLES,
+    training.TRAIN_TOKENS,
+    training.TRAIN_LOSS,
+    training.TRAIN_EPOCH,
+    training.TRAIN_LEARNING_RATE,
+    training.TRAIN_SLOWEST_STEP,
+    training.TRAIN_LAST_STEP_TIMESTAMP,
+    cuda_memory.CUDA_MEMORY_ALLOCATED,
+    cuda_memory.CUDA_MEMORY_RESERVED,
+    gpu.GPU_UTILIZATION,
+    process.PROCESS_RESIDENT_MEMORY,
+    process.PROCESS_CPU_SECONDS,
+    host.HOST_CPU,
+    host.HOST_MEMORY_AVAILABLE,
+    exporter.EXPORTER_OVERHEAD_RATIO,
 )
 """What the instruments show, by the names that the metrics have everywhere."""
 
