@@ -119,9 +119,16 @@ def switch() -> Kind[bool]:
 def choice(of: type[_Choice]) -> Kind[_Choice]:
     """One of several words, in whatever case."""
     words = [str(one.value) for one in of]
+
+    def check(value: object) -> _Choice:
+        word = _of(str, value).lower()
+        if word not in words:
+            raise ValueError
+        return of(word)
+
     expected = f"expected {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
     takes = ", ".join(f'"{word}"' for word in words)
-    return Kind(f"Literal[{takes}]", expected, lambda value: of(_of(str, value).lower()), spelled="the word")
+    return Kind(f"Literal[{takes}]", expected, check, spelled="the word")
 
 
 def collectors() -> Kind[frozenset[str]]:

@@ -110,24 +110,25 @@ class Track:
         if self.count == len(self._whole) * self._stride:
             self._halve()
         place, within = divmod(self.count, self._stride)
-        bin_ = self._whole[place : place + 1]
-        bin_[:] = self._merged(bin_, record) if within else record
+        if within:
+            self._merge(self._whole[place : place + 1], record)
+        self._whole[place : place + 1] = record
         self.count += 1
 
-    def _merged(self, one: _Rows, other: _Rows) -> _Rows:
-        """Elementwise what two are together, with the time and step of the other one."""
-        found = other.copy()
-        found["nonfinite"] |= one["nonfinite"]
+    def _merge(self, one: _Rows, other: _Rows) -> None:
+        """Makes of the other one, elementwise, what both are together; its time and step stay."""
+        other["nonfinite"] |= one["nonfinite"]
         if self._weighted:
-            found["values"], found["weights"] = _mean(one["values"], other["values"], one["weights"], other["weights"])
+            other["values"], other["weights"] = _mean(one["values"], other["values"], one["weights"], other["weights"])
         else:
-            found["values"] = _farther(one["values"], other["values"])
-        return found
+            other["values"] = _farther(one["values"], other["values"])
 
     def _halve(self) -> None:
         """Makes one bin of two."""
         half = len(self._whole) // 2
-        self._whole[:half] = self._merged(self._whole[0 : 2 * half : 2], self._whole[1 : 2 * half : 2])
+        even, odd = self._whole[0 : 2 * half : 2], self._whole[1 : 2 * half : 2]
+        self._merge(even, odd)
+        self._whole[:half] = odd
         self._stride *= 2
 
     def arrange(self, columns: IntArray) -> None:
