@@ -33,7 +33,7 @@ from tests.support.scrape import errors
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.capture.count_only import budget, counting
-from torch_grad_exporter.outputs.live import recorder
+from torch_grad_exporter.outputs.live import view
 from torch_grad_exporter.outputs.prometheus import series
 
 STEPS = 40
@@ -782,7 +782,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
 
     No history is recorded: whether its thread asks in time for a snapshot is chance.
     """
-    patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
+    patch.setattr(view.View, "start", lambda _view: None)
     series.columns.cache_clear()
     patch.setattr(host, "IDLE_SECONDS", 0.03)
     patch.setattr(counting, "STILL_SECONDS", 3600.0)

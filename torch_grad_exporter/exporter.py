@@ -193,7 +193,7 @@ def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, erro
 def _announcement(checked: Checked, errors: ErrorLog) -> Announcement:
     chosen = checked.settings
     return Announcement(
-        checked.whose, checked.store, errors,
+        rank=checked.whose, store=checked.store, errors=errors,
         addr=chosen.addr, advertise=chosen.advertise, sd_dir=chosen.sd_dir, labels=chosen.labels,
     )  # fmt: skip
 

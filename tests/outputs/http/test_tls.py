@@ -440,7 +440,7 @@ def test_a_failure_while_a_request_is_judged_admits_no_client(training: Training
         raise RuntimeError
 
     shared = SharedScrape(training.scrape, Renderer({}))
-    endpoints = Endpoints(shared, health=dict, targets=bytes, page=lambda _: None, on_error=training.on_error, refusal=fail)
+    endpoints = Endpoints(shared=shared, health=dict, targets=bytes, page=lambda _: None, on_error=training.on_error, refusal=fail)
     answers: list[Response | None] = []
     endpoints.answer(Request("GET", "/metrics", {}), answers.append)
     assert [answer and answer.status for answer in answers] == [500]

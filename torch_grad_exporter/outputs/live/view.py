@@ -16,7 +16,10 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import Moments, Recorder
+from torch_grad_exporter.outputs.live.recorder import Moments, recorder
+
+CLOSE_SECONDS = 0.5
+"""How long the end waits for the last record, at most."""
 
 
 class Readings(Protocol):
@@ -51,7 +54,7 @@ class View:
         self.history = History(lambda: moments.of(readings.read(cursor), steps()), now=now)
         self.live = Live(run, self.history, scrape, now=now)
         self._pages = Pages(self.live)
-        self._recorder = Recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
+        self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
 
     def start(self) -> None:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
@@ -60,7 +63,7 @@ class View:
     def close(self, error: str | None = None) -> None:
         """Marks the run as ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
         self.live.end(error)
-        self._recorder.close()
+        self._recorder.close(CLOSE_SECONDS)
 
     def page(self, request: Request) -> Response | None:
         """The page's answer to a request, `None` where it has none."""
