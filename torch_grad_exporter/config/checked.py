@@ -6,12 +6,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import prometheus_client
 import torch
-from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.capture.build import CaptureOptions
-from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors.context import Shown
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
@@ -41,10 +38,7 @@ class Checked:
     rank: int
     run: str
     store: JobStore
-    optimizers: Mapping[str, torch.optim.Optimizer]
-    grad_scaler: Scaler | None
-    registry: prometheus_client.CollectorRegistry | None
-    meter_provider: MeterProvider | None
+    arguments: Arguments
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
 
@@ -103,10 +97,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         web_config=_web_config(settings, given),
         run=run_name(place, settings.run, store),
         store=store,
-        optimizers=chosen.optimizers,
-        grad_scaler=chosen.grad_scaler,
-        registry=chosen.registry,
-        meter_provider=chosen.meter_provider,
+        arguments=chosen,
         push=push,
     )
 

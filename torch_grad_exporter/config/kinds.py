@@ -5,6 +5,7 @@ A check raises `TypeError` or `ValueError`, with a text only where it says more 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import ipaddress
 import os
@@ -158,15 +159,19 @@ def _of(kind: type[_Value], value: object) -> _Value:
     return value
 
 
+def _text(expected: str, right: Callable[[str], bool]) -> Kind[str]:
+    def check(value: object) -> str:
+        text = _of(str, value)
+        if not right(text):
+            raise ValueError
+        return text
+
+    return Kind("str", expected, check)
+
+
 def name(longest: int) -> Kind[str]:
     """A name of some characters."""
-
-    def check(value: object) -> str:
-        if not 1 <= len(_of(str, value)) <= longest:
-            raise ValueError
-        return str(value)
-
-    return Kind("str", f"expected a name of 1 to {longest} characters", check)
+    return _text(f"expected a name of 1 to {longest} characters", lambda text: 1 <= len(text) <= longest)
 
 
 def path(of: str) -> Kind[str]:
@@ -183,37 +188,24 @@ def path(of: str) -> Kind[str]:
 
 def address() -> Kind[str]:
     """An address of this host to listen on."""
-
-    def check(value: object) -> str:
-        try:
-            socket.getaddrinfo(_of(str, value) or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (OSError, UnicodeError):
-            raise ValueError from None
-        return str(value)
-
-    return Kind("str", "expected an address such as '127.0.0.1', or '' for all interfaces", check)
+    return _text("expected an address such as '127.0.0.1', or '' for all interfaces", _is_address)
 
 
 def host() -> Kind[str]:
     """A host by name or address."""
-
-    def check(value: object) -> str:
-        text = _of(str, value)
-        if ":" not in text and not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
-            raise ValueError
-        if ":" in text and not _is_ipv6(text):
-            raise ValueError
-        return text
-
-    return Kind("str", "expected a host name or address, without a port, under which Prometheus reaches this host", check)
+    return _text("expected a host name or address, without a port, under which Prometheus reaches this host", _is_host)
 
 
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    return False
+
+
+def _is_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]")))
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
 
 
 # Several
@@ -309,12 +301,12 @@ def scaler() -> Kind[Scaler | None]:
     return given("Scaler | None", check)
 
 
-def instance(of: str, is_one: Callable[[object], bool]) -> Kind[Any]:
-    """An object of a class, by its name."""
+def instance(takes: str, of: str, is_one: Callable[[object], bool]) -> Kind[Any]:
+    """An object of a class."""
 
     def check(value: object) -> object:
         if value is not None and not is_one(value):
             raise TypeError
         return value
 
-    return Kind(f"{of} | None", f"expected a {of}", check)
+    return Kind(f"{takes} | None", f"expected {of}", check)

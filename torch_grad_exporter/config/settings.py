@@ -174,14 +174,16 @@ class Arguments:
         variable="",
     )
     registry: prometheus_client.CollectorRegistry | None = option(
-        kinds.instance("prometheus_client.CollectorRegistry", lambda value: hasattr(value, "register")),
+        kinds.instance(
+            "prometheus_client.CollectorRegistry", "a prometheus_client.CollectorRegistry", lambda value: hasattr(value, "register")
+        ),
         None,
         "a registry of `prometheus_client` in which the metrics are to appear as well",
         shown="none",
         variable="",
     )
     meter_provider: MeterProvider | None = option(
-        kinds.instance("MeterProvider", lambda value: isinstance(value, MeterProvider)),
+        kinds.instance("MeterProvider", "an opentelemetry.metrics.MeterProvider", lambda value: isinstance(value, MeterProvider)),
         None,
         "OpenTelemetry's, in whose instruments global values, progress and resources are to appear as well",
         shown="none",

@@ -7,10 +7,8 @@ import gzip
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
-from torch_grad_exporter.aggregation.cursor import Cursor
-from torch_grad_exporter.aggregation.worker import Reading
+from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import History
@@ -20,16 +18,6 @@ from torch_grad_exporter.outputs.live.recorder import Moments, recorder
 
 CLOSE_SECONDS = 0.5
 """How long the end waits for the last record, at most."""
-
-
-class Readings(Protocol):
-    """Gives out cursors, and what is new to each; both raise `TimeoutError` where that is not possible in time."""
-
-    def cursor(self) -> Cursor:
-        """A cursor to which everything from now on is new."""
-
-    def read(self, cursor: Cursor) -> Reading:
-        """All values as of now, and what is new since the cursor's last read."""
 
 
 class View:
@@ -42,7 +30,7 @@ class View:
     def __init__(
         self,
         run: Run,
-        readings: Readings,
+        host: HostSide,
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,
@@ -50,8 +38,8 @@ class View:
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        moments, cursor = Moments(dead_from), readings.cursor()
-        self.history = History(lambda: moments.of(readings.read(cursor), steps()), now=now)
+        moments, cursor = Moments(dead_from), host.cursor()
+        self.history = History(lambda: moments.of(host.read(cursor), steps()), now=now)
         self.live = Live(run, self.history, scrape, now=now)
         self._pages = Pages(self.live)
         self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
