@@ -9,9 +9,8 @@ import pathlib
 import re
 import textwrap
 
-from torch_grad_exporter.config.arguments import Arguments
 from torch_grad_exporter.config.option import Option, options_of
-from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.config.settings import Arguments, Settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

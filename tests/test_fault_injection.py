@@ -33,7 +33,7 @@ from tests.support.scrape import errors
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.capture.count_only import budget, counting
-from torch_grad_exporter.outputs.live import recorder
+from torch_grad_exporter.outputs.live import view
 from torch_grad_exporter.outputs.prometheus import series
 
 STEPS = 40
@@ -42,7 +42,7 @@ LEFT_OUT = {
     "cli.main": "a program of its own",
     "cli.demo": "a program of its own",
     **dict.fromkeys(
-        ("config.arguments", "config.checked", "config.checks", "config.kinds", "config.option", "config.settings"),
+        ("config.checked", "config.kinds", "config.option", "config.settings"),
         "wrong options raise before the training",
     ),
     "distributed.identity": "read at the start only",
@@ -87,8 +87,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (f"outputs.http.{room}" for room in (
-            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "rate_limit", "server", "tls",
-            "web_config", "web_settings", "web_yaml", "yaml_nodes",
+            "admission", "basic_auth", "connection", "endpoints", "listener", "loop", "server", "tls",
+            "web_config", "web_yaml",
         )),
         "the server's own threads, in which nothing of the training runs; clients try them in tests of their own",
     ),
@@ -773,7 +773,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
 
     No history is recorded: whether its thread asks in time for a snapshot is chance.
     """
-    patch.setattr(recorder.Recorder, "start", lambda _recorder: None)
+    patch.setattr(view.View, "start", lambda _view: None)
     series.columns.cache_clear()
     patch.setattr(host, "IDLE_SECONDS", 0.03)
     patch.setattr(counting, "STILL_SECONDS", 3600.0)

@@ -92,13 +92,13 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
-    optimizers = Optimizers(index, checked.optimizers)
+    optimizers = Optimizers(index, checked.arguments.optimizers)
     reader = GradientReader(
         optimizers=optimizers,
         statistics=EagerStatistics(settings.dead_window, layout),
         mailbox=post,
         decisions=decisions,
-        scaler=checked.grad_scaler,
+        scaler=checked.arguments.grad_scaler,
     )
     memory = DeviceMemory(used=lambda: reader.devices)
     guard = errors.boundary("devices")
@@ -191,7 +191,7 @@ def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, erro
 def _announcement(checked: Checked, errors: ErrorLog) -> Announcement:
     chosen = checked.settings
     return Announcement(
-        checked.whose, checked.store, errors,
+        rank=checked.whose, store=checked.store, errors=errors,
         addr=chosen.addr, advertise=chosen.advertise, sd_dir=chosen.sd_dir, labels=chosen.labels,
     )  # fmt: skip
 
@@ -267,11 +267,11 @@ class Exporter:
 
     def _start(self, checked: Checked, announcement: Announcement) -> None:
         """From here on the training is watched, and what is seen of it is shown."""
-        if checked.registry is not None:
-            self._registry.register(checked.registry)
-        if checked.meter_provider is not None:
+        if checked.arguments.registry is not None:
+            self._registry.register(checked.arguments.registry)
+        if checked.arguments.meter_provider is not None:
             on_error = functools.partial(self._errors.count, "request")
-            self._instruments = Instruments(checked.meter_provider, self._scrape, checked.labels, on_error=on_error)
+            self._instruments = Instruments(checked.arguments.meter_provider, self._scrape, checked.labels, on_error=on_error)
         self._errors.boundary("worker", limit=None)(self._host.start)  # without its thread, scrapes drain the mailbox
         self._outputs = Outputs(
             self._scrape,

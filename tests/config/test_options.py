@@ -16,9 +16,8 @@ import torch
 from torch_grad_exporter import start, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.config import kinds
-from torch_grad_exporter.config.arguments import Arguments
-from torch_grad_exporter.config.option import PREFIX, UNSET, Unset, option, option_made, options_of, resolve
-from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.config.option import PREFIX, UNSET, Unset, option, options_of, resolve
+from torch_grad_exporter.config.settings import Arguments, Settings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 OPTIONS = options_of(Settings) + options_of(Arguments)
@@ -100,7 +99,7 @@ class Toy:
 
     colour: str = option(kinds.name(5), "red", "colour of the page")
     depth: int | None = option(kinds.rank(), None, "depth of the pool", "In metres.", shown="unknown")
-    tags: typing.Mapping[str, str] = option_made(kinds.labels(), dict, "tags", shown="none")
+    tags: typing.Mapping[str, str] = option(kinds.labels(), dict, "tags", shown="none")
     handle: object = option(kinds.given("object | None", lambda value: value), None, "a handle", variable="")
 
 

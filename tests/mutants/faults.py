@@ -164,7 +164,7 @@ AGGREGATION = (
 OUTPUTS = (
     Fault(
         "a refused request fills the bucket",
-        "outputs/http/rate_limit.py",
+        "outputs/http/admission.py",
         "            self._counted_at = now\n            if self._tokens < 1.0:\n",
         "            if self._tokens < 1.0:\n",
         ("outputs/http/test_web_config.py", "outputs/http/test_basic_auth.py"),
@@ -187,8 +187,8 @@ OUTPUTS = (
     Fault(
         "times that were moved are not new",
         "outputs/live/history.py",
-        "        self._whole.at[:, 0] += seconds\n        self._moved = self.count\n",
-        "        self._whole.at[:, 0] += seconds\n",
+        '        self._whole["at"][:, 0] += seconds\n        self._moved = self.count\n',
+        '        self._whole["at"][:, 0] += seconds\n',
         ("outputs/live/test_history.py",),
         ("outputs/live/test_live.py",),
     ),
@@ -465,7 +465,7 @@ CONFIG = (
     ),
     Fault(
         "a model's name may not begin with another's",
-        "config/checks.py",
+        "config/checked.py",
         'if any(other.startswith(f"{name}.") for other in models if name):',
         "if any(other.startswith(name) for other in models if name and other != name):",
         ("config/test_bad_input.py", "config/test_settings.py"),

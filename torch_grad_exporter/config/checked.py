@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import prometheus_client
 import torch
-from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.capture.parts import CaptureOptions
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors.context import Shown
-from torch_grad_exporter.config import checks
-from torch_grad_exporter.config.arguments import Arguments
-from torch_grad_exporter.config.option import resolve
-from torch_grad_exporter.config.settings import Settings
+from torch_grad_exporter.config.option import resolve, source
+from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
+from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import LayerFilter
+from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.announcement import Rank
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp import push_settings
 from torch_grad_exporter.outputs.outputs import OutputOptions
+
+logger = logging.getLogger("torch_grad_exporter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,7 @@ class Checked:
     rank: int
     run: str
     store: JobStore
-    optimizers: Mapping[str, torch.optim.Optimizer]
-    grad_scaler: Scaler | None
-    registry: prometheus_client.CollectorRegistry | None
-    meter_provider: MeterProvider | None
+    arguments: Arguments
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
 
@@ -86,22 +85,85 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=environment
     )
     place, store = identity(environment), JobStore()
-    models = checks.checked_models(given["model"])
+    models = _models(given["model"])
     rank = place.rank if settings.rank is None else settings.rank
-    index = checks.checked_index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
-    checks.check_ownership(index, chosen.optimizers)
+    index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
+    _check_ownership(index, chosen.optimizers)
     return Checked(
         models=models,
         index=index,
         settings=settings,
         identity=place,
         rank=rank,
-        web_config=checks.checked_web_config(settings, given),
+        web_config=_web_config(settings, given),
         run=run_name(place, settings.run, store),
         store=store,
-        optimizers=chosen.optimizers,
-        grad_scaler=chosen.grad_scaler,
-        registry=chosen.registry,
-        meter_provider=chosen.meter_provider,
+        arguments=chosen,
         push=push,
     )
+
+
+def _models(model: object) -> dict[str, torch.nn.Module]:
+    """The models by name, the empty one for a single module; raises on what cannot be watched."""
+    models = {"": model} if isinstance(model, torch.nn.Module) else model
+    if not isinstance(models, Mapping):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
+    if not models:
+        raise ValueError("model={}: expected at least one module in the mapping")
+    for name, module in models.items():
+        if not isinstance(name, str) or not isinstance(module, torch.nn.Module):
+            raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
+        if not name and len(models) > 1:
+            raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
+    for name in models:
+        if any(other.startswith(f"{name}.") for other in models if name):
+            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
+    if len({id(module) for module in models.values()}) != len(models):
+        raise ValueError("model: the same module stands under two names; name it once")
+    return dict(models)
+
+
+def _index(
+    models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object], replicas: Replicas
+) -> LayerIndex:
+    """The index of the layers that are to be watched; raises where there are none, or a pattern matches none."""
+    if not any(True for module in models.values() for _ in module.parameters()):
+        raise ValueError("model: it has no parameters, so there are no gradients to watch; pass the module that is trained")
+    everything = LayerIndex(models).all_layers()
+    for name, patterns in (("include", settings.include), ("exclude", settings.exclude)):
+        for pattern in patterns:
+            if not any(pattern.search(layer) for layer in everything):
+                where = f"{source(arguments, name)}={pattern.pattern!r}"
+                raise ValueError(f"{where}: matches none of the {len(everything)} layers; the first is {everything[0]!r}")
+    layer_filter = LayerFilter(settings.include, settings.exclude)
+    if not any(layer_filter.accepts(layer) for layer in everything):
+        raise ValueError("include and exclude leave no layer of the model; loosen one of them")
+    index = LayerIndex(models, layer_filter, settings.max_layers, replicas)
+    if not index.table.tracked:
+        message = "no parameter of the model requires a gradient yet; those that do later are picked up then"
+        say(logger, logging.WARNING, message)
+    if index.table.folded:
+        message = "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include="
+        say(logger, logging.WARNING, message, index.table.folded, len(index.table.layers), settings.max_layers)
+    return index
+
+
+def _check_ownership(index: LayerIndex, named: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Raises on an optimizer that owns nothing of what is watched."""
+    known = Optimizers(index)
+    for name, optimizer in named.items():
+        if not known.concerns(optimizer):
+            raise ValueError(
+                f"optimizers[{name!r}]={type(optimizer).__name__}: owns no parameter that is watched; "
+                "pass the optimizer of this model, made after the model was moved or wrapped"
+            )
+
+
+def _web_config(settings: Settings, arguments: Mapping[str, object]) -> WebConfigFile | None:
+    """The web configuration, read and checked, or `None` if none was named; raises on one that is wrong."""
+    if not settings.web_config_file:
+        return None
+    try:
+        return WebConfigFile(settings.web_config_file)
+    except ValueError as error:
+        raise ValueError(f"{source(arguments, 'web_config_file')}={settings.web_config_file!r}: {error}") from error

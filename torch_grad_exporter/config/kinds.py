@@ -1,17 +1,25 @@
-"""The kinds of values that options have: how each is checked, and how the text of an environment variable is read."""
+"""The kinds of values that options have: how each is checked, and how the text of an environment variable is read.
+
+A check raises `TypeError` or `ValueError`, with a text only where it says more than what was expected; the option names the source.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import ipaddress
 import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
+
+from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.config.option import Kind, Source
+from torch_grad_exporter.config.option import Kind
+from torch_grad_exporter.torch_compat import has_scale
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 _Value = TypeVar("_Value")
@@ -22,40 +30,40 @@ RESERVED_LABELS = frozenset({"run", "rank", "local_rank", "host", "le", "job", "
 # Numbers
 
 
-def _integer(source: Source, value: object, low: int, high: int) -> int:
+def _integer(value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise source.wrong(TypeError, value)
+        raise TypeError
     if not low <= value <= high:
-        raise source.wrong(ValueError, value)
+        raise ValueError
     return value
 
 
 def whole(low: int, high: int, of: str = "") -> Kind[int]:
     """A whole number; `of` says what is counted."""
     expected = f"expected a whole number {f'of {of} ' if of else ''}from {low} to {high}"
-    return Kind("int", expected, lambda source, value: _integer(source, value, low, high), int, "a number")
+    return Kind("int", expected, lambda value: _integer(value, low, high), int, "a number")
 
 
 def port() -> Kind[int | None]:
     """A port, 0 for any free one, or `None`."""
-
-    def parse(text: str) -> int | None:
-        return None if text.lower() in ("none", "off") else int(text)
-
-    def check(source: Source, value: object) -> int | None:
-        return None if value is None else _integer(source, value, 0, 65535)
-
-    expected = "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing"
-    return Kind("int | None", expected, check, parse, "a number, or `off`")
+    return Kind(
+        "int | None",
+        "expected a port from 1 to 65535, 0 for any free one, or None to serve nothing",
+        lambda value: None if value is None else _integer(value, 0, 65535),
+        lambda text: None if text.lower() in ("none", "off") else int(text),
+        "a number, or `off`",
+    )
 
 
 def rank() -> Kind[int | None]:
     """A rank in a job."""
-
-    def check(source: Source, value: object) -> int | None:
-        return None if value is None else _integer(source, value, 0, 10_000_000)
-
-    return Kind("int", "expected a whole number from 0", check, int, "a number")
+    return Kind(
+        "int",
+        "expected a whole number from 0",
+        lambda value: None if value is None else _integer(value, 0, 10_000_000),
+        int,
+        "a number",
+    )
 
 
 def interval(longest: int) -> Kind[int | None]:
@@ -64,45 +72,34 @@ def interval(longest: int) -> Kind[int | None]:
     def parse(text: str) -> str | int:
         return text if text.lower() == "auto" else int(text)
 
-    def check(source: Source, value: object) -> int | None:
-        if isinstance(value, str):
-            if value.lower() != "auto":
-                raise source.wrong(ValueError, value)
-            return None
-        return _integer(source, value, 1, longest)
+    def check(value: object) -> int | None:
+        if isinstance(value, str) and value.lower() != "auto":
+            raise ValueError
+        return None if isinstance(value, str) else _integer(value, 1, longest)
 
     expected = f"expected 'auto' or a whole number of rounds from 1 to {longest}"
     return Kind('Literal["auto"] | int', expected, check, parse, "a number, or `auto`")
 
 
-def _real(source: Source, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise source.wrong(TypeError, value)
-    return value
+def _real(expected: str, right: Callable[[float], bool]) -> Kind[float]:
+    def check(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError
+        if not right(value):
+            raise ValueError
+        return float(value)
+
+    return Kind("float", expected, check, float, "a number")
 
 
 def share(of: str, example: str) -> Kind[float]:
     """A share above 0 and below 1."""
-
-    def check(source: Source, value: object) -> float:
-        number = _real(source, value)
-        if not 0 < number < 1:
-            raise source.wrong(ValueError, value)
-        return float(number)
-
-    return Kind("float", f"expected a share of {of} above 0 and below 1, such as {example}", check, float, "a number")
+    return _real(f"expected a share of {of} above 0 and below 1, such as {example}", lambda value: 0 < value < 1)
 
 
 def seconds(most: int) -> Kind[float]:
     """A number of seconds from 0."""
-
-    def check(source: Source, value: object) -> float:
-        number = _real(source, value)
-        if not 0 <= number <= most:
-            raise source.wrong(ValueError, value)
-        return float(number)
-
-    return Kind("float", f"expected a number of seconds from 0 to {most}", check, float, "a number")
+    return _real(f"expected a number of seconds from 0 to {most}", lambda value: 0 <= value <= most)
 
 
 # Choices
@@ -117,23 +114,17 @@ def _on(text: str) -> bool:
 
 def switch() -> Kind[bool]:
     """On or off."""
-
-    def check(source: Source, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise source.wrong(TypeError, value)
-        return value
-
-    return Kind("bool", "expected True or False", check, _on, "`on` or `off`")
+    return Kind("bool", "expected True or False", lambda value: _of(bool, value), _on, "`on` or `off`")
 
 
 def choice(of: type[_Choice]) -> Kind[_Choice]:
     """One of several words, in whatever case."""
     words = [str(one.value) for one in of]
 
-    def check(source: Source, value: object) -> _Choice:
-        word = _text(source, value).lower()
+    def check(value: object) -> _Choice:
+        word = _of(str, value).lower()
         if word not in words:
-            raise source.wrong(ValueError, value)
+            raise ValueError
         return of(word)
 
     expected = f"expected {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
@@ -143,56 +134,53 @@ def choice(of: type[_Choice]) -> Kind[_Choice]:
 
 def collectors() -> Kind[frozenset[str]]:
     """Collectors to switch; what is not named is as it is by default."""
+    expected = "expected collectors to switch, such as {'host': False}, or host=off in the environment"
 
-    def parse(text: str) -> dict[str, bool]:
-        pairs = _pairs(text)
-        if not set(pairs) <= set(REGISTRY.names):
-            raise ValueError
-        return {name: _on(word) for name, word in pairs.items()}
-
-    def check(source: Source, value: object) -> frozenset[str]:
+    def check(value: object) -> frozenset[str]:
+        there_are = f"{expected}; there are {', '.join(REGISTRY.names)}"
         if not isinstance(value, Mapping) or not all(isinstance(on, bool) for on in value.values()):
-            raise source.wrong(TypeError, value)
+            raise TypeError(there_are)
         if not set(value) <= set(REGISTRY.names):
-            raise source.wrong(ValueError, dict(value))
+            raise ValueError(there_are)
         return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
 
-    def there_are() -> str:
-        return f"; there are {', '.join(REGISTRY.names)}"
+    def parse(text: str) -> dict[str, bool]:
+        return {name: _on(word) for name, word in _pairs(text).items()}
 
-    expected = "expected collectors to switch, such as {'host': False}, or host=off in the environment"
-    return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`", there_are)
+    return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`")
 
 
 # Texts
 
 
-def _text(source: Source, value: object) -> str:
-    if not isinstance(value, str):
-        raise source.wrong(TypeError, value)
+def _of(kind: type[_Value], value: object) -> _Value:
+    if not isinstance(value, kind):
+        raise TypeError
     return value
+
+
+def _text(expected: str, right: Callable[[str], bool]) -> Kind[str]:
+    def check(value: object) -> str:
+        text = _of(str, value)
+        if not right(text):
+            raise ValueError
+        return text
+
+    return Kind("str", expected, check)
 
 
 def name(longest: int) -> Kind[str]:
     """A name of some characters."""
-
-    def check(source: Source, value: object) -> str:
-        if not 1 <= len(_text(source, value)) <= longest:
-            raise source.wrong(ValueError, value)
-        return str(value)
-
-    return Kind("str", f"expected a name of 1 to {longest} characters", check)
+    return _text(f"expected a name of 1 to {longest} characters", lambda text: 1 <= len(text) <= longest)
 
 
 def path(of: str) -> Kind[str]:
     """The path of something."""
 
-    def check(source: Source, value: object) -> str:
-        if not isinstance(value, str | os.PathLike):
-            raise source.wrong(TypeError, value)
-        text = os.fspath(value)
+    def check(value: object) -> str:
+        text = os.fspath(value) if isinstance(value, str | os.PathLike) else _of(str, value)
         if not isinstance(text, str) or not text:
-            raise source.wrong(ValueError, value)
+            raise ValueError
         return text
 
     return Kind("str | os.PathLike[str]", f"expected the path of {of}", check)
@@ -200,37 +188,24 @@ def path(of: str) -> Kind[str]:
 
 def address() -> Kind[str]:
     """An address of this host to listen on."""
-
-    def check(source: Source, value: object) -> str:
-        text = _text(source, value)
-        try:
-            socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (OSError, UnicodeError):
-            raise source.wrong(ValueError, value) from None
-        return text
-
-    return Kind("str", "expected an address such as '127.0.0.1', or '' for all interfaces", check)
+    return _text("expected an address such as '127.0.0.1', or '' for all interfaces", _is_address)
 
 
 def host() -> Kind[str]:
     """A host by name or address."""
-
-    def check(source: Source, value: object) -> str:
-        text = _text(source, value)
-        if not (_is_ipv6(text) if ":" in text else re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text)):
-            raise source.wrong(ValueError, value)
-        return text
-
-    expected = "expected a host name or address, without a port, under which Prometheus reaches this host"
-    return Kind("str", expected, check)
+    return _text("expected a host name or address, without a port, under which Prometheus reaches this host", _is_host)
 
 
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(socket.getaddrinfo(text or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    return False
+
+
+def _is_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]")))
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
 
 
 # Several
@@ -238,22 +213,23 @@ def _is_ipv6(text: str) -> bool:
 
 def patterns(on: str) -> Kind[tuple[re.Pattern[str], ...]]:
     """One regular expression or several."""
+    expected = f"expected a regular expression on {on}, or several"
 
-    def compiled(source: Source, value: object) -> re.Pattern[str]:
+    def compiled(value: object) -> re.Pattern[str]:
         if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes):
-            raise source.wrong(TypeError, value)
+            raise TypeError
         try:
             return re.compile(value)
         except re.error as error:
-            raise source.wrong(ValueError, value, f"not a regular expression ({error}); {source.expected}") from None
+            raise ValueError(f"{value!r} is not a regular expression ({error}); {expected}") from None
 
-    def check(source: Source, value: object) -> tuple[re.Pattern[str], ...]:
-        items = (value,) if isinstance(value, str | re.Pattern) else value
+    def check(value: object) -> tuple[re.Pattern[str], ...]:
+        items = [value] if isinstance(value, str | re.Pattern) else value
         if not isinstance(items, list | tuple):
-            raise source.wrong(TypeError, value)
-        return tuple(compiled(source, item) for item in items)
+            raise TypeError
+        return tuple(map(compiled, items))
 
-    return Kind("str | Sequence[str]", f"expected a regular expression on {on}, or several", check, spelled="one, as it is")
+    return Kind("str | Sequence[str]", expected, check, spelled="one, as it is")
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -267,25 +243,70 @@ def _pairs(text: str) -> dict[str, str]:
 def labels() -> Kind[Mapping[str, str]]:
     """Labels by name, none of which the metrics themselves use."""
 
-    def check(source: Source, value: object) -> Mapping[str, str]:
+    def check(value: object) -> Mapping[str, str]:
         if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-            raise source.wrong(TypeError, value)
+            raise TypeError
         reserved = RESERVED_LABELS | REGISTRY.catalogue.labels
         for key in value:
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", key) or key.startswith("__"):
-                raise source.wrong(ValueError, dict(value), f"{key!r} is no label name; use letters, digits and underscores")
+                raise ValueError(f"{key!r} is no label name; use letters, digits and underscores")
             if key in reserved:
-                raise source.wrong(ValueError, dict(value), f"{key!r} is a label of the exporter's own; choose another name")
+                raise ValueError(f"{key!r} is a label of the exporter's own; choose another name")
         return dict(value)
 
-    return Kind(
-        "Mapping[str, str]", "expected a mapping of label names such as {'team': 'vision'}", check, _pairs, "`team=vision,cost=7`"
-    )
+    expected = "expected a mapping of label names such as {'team': 'vision'}"
+    return Kind("Mapping[str, str]", expected, check, _pairs, "`team=vision,cost=7`")
 
 
-# Objects
+# Objects, which no environment variable can hold
 
 
-def given(takes: str, check: Callable[[object], _Value]) -> Kind[_Value]:
-    """What no environment variable can hold: an object, or what is checked with others. `check` raises what names the argument."""
-    return Kind(takes, "", lambda _source, value: check(value))
+def given(takes: str, check: Callable[[object], object] = lambda value: value) -> Kind[Any]:
+    """What is checked here alone, or with others. `check` raises what names the argument."""
+    return Kind(takes, "", check)
+
+
+def optimizers() -> Kind[dict[str, torch.optim.Optimizer]]:
+    """One optimizer or several; those without a name get that of their class."""
+
+    def check(value: object) -> dict[str, torch.optim.Optimizer]:
+        several = [value] if isinstance(value, torch.optim.Optimizer) else value
+        if isinstance(several, list | tuple):
+            kinds = [type(one).__name__ for one in several]
+            counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+            names = [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
+            several = dict(zip(names, several, strict=True))
+        if not isinstance(several, Mapping | None):
+            raise TypeError(f"optimizers={value!r}: expected an optimizer, a list of them or a mapping of names to them")
+        for key, one in (several or {}).items():
+            if not isinstance(key, str) or not isinstance(one, torch.optim.Optimizer):
+                raise TypeError(
+                    f"optimizers[{key!r}]={type(one).__name__}: expected a torch.optim.Optimizer; "
+                    "for anything else call exporter.step() after each step"
+                )
+        return dict(several or {})
+
+    one = "torch.optim.Optimizer"
+    return given(f"{one} | Sequence[{one}] | Mapping[str, {one}] | None", check)
+
+
+def scaler() -> Kind[Scaler | None]:
+    """A gradient scaler."""
+
+    def check(value: object) -> Scaler | None:
+        if value is not None and not has_scale(value):
+            raise TypeError(f"grad_scaler={type(value).__name__}: expected a torch.amp.GradScaler")
+        return cast("Scaler | None", value)
+
+    return given("Scaler | None", check)
+
+
+def instance(takes: str, of: str, is_one: Callable[[object], bool]) -> Kind[Any]:
+    """An object of a class."""
+
+    def check(value: object) -> object:
+        if value is not None and not is_one(value):
+            raise TypeError
+        return value
+
+    return Kind(f"{takes} | None", f"expected {of}", check)

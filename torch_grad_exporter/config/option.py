@@ -32,32 +32,19 @@ _Options = TypeVar("_Options")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value comes from, for the error that refuses it. `expected`: the fix, such as "expected True or False"."""
-
-    name: str
-    expected: str
-
-    def wrong(self, kind: type[Exception], value: object, hint: str = "") -> Exception:
-        """The error that names the source, the value and the fix; `hint` says more than what was expected."""
-        return kind(f"{self.name}={value!r}: {hint or self.expected}")
-
-
-@dataclass(frozen=True, slots=True)
 class Kind(Generic[_Value_co]):
     """A kind of value.
 
-    `takes`: the argument's annotation. `expected`: see `Source`. `check`: gives the value as the settings hold it, and raises what
-    `Source.wrong` makes. `parse`: what the text of a variable stands for, before it is checked; raises `ValueError`. `spelled`:
-    how a variable says it. `choices`: what `expected` ends with, where that is not known before it is needed.
+    `takes`: the argument's annotation. `expected`: the fix, such as "expected True or False"; empty where `check` says all.
+    `check`: gives the value as the settings hold it; raises `TypeError` or `ValueError`, whose text takes the place of `expected`.
+    `parse`: what the text of a variable stands for, before it is checked; raises `ValueError`. `spelled`: how a variable says it.
     """
 
     takes: str
     expected: str
-    check: Callable[[Source, object], _Value_co]
+    check: Callable[[object], _Value_co]
     parse: Callable[[str], object] = str
     spelled: str = "as it is"
-    choices: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,58 +76,44 @@ class Option:
         takes = self.kind.takes.removesuffix(" | None")
         return takes + (" | Unset" if self.read else "") + (" | None" if not self.read or takes != self.kind.takes else "")
 
-    def from_argument(self, given: object) -> object:
-        """The value that an argument stands for. Raises what names it."""
-        return self.kind.check(self._source(self.name), given)
+    def from_argument(self, given: object, name: str = "") -> object:
+        """The value that an argument stands for. Raises what names it, the value and the fix."""
+        try:
+            return self.kind.check(given)
+        except (TypeError, ValueError) as error:
+            if not self.kind.expected:
+                raise
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name or self.name}={given!r}: {str(error) or self.kind.expected}") from None
 
     def from_variable(self, text: str) -> object:
         """The value that the text of the environment variable stands for. Raises what names the variable."""
-        source = self._source(f"environment variable {self.variable}")
+        name = f"environment variable {self.variable}"
         try:
             value = self.kind.parse(text)
         except ValueError:
-            raise source.wrong(ValueError, text) from None
-        return self.kind.check(source, value)
-
-    def _source(self, name: str) -> Source:
-        return Source(name, self.kind.expected + self.kind.choices())
+            raise ValueError(f"{name}={text!r}: {self.kind.expected}") from None
+        return self.from_argument(value, name)
 
 
 def option(
     kind: Kind[_Value],
-    default: _Value,
+    default: _Value | Callable[[], _Value],
     help: str,  # noqa: A002 - as argparse calls it
     more: str = "",
     *,
-    shown: str | None = None,
+    shown: str = "",
     variable: str | None = None,
 ) -> _Value:
     """The declaration of an option, as a field of a dataclass; typed as what the field holds, as `dataclasses.field` is.
 
-    `variable`: what else than the exporter's own variable stands for it, which is then for others to read; empty for none.
+    `default`: a function makes it anew each time. `shown`: what the docs show instead of it. `variable`: what else than the
+    exporter's own variable stands for it, which is then for others to read; empty for none.
     """
-    said = {"help": help, "more": more, "shown": _shown(default) if shown is None else shown}
-    return field(default=default, metadata={"kind": kind, "variable": variable, **said})
-
-
-def option_made(
-    kind: Kind[_Value],
-    make: Callable[[], _Value],
-    help: str,  # noqa: A002 - as above
-    more: str = "",
-    *,
-    shown: str,
-    variable: str | None = None,
-) -> _Value:
-    """As `option`, with a default that is made anew each time."""
-    said = {"help": help, "more": more, "shown": shown}
-    return field(default_factory=make, metadata={"kind": kind, "variable": variable, **said})
-
-
-def _shown(default: object) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default)
+    usual = str(default) if not isinstance(default, bool) else "on" if default else "off"
+    said = {"kind": kind, "help": help, "more": more, "shown": shown or usual, "variable": variable}
+    found: _Value = field(default_factory=default, metadata=said) if callable(default) else field(default=default, metadata=said)
+    return found
 
 
 def options_of(declared: type) -> tuple[Option, ...]:

@@ -1,4 +1,4 @@
-"""Settings: what the user may choose by an argument or by an environment variable, each declared here and nowhere else.
+"""What the user may choose, each option declared here and nowhere else.
 
 An argument wins over its environment variable `TORCH_GRAD_EXPORTER_<NAME>`, and that over the default. All of it is checked before
 anything is registered. After a change here, `make golden` writes the signature of `start_exporter` and the docs anew.
@@ -10,11 +10,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import prometheus_client
+import torch
+from opentelemetry.metrics import MeterProvider
+
+from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config import kinds
-from torch_grad_exporter.config.option import option, option_made
+from torch_grad_exporter.config.option import option
 from torch_grad_exporter.model.replicas import Ranks
+from torch_grad_exporter.outputs.otlp import push_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,7 @@ class Settings:
     moments: bool = option(kinds.switch(), False, "metrics of mean, deviation and extremes of gradients")
     weights: bool = option(kinds.switch(), False, "metrics of the norms of weights and of their updates")
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
-    collectors: frozenset[str] = option_made(
+    collectors: frozenset[str] = option(
         kinds.collectors(),
         lambda: REGISTRY.on_by_default,
         'collectors to switch off, such as `{"host": False}`, or on',
@@ -92,7 +98,7 @@ class Settings:
         "where they are made equal by hand. What is sharded is shown by every rank that has a part of it.",
         shown='"auto"',
     )
-    labels: Mapping[str, str] = option_made(kinds.labels(), dict, "more labels for every series", shown="none")
+    labels: Mapping[str, str] = option(kinds.labels(), dict, "more labels for every series", shown="none")
     sd_dir: str = option(
         kinds.path("a directory that Prometheus reads with file_sd_configs"),
         "",
@@ -111,4 +117,75 @@ class Settings:
         "",
         "directory of node_exporter's textfile collector, for the last values",
         shown="none",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Arguments that have no environment variable of the exporter: objects, and what says where to push.
+
+    All are valid but for the push: `outputs/otlp/push_settings.py` checks its arguments with OpenTelemetry's variables.
+    """
+
+    otlp_endpoint: object = option(
+        kinds.given("str | None"),
+        None,
+        'OpenTelemetry receiver to push the metrics to as well, such as "http://localhost:4318"',
+        "OpenTelemetry's other variables count, too; see docs/otlp.md.",
+        shown="none",
+        variable="OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    otlp_protocol: object = option(
+        kinds.given('Literal["http/protobuf", "grpc"] | None'),
+        None,
+        "how to push",
+        '"http/protobuf", or "grpc", which needs the extra of that name.',
+        shown=f'"{push_settings.Protocol.HTTP.value}"',
+        variable="OTEL_EXPORTER_OTLP_PROTOCOL",
+    )
+    otlp_headers: object = option(
+        kinds.given("Mapping[str, str] | None"),
+        None,
+        "headers of what is pushed, such as one that says who sends",
+        shown="none",
+        variable="OTEL_EXPORTER_OTLP_HEADERS",
+    )
+    otlp_interval: object = option(
+        kinds.given("float | None"),
+        None,
+        "seconds between two pushes; there is one more at the end",
+        "The variable is in milliseconds.",
+        shown=f"{push_settings.INTERVAL:g}",
+        variable="OTEL_METRIC_EXPORT_INTERVAL",
+    )
+    optimizers: Mapping[str, torch.optim.Optimizer] = option(
+        kinds.optimizers(),
+        dict,
+        "optimizers, to give them names, or where they are not known before their first step",
+        shown="found",
+        variable="",
+    )
+    grad_scaler: Scaler | None = option(
+        kinds.scaler(),
+        None,
+        "the `torch.amp.GradScaler` in use; the norms are divided by its scale",
+        "One that is not given is found at its first step; give it, so that the first steps, which may overflow, have sizes too.",
+        shown="found",
+        variable="",
+    )
+    registry: prometheus_client.CollectorRegistry | None = option(
+        kinds.instance(
+            "prometheus_client.CollectorRegistry", "a prometheus_client.CollectorRegistry", lambda value: hasattr(value, "register")
+        ),
+        None,
+        "a registry of `prometheus_client` in which the metrics are to appear as well",
+        shown="none",
+        variable="",
+    )
+    meter_provider: MeterProvider | None = option(
+        kinds.instance("MeterProvider", "an opentelemetry.metrics.MeterProvider", lambda value: isinstance(value, MeterProvider)),
+        None,
+        "OpenTelemetry's, in whose instruments global values, progress and resources are to appear as well",
+        shown="none",
+        variable="",
     )

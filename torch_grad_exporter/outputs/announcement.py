@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_grad_exporter.distributed import identity as distributed
 from torch_grad_exporter.distributed.discovery import Discovery, RankList, Target, TargetFile, address
@@ -27,6 +27,7 @@ class Rank:
     labels: Mapping[str, str]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Announcement:
     """The entries of one rank for discovery, from `start` until `close`.
 
@@ -34,25 +35,14 @@ class Announcement:
     files for file_sd, empty for none. `labels`: the user's. `store`: the job's, for the list of ranks.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        store: JobStore,
-        errors: ErrorLog,
-        *,
-        addr: str,
-        advertise: str,
-        sd_dir: str,
-        labels: Mapping[str, str],
-    ) -> None:
-        self._rank = rank
-        self._store = store
-        self._errors = errors
-        self._addr = addr
-        self._advertise = advertise
-        self._sd_dir = sd_dir
-        self._labels = labels
-        self._discovery: Discovery | None = None
+    rank: Rank
+    store: JobStore
+    errors: ErrorLog
+    addr: str
+    advertise: str
+    sd_dir: str
+    labels: Mapping[str, str]
+    _discovery: Discovery | None = field(default=None, init=False)
 
     def start(self, port: int, scheme: str) -> None:
         """Begins to publish where the server is. Raises `RuntimeError` where there are no more threads to be had."""
@@ -74,7 +64,7 @@ class Announcement:
             self._discovery.after_fork_in_child()
 
     def _made(self, port: int, scheme: str) -> Discovery:
-        rank = self._rank
+        rank = self.rank
         target = Target(
             address=self._address(port),
             scheme=scheme,
@@ -82,22 +72,22 @@ class Announcement:
             rank=rank.number,
             local_rank=rank.identity.local_rank,
             host=distributed.hostname(),
-            labels=self._labels,
+            labels=self.labels,
         )
         several = rank.identity.world_size > 1
         return Discovery(
             target,
-            file=TargetFile(self._sd_dir, target) if self._sd_dir else None,
-            ranks=RankList(self._store, target, rank.identity.world_size) if several else None,
-            on_error=functools.partial(self._errors.count, "discovery"),
+            file=TargetFile(self.sd_dir, target) if self.sd_dir else None,
+            ranks=RankList(self.store, target, rank.identity.world_size) if several else None,
+            on_error=functools.partial(self.errors.count, "discovery"),
         )
 
     def _address(self, port: int) -> str:
         """Where the server is reached. Another thread asks the name service, which may hang while the training waits here."""
         found: list[str] = []
-        guard = self._errors.boundary("discovery", limit=None)
+        guard = self.errors.boundary("discovery", limit=None)
         thread = BackgroundThread(
-            "address", functools.partial(guard, lambda: found.append(address(self._addr, port, self._advertise)))
+            "address", functools.partial(guard, lambda: found.append(address(self.addr, port, self.advertise)))
         )
         with contextlib.suppress(RuntimeError):  # no more threads to be had
             thread.start()

@@ -19,7 +19,7 @@ from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.otlp.push_settings import PushSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
-from torch_grad_exporter.outputs.prometheus.textfile import LastValues, TextFile
+from torch_grad_exporter.outputs.prometheus.textfile import LastValues, text_file
 
 if TYPE_CHECKING:
     from torch_grad_exporter.outputs.otlp.push import Push
@@ -76,8 +76,8 @@ class Outputs:
             errors.boundary("discovery", limit=None)(self._announcement.start, self._server.port, self._server.scheme)
 
     def _started_last_values(self) -> LastValues:
-        file = TextFile(self._options.textfile_dir, self._rank.run, self._rank.number)
-        last_values = LastValues(file, self._rendered, self._errors.boundary("textfile", limit=None))
+        path = text_file(self._options.textfile_dir, self._rank.run, self._rank.number)
+        last_values = LastValues(path, self._rendered, self._errors.boundary("textfile", limit=None))
         self._errors.boundary("textfile", limit=None)(last_values.start)
         return last_values
 

@@ -16,10 +16,10 @@ import bcrypt
 import pytest
 
 from tests.support.tools import eventually, find
+from torch_grad_exporter.outputs.http.admission import TokenBucket
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth, Verdict, matches
 from torch_grad_exporter.outputs.http.listener import open_listener
-from torch_grad_exporter.outputs.http.rate_limit import TokenBucket
-from torch_grad_exporter.outputs.http.web_settings import RateLimit
+from torch_grad_exporter.outputs.http.web_config import RateLimit
 
 PASSES = Verdict(passes=True)
 REFUSED = Verdict(passes=False)

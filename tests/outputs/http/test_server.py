@@ -36,8 +36,7 @@ from torch_grad_exporter.outputs.http.loop import ConnectionLoop
 from torch_grad_exporter.outputs.http.message import MAX_HEAD, Request, RequestError, Response, complete_head, parse, plain
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape
-from torch_grad_exporter.outputs.http.web_config import Loaded, load_web_config
-from torch_grad_exporter.outputs.http.web_settings import WebSettings
+from torch_grad_exporter.outputs.http.web_config import Loaded, WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
@@ -402,7 +401,7 @@ def test_a_web_configuration_is_looked_at_while_a_scrape_hangs(training: Trainin
     path = tmp_path / "web.yml"
     header = "http_server_config:\n  headers: {X-Frame-Options: %s}\n"
     path.write_text(header % "deny")
-    config = load_web_config(str(path))
+    config = WebConfigFile(str(path))
     training.may_go_on.clear()
     with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12):
         assert training.entered.wait(30)

@@ -45,7 +45,7 @@ from torch_grad_exporter.outputs.http.loop import ConnectionLoop
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import SharedScrape
-from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 
 TLS = "tls_server_config:\n  cert_file: server.crt\n  key_file: server.key\n"
@@ -72,7 +72,7 @@ class Site:
     def config(self, text: str) -> WebConfigFile:
         """The web configuration of this text."""
         self.write(text)
-        return load_web_config(str(self.directory / "web.yml"))
+        return WebConfigFile(str(self.directory / "web.yml"))
 
     def client(self, *names: str, by: Authority | None = None) -> tuple[Path, Path]:
         """The certificate of a client with these names, and its key."""
@@ -440,7 +440,7 @@ def test_a_failure_while_a_request_is_judged_admits_no_client(training: Training
         raise RuntimeError
 
     shared = SharedScrape(training.scrape, Renderer({}))
-    endpoints = Endpoints(shared, health=dict, targets=bytes, page=lambda _: None, on_error=training.on_error, refusal=fail)
+    endpoints = Endpoints(shared=shared, health=dict, targets=bytes, page=lambda _: None, on_error=training.on_error, refusal=fail)
     answers: list[Response | None] = []
     endpoints.answer(Request("GET", "/metrics", {}), answers.append)
     assert [answer and answer.status for answer in answers] == [500]
@@ -728,10 +728,10 @@ FORKING_PROGRAM = """
 import os, sys
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.prometheus.text import Renderer
-from torch_grad_exporter.outputs.http.web_config import load_web_config
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 
 server = MetricsServer(list, Renderer({}), addr="127.0.0.1", ports=(0,), on_error=print, health=dict,
-                       web_config=load_web_config(sys.argv[1]))
+                       web_config=WebConfigFile(sys.argv[1]))
 print(server.port, flush=True)
 sys.stdin.readline()
 child = os.fork()

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.support.certificates import authority, key_pem
 from tests.support.tools import REPOSITORY, find
 from torch_grad_exporter.outputs.http import tls
-from torch_grad_exporter.outputs.http.web_config import WebConfigFile, load_web_config
-from torch_grad_exporter.outputs.http.web_settings import RateLimit
+from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile
 
 CERT = "cert_file: server.crt\nkey_file: server.key\n"
 MUTUAL = CERT + "client_auth_type: RequireAndVerifyClientCert\nclient_ca_file: ca.crt\n"
@@ -241,7 +240,7 @@ def written(directory: Path, text: str) -> Path:
 
 def load(directory: Path, text: str) -> WebConfigFile:
     """The configuration of this text."""
-    return load_web_config(str(written(directory, text)))
+    return WebConfigFile(str(written(directory, text)))
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -332,10 +331,10 @@ def test_relative_paths_are_relative_to_the_file(directory: Path, monkeypatch: p
     """From another working directory, and by a relative path of its own, the file finds its certificates."""
     path = written(directory, server(CERT))
     monkeypatch.chdir(directory.parent)
-    found = load_web_config(os.path.relpath(path, directory.parent))
+    found = WebConfigFile(os.path.relpath(path, directory.parent))
     monkeypatch.chdir("/")
     assert found.path == str(path)
-    assert list(found.current.settings.files()) == [str(directory / "server.crt"), str(directory / "server.key")]
+    assert list(found.current.settings.tls.files) == [str(directory / "server.crt"), str(directory / "server.key")]
 
 
 def context_of(directory: Path, options: str) -> ssl.SSLContext:
@@ -409,7 +408,7 @@ def test_secrets_are_in_no_repr(directory: Path) -> None:
 def test_a_missing_file_and_a_directory_are_named(tmp_path: Path, name: str) -> None:
     """What is no file is refused with its path and what to give."""
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as raised:
-        load_web_config(str(tmp_path / name))
+        WebConfigFile(str(tmp_path / name))
     assert "give the path of a web configuration" in str(raised.value)
 
 
@@ -418,14 +417,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """A pipe, which would be waited for, is refused at once."""
     os.mkfifo(tmp_path / "web.yml")
     with pytest.raises(ValueError, match="not a regular file"):
-        load_web_config(str(tmp_path / "web.yml"))
+        WebConfigFile(str(tmp_path / "web.yml"))
 
 
 def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path: Path) -> None:
     """Latin-1 is refused with the line that shows it."""
     (tmp_path / "web.yml").write_bytes(b"# a\nbasic_auth_users:\n  j\xf6rg: x\n")
     with pytest.raises(ValueError, match="line 3: not UTF-8"):
-        load_web_config(str(tmp_path / "web.yml"))
+        WebConfigFile(str(tmp_path / "web.yml"))
 
 
 # The optional packages
@@ -438,9 +437,9 @@ from torch_grad_exporter.outputs.prometheus.text import Renderer
 MetricsServer(list, Renderer({}), addr="127.0.0.1", ports=(0,), on_error=print, health=dict).close()
 assert not {"yaml", "bcrypt"} & sys.modules.keys()
 sys.modules[sys.argv[1]] = None
-from torch_grad_exporter.outputs.http.web_config import load_web_config
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
 try:
-    load_web_config("web.yml")
+    WebConfigFile("web.yml")
 except ValueError as error:
     print(error)
 """

@@ -178,10 +178,10 @@ def test_a_value_that_comes_later_has_nothing_before(
     wide = [[*record, NAN if number < at else 7.0 + number] for number, record in enumerate(records)]
     for number, (record, widened) in enumerate(zip(records, wide, strict=True)):
         if number == at:
-            track.widen(track.width + 1)
+            track.arrange(np.append(np.arange(track.width), -1))
         track.append(number, number, np.array(record if number < at else widened, dtype=np.float32))
     if len(records) <= at:
-        track.widen(track.width + 1)
+        track.arrange(np.append(np.arange(track.width), -1))
     stride, bins, flags = naive_bins(wide, whole, together)
     assert track.whole().stride == stride
     same(track.whole().values, bins)
@@ -254,7 +254,7 @@ class Made:
 
 def layer_records(history: History) -> list[float]:
     """The steps of the layers' records."""
-    return history.quantity("norm", whole=False).steps.tolist()
+    return history.grid("norm", whole=False)[1].steps.tolist()
 
 
 def run_records(history: History) -> list[float]:
@@ -311,9 +311,9 @@ def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.Monke
         steps = np.arange(1, number + 2)
         own = np.where(steps[:, None] == np.arange(first, number + 1) + 1, 1000.0 * steps[:, None] + len(QUANTITIES), np.nan)
         assert np.array_equal(part.values, np.column_stack([1000.0 * steps, own]), equal_nan=True)
-        assert np.array_equal(history.quantity("norm", whole=True).values, part.values, equal_nan=True)
+        assert np.array_equal(history.grid("norm", whole=True)[1].values, part.values, equal_nan=True)
         forgotten = number > 0 and first > seen
-        assert history.quantity("norm", whole=False, since=number).first == (0 if forgotten and number else number)
+        assert history.grid("norm", whole=False, since=number)[1].first == (0 if forgotten and number else number)
         seen = first
     assert seen > 25
 
@@ -330,7 +330,7 @@ def test_a_clock_that_is_set_back_stops_no_records() -> None:
         history.record_if_due()
     assert run_records(history) == layer_records(history) == [1, 2, 3, 4, 5, 6]
     for whole in (True, False):
-        for part in (history.run(whole=whole), history.quantity("norm", whole=whole)):
+        for part in (history.run(whole=whole), history.grid("norm", whole=whole)[1]):
             assert part.times.tolist() == [made.now - age for age in (5, 4, 3, 2, 1, 0)]
 
 
@@ -415,7 +415,7 @@ def test_each_layer_and_quantity_is_in_its_place() -> None:
         history.record_if_due()
     for whole in (True, False):
         for place, quantity in enumerate(QUANTITIES):
-            found = history.quantity(quantity, whole=whole).values
+            found = history.grid(quantity, whole=whole)[1].values
             np.testing.assert_array_equal(found, [[1000 * step + 4 * layer + place for layer in range(3)] for step in (1, 2, 3)])
         for layer, name in enumerate("xyz"):
             found = history.layer(name, whole=whole).values
@@ -424,7 +424,7 @@ def test_each_layer_and_quantity_is_in_its_place() -> None:
     with pytest.raises(KeyError):
         history.layer("w", whole=True)
     with pytest.raises(ValueError, match="not in tuple"):
-        history.quantity("loss", whole=True)
+        history.grid("loss", whole=True)[1]
 
 
 def test_layers_that_come_and_go() -> None:
@@ -438,7 +438,7 @@ def test_layers_that_come_and_go() -> None:
     assert history.layers == ["a", "b", "new"]
     expected = [[1000, 1004, NAN], [2004, NAN, 2000], [NAN, 3000, 3004]]
     for whole in (True, False):
-        np.testing.assert_array_equal(history.quantity("norm", whole=whole).values, expected)
+        np.testing.assert_array_equal(history.grid("norm", whole=whole)[1].values, expected)
     np.testing.assert_array_equal(history.layer("new", whole=True).values[:, 3], [NAN, 2003, 3007])
 
 
@@ -464,7 +464,7 @@ def test_the_history_of_300_layers_takes_6_megabytes() -> None:
     assert history.nbytes <= peak <= 9 * 2**20
     assert 5e6 < history.nbytes < 6e6
     assert len(layer_records(history)) == RECENT
-    assert len(history.quantity("norm", whole=True).steps) == 1000 // 4
+    assert len(history.grid("norm", whole=True)[1].steps) == 1000 // 4
 
 
 @pytest.mark.parametrize(("layers", "limit"), [(2_000, LAYER_BYTES + 200_000), (100_000, LEAST * 16.5 * 100_000 + 200_000)])
@@ -472,7 +472,7 @@ def test_very_many_layers_have_fewer_records(layers: int, limit: int) -> None:
     """2,000 layers take 17 MB and 100,000 take 53 MB, and even these have the whole run in bins and the last records."""
     _, history = allocated(layers, 3)
     assert history.nbytes <= limit
-    part, recent = history.quantity("norm", whole=True), history.quantity("norm", whole=False)
+    part, recent = history.grid("norm", whole=True)[1], history.grid("norm", whole=False)[1]
     assert part.steps[-1] == recent.steps[-1] == 3
     assert len(part.steps) == len(recent.steps) == 3
 
@@ -511,7 +511,7 @@ def test_who_reads_while_it_is_written_sees_whole_records() -> None:
     def read(number: int) -> None:
         while not over.is_set():
             # A bin's largest is its last one, which is the one at its step.
-            parts = [history.quantity("norm", whole=view) for view in (True, False)] + [history.run(whole=False)]
+            parts = [history.grid("norm", whole=view)[1] for view in (True, False)] + [history.run(whole=False)]
             wrong.extend(part for part in parts if not whole_records(part))
             reads[number] += 1
 

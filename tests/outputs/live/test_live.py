@@ -55,7 +55,7 @@ from torch_grad_exporter.outputs.live import live as live_module
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment
 from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, Window, encoded
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
-from torch_grad_exporter.outputs.live.recorder import Recorder
+from torch_grad_exporter.outputs.live.recorder import recorder
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 from torch_grad_exporter.rules import RULES
 
@@ -937,11 +937,11 @@ def test_a_recorder_goes_on_whatever_fails() -> None:
         raise OSError
 
     before = recorders()
-    recorder = Recorder(look, remember, on_error=failures.append, interval=0.001)
-    recorder.start()
+    loop = recorder(look, remember, on_error=failures.append, interval=0.001)
+    loop.start()
     assert eventually(lambda: len(looks) > 40)
-    recorder.close()
-    recorder.close()
+    loop.close(5)
+    loop.close(5)
     assert recorders() == before
     seen = len(looks)
     assert sum(isinstance(failure, ValueError) for failure in failures) == (seen + 1) // 2
@@ -959,14 +959,14 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
         inside.set()
         go_on.wait(30)
 
-    recorder = Recorder(look, lambda: None, on_error=lambda _error: None, interval=0.001)
-    recorder.start()
+    loop = recorder(look, lambda: None, on_error=lambda _error: None, interval=0.001)
+    loop.start()
     assert inside.wait(10)
     began = time.monotonic()
-    recorder.close(0.05)
+    loop.close(0.05)
     assert time.monotonic() - began < 5
     go_on.set()
-    assert eventually(lambda: not recorder._thread.running)
+    assert eventually(lambda: not loop.running)
 
 
 def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:

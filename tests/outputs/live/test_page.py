@@ -151,7 +151,7 @@ def soon(page: Page, condition: Callable[[], bool]) -> None:
 
 def recorded(run: Run) -> int:
     """The columns of the heatmap so far."""
-    return len(run.exporter._view.history.quantity("norm", whole=False).times)
+    return len(run.exporter._view.history.grid("norm", whole=False)[1].times)
 
 
 def pixels(page: Page, canvas: str = "#heatmap") -> np.ndarray:
@@ -432,7 +432,7 @@ def test_quantities(training: Callable[..., Run], open_page: Callable[..., Visit
     # The last record is of the last step alone, as a norm is the largest since the record before.
     for steps, reached in ((59, 59), (1, 60)):
         run.train(steps)
-        assert eventually(lambda at=reached: list(run.exporter._view.history.quantity("norm", whole=False).steps[-1:]) == [at])
+        assert eventually(lambda at=reached: list(run.exporter._view.history.grid("norm", whole=False)[1].steps[-1:]) == [at])
     page = open_page(run.page).page
     said = {
         "norm": ("torch_grad_norm", lambda value: f"norm {value:#.3g}"),
@@ -960,7 +960,7 @@ def test_weight_and_speed(training: Callable[..., Run], browser: Browser, record
     run.train(3)
     run.exporter._view.close()
     history = run.exporter._view.live._history = filled()
-    assert history.quantity("norm", whole=True).values.shape == (WHOLE, LAYERS)
+    assert history.grid("norm", whole=True)[1].values.shape == (WHOLE, LAYERS)
     seconds = [math.inf]
     while seconds[-1] > MOST_SECONDS and len(seconds) <= 12:
         with visit(browser) as visited:

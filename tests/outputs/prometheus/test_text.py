@@ -24,7 +24,6 @@ from tests.support.tools import best_of, find
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
-from torch_grad_exporter.outputs.prometheus.series import bound_text
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}
@@ -129,13 +128,6 @@ def test_values_are_exact(form: Format) -> None:
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert [line.split()[-1] for line in lines[:6]] == ["NaN", "+Inf", "-Inf", "0.0", "-0.0", "1.0"]
     assert sorted(parsed(text, form).values()) == sorted(map(repr, values))
-
-
-@pytest.mark.parametrize("bound", [*(float(f"{m}e{k}") for m in (1, 2.5, 3.16) for k in range(-12, 25)), 123456.75, 1234567.0])
-def test_bucket_bounds_are_canonical(bound: float) -> None:
-    """A bound is written as the official clients write it, which is the form that OpenMetrics calls canonical."""
-    assert bound_text(bound) == floatToGoString(bound)
-    assert float(bound_text(bound)) == bound
 
 
 def test_histogram_is_byte_exact() -> None:

@@ -9,37 +9,37 @@ import pytest
 from tests.support.tools import find
 from torch_grad_exporter import files
 from torch_grad_exporter.files import NEW, write
-from torch_grad_exporter.outputs.prometheus.textfile import TextFile
+from torch_grad_exporter.outputs.prometheus.textfile import text_file
 
 CONTENT = b'# HELP torch_train_state State.\n# TYPE torch_train_state gauge\ntorch_train_state{run="a",rank="0",state="failed"} 1\n'
 
 
 def test_the_file(tmp_path: Path) -> None:
     """One file with exactly the content, readable for all, in a directory that is made, and nothing beside it."""
-    file = TextFile(str(tmp_path / "new" / "directory"), "exp 1/a", 3)
-    file.write(b"old")
-    file.write(CONTENT)
+    path = text_file(str(tmp_path / "new" / "directory"), "exp 1/a", 3)
+    write(path, b"old")
+    write(path, CONTENT)
     assert [path.name for path in (tmp_path / "new" / "directory").glob("[!.]*")] == ["torch_grad_exporter-exp_1_a-3fc6cfe3-3.prom"]
-    assert file.path.read_bytes() == CONTENT
-    assert file.path.stat().st_mode & 0o777 == 0o644
+    assert path.read_bytes() == CONTENT
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.server
 def test_promtool_takes_it(tmp_path: Path) -> None:
     """What lies there is what `promtool check metrics` accepts."""
-    file = TextFile(str(tmp_path), "a", 0)
-    file.write(CONTENT)
-    subprocess.run([find("promtool"), "check", "metrics"], input=file.path.read_bytes(), check=True, timeout=30)
+    path = text_file(str(tmp_path), "a", 0)
+    write(path, CONTENT)
+    subprocess.run([find("promtool"), "check", "metrics"], input=path.read_bytes(), check=True, timeout=30)
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     """Where the file cannot be put, the error is raised and no temporary file stays."""
-    file = TextFile(str(tmp_path), "a", 0)
-    file.path.mkdir()
-    (file.path / "in the way").touch()
+    path = text_file(str(tmp_path), "a", 0)
+    path.mkdir()
+    (path / "in the way").touch()
     with pytest.raises(OSError, match=r"torch_grad_exporter-a-0\.prom"):
-        file.write(CONTENT)
-    assert list(tmp_path.glob("[!.]*")) == [file.path]
+        write(path, CONTENT)
+    assert list(tmp_path.glob("[!.]*")) == [path]
     assert list(tmp_path.rglob("*.tmp")) == []
 
 

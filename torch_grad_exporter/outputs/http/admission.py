@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.http.rate_limit import TokenBucket
-from torch_grad_exporter.outputs.http.web_settings import WebSettings
+from torch_grad_exporter.outputs.http.web_config import RateLimit, WebConfigFile
 
 _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="UTF-8"'),)
 
@@ -18,20 +18,14 @@ _CHALLENGE = (("WWW-Authenticate", 'Basic realm="torch_grad_exporter", charset="
 class Admission:
     """Applies the settings as they are at the moment of a request. Called in a worker, since a check is slow."""
 
-    def __init__(
-        self,
-        settings: Callable[[], WebSettings],
-        *,
-        auth: BasicAuth | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._auth = auth or BasicAuth()
+    def __init__(self, config: WebConfigFile, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._auth = BasicAuth(clock=clock)
         self._bucket = TokenBucket(clock)
 
     def refusal(self, request: Request) -> Response | None:
         """The answer to a request that is refused, `None` for all others."""
-        settings = self._settings()
+        settings = self._config.current.settings
         wait = self._bucket.wait(settings.rate_limit)
         if wait:
             return _later("too many requests", wait)
@@ -47,3 +41,29 @@ class Admission:
 
 def _later(reason: str, wait: float) -> Response:
     return plain(HTTPStatus.TOO_MANY_REQUESTS, reason, (("Retry-After", str(math.ceil(wait))),))
+
+
+class TokenBucket:
+    """How many requests are answered in which time: full at the start, refilled by one token per interval. From any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._limit: RateLimit | None = None
+        self._tokens = 0.0
+        self._counted_at = 0.0
+
+    def wait(self, limit: RateLimit | None) -> float:
+        """Takes a token: 0.0, or the seconds until there is one. Another limit than before starts with a full bucket."""
+        if limit is None:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            if limit != self._limit:
+                self._limit, self._tokens, self._counted_at = limit, float(limit.burst), now
+            self._tokens = min(float(limit.burst), self._tokens + (now - self._counted_at) / limit.interval)
+            self._counted_at = now
+            if self._tokens < 1.0:
+                return (1.0 - self._tokens) * limit.interval
+            self._tokens -= 1.0
+            return 0.0

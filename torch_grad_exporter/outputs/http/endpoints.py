@@ -1,9 +1,10 @@
-"""What is served: `/metrics`, `/healthz`, `/sd`, each a method of its own, and the live page."""
+"""What is served: `/metrics`, `/healthz`, `/sd`, and the live page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from torch_grad_exporter.errors import Guard
@@ -17,6 +18,7 @@ Respond = Callable[[Response | None], None]
 """Takes the response from any thread, `None` where there is none; what comes after the first has no effect."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Endpoints:
     """Answers requests. Everything is read-only; a failure is counted and becomes a 500.
 
@@ -25,23 +27,12 @@ class Endpoints:
     `refusal` is asked first, whatever the request is for: a response that it returns is the answer.
     """
 
-    def __init__(
-        self,
-        shared: SharedScrape,
-        *,
-        health: Callable[[], Mapping[str, object]],
-        targets: Callable[[], bytes],
-        page: Callable[[Request], Response | None],
-        on_error: Callable[[str, BaseException], None],
-        refusal: Callable[[Request], Response | None] | None = None,
-    ) -> None:
-        self._shared = shared
-        self._health = health
-        self._targets = targets
-        self._page = page
-        self._on_error = on_error
-        self._refusal = refusal
-        self._routes = {"/healthz": self._healthz, "/sd": self._sd}
+    shared: SharedScrape
+    health: Callable[[], Mapping[str, object]]
+    targets: Callable[[], bytes]
+    page: Callable[[Request], Response | None]
+    on_error: Callable[[str, BaseException], None]
+    refusal: Callable[[Request], Response | None] = lambda _request: None
 
     def answer(self, request: Request, respond: Respond) -> None:
         """Has `respond` called with the response: from here, or from the thread of a scrape that runs already.
@@ -52,7 +43,7 @@ class Endpoints:
 
     def _answer(self, request: Request, respond: Respond) -> None:
         try:
-            refused = None if self._refusal is None else self._refusal(request)
+            refused = self.refusal(request)
             if refused is None and request.path == "/metrics" and request.method in _METHODS:
                 self._metrics(request, respond)
             else:
@@ -61,14 +52,18 @@ class Endpoints:
             respond(plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many wait for a scrape that is still running"))
 
     def _failed(self, error: Exception) -> Response:
-        self._on_error("request", error)
+        self.on_error("request", error)
         return plain(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed; the training process' log says why")
 
     def _routed(self, request: Request) -> Response:
         if request.method not in _METHODS:
             return plain(HTTPStatus.METHOD_NOT_ALLOWED, headers=(("Allow", ", ".join(_METHODS)),))
-        route = self._routes.get(request.path, self._page)
-        return route(request) or plain(HTTPStatus.NOT_FOUND)
+        if request.path == "/healthz":
+            body = json.dumps(dict(self.health()), allow_nan=False).encode()
+            return Response(HTTPStatus.OK, "application/json", body)
+        if request.path == "/sd":
+            return Response(HTTPStatus.OK, "application/json", self.targets())
+        return self.page(request) or plain(HTTPStatus.NOT_FOUND)
 
     def _metrics(self, request: Request, respond: Respond) -> None:
         form = negotiate(request.headers.get("accept", ""))
@@ -82,10 +77,4 @@ class Endpoints:
             else:  # what is no Exception ends the thread of the scrape, and is no failure of ours
                 respond(self._failed(outcome) if isinstance(outcome, Exception) else None)
 
-        self._shared.ask(form, compressed=compressed, take=take)
-
-    def _healthz(self, _request: Request) -> Response:
-        return Response(HTTPStatus.OK, "application/json", json.dumps(dict(self._health()), allow_nan=False).encode())
-
-    def _sd(self, _request: Request) -> Response:
-        return Response(HTTPStatus.OK, "application/json", self._targets())
+        self.shared.ask(form, compressed=compressed, take=take)

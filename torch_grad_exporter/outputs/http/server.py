@@ -15,7 +15,6 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundThread
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.admission import Admission
-from torch_grad_exporter.outputs.http.basic_auth import BasicAuth
 from torch_grad_exporter.outputs.http.connection import Connection
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
 from torch_grad_exporter.outputs.http.listener import is_loopback, open_listener
@@ -61,18 +60,18 @@ class MetricsServer:
         self._guard = Guard(functools.partial(on_error, "request"))
         self._web_config = web_config
         self._endpoints = Endpoints(
-            SharedScrape(scrape, renderer, patience=timeout, clock=clock),
+            shared=SharedScrape(scrape, renderer, patience=timeout, clock=clock),
             health=health,
             targets=targets,
             page=page,
             on_error=on_error,
-            refusal=None if web_config is None else _admission(web_config, clock).refusal,
+            refusal=Admission(web_config, clock).refusal if web_config is not None else lambda _request: None,
         )
         listener = open_listener(addr, ports)
         self.port: int = listener.getsockname()[1]
         self.scheme = "https" if web_config is not None and web_config.current.tls is not None else "http"
         self.open_to_all = (web_config is None or not web_config.authenticates) and not is_loopback(listener)
-        self._jobs: SimpleQueue[tuple[Connection, Request | None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loop = ConnectionLoop(
             listener, self._dispatch, on_error=on_error, timeout=timeout, clock=clock, web_config=web_config
         )
@@ -115,24 +114,16 @@ class MetricsServer:
     def _dispatch(self, connection: Connection, request: Request | None) -> bool:
         if self._jobs.qsize() >= _MAX_WAITING_REQUESTS:
             return False
-        self._jobs.put((connection, request))
+        do = (
+            functools.partial(self._reload, connection) if request is None else functools.partial(self._answer, connection, request)
+        )
+        self._jobs.put(do)
         return True
 
     def _work(self) -> None:
-        # In methods of their own, so that a worker that waits holds no client and no answer.
-        while self._take(self._jobs.get()):
-            pass
-
-    def _take(self, job: tuple[Connection, Request | None] | None) -> bool:
-        """Does a job; whether there may be another one."""
-        if job is None:
-            return False
-        connection, request = job
-        if request is None:
-            self._guard(self._reload, connection)
-        else:
-            self._guard(self._answer, connection, request)
-        return True
+        while (job := self._jobs.get()) is not None:
+            self._guard(job)
+            del job  # a worker that waits holds no client and no answer
 
     def _answer(self, connection: Connection, request: Request) -> None:
         try:
@@ -147,7 +138,3 @@ class MetricsServer:
                 self._web_config.reload(self._on_error)
         finally:
             self._loop.begin(connection)
-
-
-def _admission(web_config: WebConfigFile, clock: Callable[[], float]) -> Admission:
-    return Admission(lambda: web_config.current.settings, auth=BasicAuth(clock=clock), clock=clock)

@@ -12,12 +12,10 @@ import re
 import socket
 import ssl
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch_grad_exporter.outputs.http.web_settings import Pem, TlsSettings
 
 HANDSHAKE = b"\x16"
 """The first byte that a TLS client sends; no HTTP request begins with it."""
@@ -51,6 +49,44 @@ SEVERAL_CURVES = hasattr(ssl.SSLContext, "set_groups")
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _CERTIFICATE = re.compile(rf"{_BEGIN}.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """PEM text where it is written: in the configuration itself (`text`) or in a file of its own (`path`).
+
+    `place` is the file, line and key that name it, for error messages.
+    """
+
+    place: str
+    path: str = ""
+    text: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """The section `tls_server_config`, with the names that OpenSSL uses; `place` is where it stands.
+
+    `ciphers` are those of TLS 1.2; none leave the choice to Python, as do no curves. `client_ca` is there exactly where
+    `verify` is not `CERT_NONE`. Without `allowed_sans` any certificate of the CA is accepted.
+    """
+
+    place: str
+    cert: Pem
+    key: Pem
+    verify: ssl.VerifyMode = ssl.CERT_NONE
+    client_ca: Pem | None = None
+    allowed_sans: frozenset[str] | None = None
+    min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
+    max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+    ciphers: Sequence[str] = ()
+    server_preference: bool = True
+    curves: Sequence[str] = ()
+
+    @property
+    def files(self) -> list[str]:
+        """The files that it names."""
+        return [pem.path for pem in (self.cert, self.key, self.client_ca) if pem is not None and pem.path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +149,7 @@ def close_notify(sock: ssl.SSLSocket) -> None:
 
 
 def _choose(context: ssl.SSLContext, settings: TlsSettings) -> None:
-    if settings.ciphers is not None:
+    if settings.ciphers:
         context.set_ciphers(":".join(settings.ciphers))
     if len(settings.curves) == 1:
         context.set_ecdh_curve(settings.curves[0])

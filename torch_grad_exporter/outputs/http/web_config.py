@@ -11,12 +11,11 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch_grad_exporter.errors import Guard, say
 from torch_grad_exporter.outputs.http import tls
-from torch_grad_exporter.outputs.http.web_settings import WebSettings
 
 _CHECK_SECONDS = 1.0
 
@@ -24,6 +23,24 @@ _log = logging.getLogger("torch_grad_exporter")
 
 # When and how big a file is, and which one: enough to see that it was written anew. None: it is not there.
 _Stamp = tuple[int, int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """The section `rate_limit`: one request every `interval` seconds, after `burst` at once."""
+
+    interval: float
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """A whole web configuration; `headers` go on every response, `users` are names and bcrypt hashes."""
+
+    tls: tls.TlsSettings | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    users: Mapping[str, str] = field(default_factory=dict, repr=False)
+    rate_limit: RateLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +55,7 @@ class WebConfigFile:
     """The configuration in force, `current`, which may be read from any thread at any time."""
 
     def __init__(self, path: str) -> None:
-        """Reads everything. Raises ValueError with the file, the line and the fix."""
+        """Reads everything. Raises ValueError with the file, the line and the fix, also where a package is missing."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - the same file after a chdir, and symbolic links stay
         self._seen: dict[str, _Stamp] = {}
         self._reloading = threading.Lock()
@@ -90,16 +107,9 @@ class WebConfigFile:
         # watched before stay watched, and with them those that the new state names: one of them may appear later.
         self._seen = {path: _stamp(path) for path in (self.path, *self._seen)}
         settings = _parse(self.path)
-        self._seen = {self.path: self._seen[self.path], **{path: _stamp(path) for path in settings.files()}}
+        named = [] if settings.tls is None else settings.tls.files
+        self._seen = {self.path: self._seen[self.path], **{path: _stamp(path) for path in named}}
         return Loaded(settings, None if settings.tls is None else tls.load(settings.tls))
-
-
-def load_web_config(path: str) -> WebConfigFile:
-    """A web configuration file, read and checked with all that it names.
-
-    Raises ValueError with the file, the line and the fix; also where the packages that it needs are missing.
-    """
-    return WebConfigFile(path)
 
 
 def _parse(path: str) -> WebSettings:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.metrics.families import FloatArray, IntArray
 
 RECENT = 600
 """Records that are kept as they were, at most."""
@@ -34,7 +34,7 @@ LEAST = 32
 
 Values = NDArray[np.float32]
 Flags = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
+_Rows = NDArray[np.void]
 
 
 class Together(enum.Enum):
@@ -66,56 +66,28 @@ class Part:
         return replace(self, values=self.values[:, chosen], nonfinite=self.nonfinite[:, chosen])
 
 
-@dataclass(slots=True, eq=False)
-class _Rows:
-    """Time and step, finite values, and which were not finite, eight to a byte."""
-
-    at: FloatArray
-    values: Values
-    nonfinite: Packed
-
-    @classmethod
-    def empty(cls, count: int, width: int) -> _Rows:
-        none = np.full((count, width), np.nan, dtype=np.float32)
-        return cls(np.zeros((count, 2)), none, np.zeros((count, -(-width // 8)), dtype=np.uint8))
-
-    @property
-    def nbytes(self) -> int:
-        return self.at.nbytes + self.values.nbytes + self.nonfinite.nbytes
-
-    def widen(self, width: int) -> None:
-        old = self.values.shape[1]
-        self.values = np.pad(self.values, ((0, 0), (0, width - old)), constant_values=np.nan)
-        self.nonfinite = np.pad(self.nonfinite, ((0, 0), (0, -(-width // 8) - self.nonfinite.shape[1])))
-
-    def taken(self, places: NDArray[np.int64]) -> _Rows:
-        """Copies of these."""
-        return _Rows(self.at[places], self.values[places], self.nonfinite[places])
-
-    def select(self, columns: NDArray[np.int64]) -> None:
-        """Keeps these values of each record, in this order."""
-        flags = np.unpackbits(self.nonfinite, axis=1, count=self.values.shape[1])
-        self.values, self.nonfinite = self.values[:, columns], np.packbits(flags[:, columns], axis=1)
-
-    def put(self, places: NDArray[np.int64], rows: _Rows) -> None:
-        self.at[places], self.values[places], self.nonfinite[places] = rows.at, rows.values, rows.nonfinite
-
-    def part(self, places: NDArray[np.int64], first: int, stride: int) -> Part:
-        at, values = self.at[places], self.values[places]
-        flags = np.unpackbits(self.nonfinite[places], axis=1, count=values.shape[1]).view(np.bool_)
-        values[flags & np.isnan(values)] = np.inf
-        return Part(at[:, 0], at[:, 1], values, flags, first, stride)
+def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
+    """Empty ones: time and step, finite values, which were not finite, eight to a byte, and for means of how many each value is."""
+    packed = -(-width // 8)
+    fields = [
+        ("at", "f8", (2,)),
+        ("values", "f4", (width,)),
+        ("nonfinite", "u1", (packed,)),
+        ("weights", "f4", (weighted * width,)),
+    ]
+    found = np.zeros(count, dtype=np.dtype(fields, align=True))
+    found["values"] = np.nan
+    return found
 
 
 class Track:
     """Records of `width` values each; `whole` is even, as of two bins one is made."""
 
     def __init__(self, width: int, together: Together, *, recent: int = RECENT, whole: int = WHOLE) -> None:
-        self._together = together
+        self._weighted = together is Together.MEAN
+        self.width = width
         self.count = 0
-        self._recent = _Rows.empty(recent, width)
-        self._whole = _Rows.empty(whole, width)
-        self._weights = np.zeros((whole, width) if together is Together.MEAN else (1, 1), dtype=np.float32)
+        self._recent, self._whole = (_rows(count, width, weighted=self._weighted) for count in (recent, whole))
         self._stride = 1
         self._moved = 0
         """Records whose times, or the order of whose values, have changed after they were there."""
@@ -123,108 +95,100 @@ class Track:
     @property
     def nbytes(self) -> int:
         """The memory that it takes, from its first record to its last."""
-        return self._recent.nbytes + self._whole.nbytes + self._weights.nbytes
-
-    @property
-    def width(self) -> int:
-        """Values of a record."""
-        return int(self._recent.values.shape[1])
+        return self._recent.nbytes + self._whole.nbytes
 
     def append(self, time: float, step: float, values: Values, nonfinite: Flags | None = None) -> None:
         """Takes a record; `values` of shape (width,). `nonfinite`: which were, besides, not finite within it."""
         infinite = np.isinf(values)
-        flags = infinite if nonfinite is None else infinite | nonfinite
-        packed: Packed | int = np.packbits(flags) if flags.any() else 0
-        values = np.where(infinite, np.float32(np.nan), values)
-        place = self.count % len(self._recent.at)
-        self._recent.at[place], self._recent.values[place], self._recent.nonfinite[place] = (time, step), values, packed
-        bin_, within = divmod(self.count, self._stride)
-        if bin_ == len(self._whole.at):
+        record = _rows(1, self.width, weighted=self._weighted)
+        record["at"], record["values"] = (time, step), np.where(infinite, np.float32(np.nan), values)
+        record["nonfinite"] = np.packbits(infinite if nonfinite is None else infinite | nonfinite)
+        if self._weighted:
+            record["weights"] = ~np.isnan(record["values"])
+        place = self.count % len(self._recent)
+        self._recent[place : place + 1] = record
+        if self.count == len(self._whole) * self._stride:
             self._halve()
-            bin_, within = divmod(self.count, self._stride)
-        if not within:
-            self._whole.values[bin_], self._whole.nonfinite[bin_] = np.nan, 0
-            if self._together is Together.MEAN:
-                self._weights[bin_] = 0
-        self._enter(bin_, values)
-        self._whole.nonfinite[bin_] |= packed
-        self._whole.at[bin_] = time, step
+        place, within = divmod(self.count, self._stride)
+        if within:
+            self._merge(self._whole[place : place + 1], record)
+        self._whole[place : place + 1] = record
         self.count += 1
 
-    def _enter(self, bin_: int, values: Values) -> None:
-        before = self._whole.values[bin_]
-        if self._together is Together.LARGEST:
-            self._whole.values[bin_] = _farther(before, values)
-            return
-        known = ~np.isnan(values)
-        weights = self._weights[bin_] + known
-        mean = np.where(np.isnan(before), 0, before.astype(np.float64))  # a difference may not fit into 32 bits
-        mean += (np.where(known, values, mean) - mean) / np.maximum(weights, 1)
-        self._whole.values[bin_], self._weights[bin_] = np.where(weights > 0, mean, np.nan), weights
+    def _merge(self, one: _Rows, other: _Rows) -> None:
+        """Makes of the other one, elementwise, what both are together; its time and step stay."""
+        other["nonfinite"] |= one["nonfinite"]
+        if self._weighted:
+            other["values"], other["weights"] = _mean(one["values"], other["values"], one["weights"], other["weights"])
+        else:
+            other["values"] = _farther(one["values"], other["values"])
 
     def _halve(self) -> None:
         """Makes one bin of two."""
-        rows, half = self._whole, len(self._whole.at) // 2
-        even, odd = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        if self._together is Together.LARGEST:
-            rows.values[:half] = _farther(rows.values[even], rows.values[odd])
-        else:
-            rows.values[:half], self._weights[:half] = _mean(
-                rows.values[even], rows.values[odd], self._weights[even], self._weights[odd]
-            )
-        rows.nonfinite[:half] = rows.nonfinite[even] | rows.nonfinite[odd]
-        rows.at[:half] = rows.at[odd]
+        half = len(self._whole) // 2
+        even, odd = self._whole[0 : 2 * half : 2], self._whole[1 : 2 * half : 2]
+        self._merge(even, odd)
+        self._whole[:half] = odd
         self._stride *= 2
 
-    def widen(self, width: int) -> None:
-        """Adds more values to each record; earlier records have none of them."""
-        self._recent.widen(width)
-        self._whole.widen(width)
-        if self._together is Together.MEAN:
-            self._weights = np.pad(self._weights, ((0, 0), (0, width - self._weights.shape[1])))
+    def arrange(self, columns: IntArray) -> None:
+        """Makes records of these of their values, in this order; -1 stands for a new one, which no earlier record has.
 
-    def select(self, columns: NDArray[np.int64]) -> None:
-        """Keeps these values of each record, in this order; until the next record, reading what is new gives all records."""
-        self._recent.select(columns)
-        self._whole.select(columns)
-        if self._together is Together.MEAN:
-            self._weights = self._weights[:, columns]
-        self._moved = self.count
+        Until the next record, reading what is new gives all records, unless the values before stay where they are.
+        """
+        if not np.array_equal(columns[: self.width], np.arange(self.width)):
+            self._moved = self.count
+        self._recent, self._whole = (self._arranged(rows, columns) for rows in (self._recent, self._whole))
+        self.width = len(columns)
+
+    def _arranged(self, rows: _Rows, columns: IntArray) -> _Rows:
+        found = _rows(len(rows), len(columns), weighted=self._weighted)
+        found["at"] = rows["at"]
+        new, old = np.flatnonzero(columns >= 0), columns[columns >= 0]
+        found["values"][:, new] = rows["values"][:, old]
+        flags = np.zeros((len(rows), len(columns)), dtype=np.bool_)
+        flags[:, new] = np.unpackbits(rows["nonfinite"], axis=1, count=self.width)[:, old]
+        found["nonfinite"] = np.packbits(flags, axis=1)
+        if self._weighted:
+            found["weights"][:, new] = rows["weights"][:, old]
+        return found
 
     def shrink(self, recent: int, whole: int) -> None:
         """Keeps fewer records and bins, where there were more; the whole run stays covered."""
-        if recent < len(self._recent.at):
+        if recent < len(self._recent):
             numbers = np.arange(max(0, self.count - recent), self.count)
-            kept = self._recent.taken(numbers % len(self._recent.at))
-            self._recent = _Rows.empty(recent, self.width)
-            self._recent.put(numbers % recent, kept)
+            kept = self._recent[numbers % len(self._recent)]
+            self._recent = _rows(recent, self.width, weighted=self._weighted)
+            self._recent[numbers % recent] = kept
         while (used := -(-self.count // self._stride)) > whole:
-            self._whole.values[used:], self._whole.nonfinite[used:] = np.nan, 0  # what was there before two became one
-            self._whole.at[used:] = self._whole.at[used - 1]
-            if self._together is Together.MEAN:
-                self._weights[used:] = 0
+            # What was there before two became one.
+            self._whole[used:] = _rows(1, self.width, weighted=self._weighted)
+            self._whole["at"][used:] = self._whole["at"][used - 1]
             self._halve()
-        self._whole = self._whole.taken(np.arange(min(whole, len(self._whole.at))))
-        if self._together is Together.MEAN:
-            self._weights = self._weights[:whole].copy()
+        self._whole = self._whole[:whole].copy()
 
     def shift(self, seconds: float) -> None:
         """Moves the times of all records; until the next record, reading what is new gives all records."""
-        self._recent.at[:, 0] += seconds
-        self._whole.at[:, 0] += seconds
+        self._recent["at"][:, 0] += seconds
+        self._whole["at"][:, 0] += seconds
         self._moved = self.count
 
     def recent(self, since: int = 0) -> Part:
         """The records from number `since` on that are still there."""
         since = since if since > self._moved else 0
-        first = min(max(since, self.count - len(self._recent.at), 0), self.count)
-        return self._recent.part(np.arange(first, self.count) % len(self._recent.at), first, 1)
+        first = min(max(since, self.count - len(self._recent), 0), self.count)
+        return self._part(self._recent[np.arange(first, self.count) % len(self._recent)], first, 1)
 
     def whole(self, since: int = 0, stride: int = 0) -> Part:
         """The bins of the whole run, from number `since` on if they are still of `stride` records; the last one may not be full."""
         used = -(-self.count // self._stride)
         first = min(since, used) if stride == self._stride and since * stride >= self._moved else 0
-        return self._whole.part(np.arange(first, used), first, self._stride)
+        return self._part(self._whole[first:used], first, self._stride)
+
+    def _part(self, rows: _Rows, first: int, stride: int) -> Part:
+        flags = np.unpackbits(rows["nonfinite"], axis=1, count=self.width).view(np.bool_)
+        values = np.where(flags & np.isnan(rows["values"]), np.float32(np.inf), rows["values"])
+        return Part(rows["at"][:, 0].copy(), rows["at"][:, 1].copy(), values, flags, first, stride)
 
 
 def _farther(one: Values, other: Values) -> Values:
@@ -237,6 +201,7 @@ def _mean(one: Values, other: Values, weight: Values, more: Values) -> tuple[Val
     """Elementwise the mean of two means of so many values each, NaN where there are none, and of how many it is."""
     weights = weight + more
     share = np.divide(more, weights, out=np.zeros_like(weights), where=weights > 0)
+    # A difference may not fit into 32 bits.
     a, b = np.where(weight > 0, one, 0.0).astype(np.float64), np.where(more > 0, other, 0.0)
     return np.where(weights > 0, a + (b - a) * share, np.nan).astype(np.float32), weights
 
@@ -290,7 +255,7 @@ class History:
         self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
         self._column: dict[str, int] = {}
         self._sharded: frozenset[str] = frozenset()
-        self._layers: Track | None = None
+        self._layers = Track(0, Together.LARGEST)
         self._scalars = Track(len(SCALARS), Together.MEAN, recent=2 * RECENT, whole=2 * WHOLE)
 
     @property
@@ -312,7 +277,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """The memory of all records."""
-        return self._scalars.nbytes + (0 if self._layers is None else self._layers.nbytes)
+        return self._scalars.nbytes + self._layers.nbytes
 
     def record_if_due(self) -> None:
         """Records the present values, if it is time and if there is anything new."""
@@ -332,8 +297,7 @@ class History:
             self._next -= back
             with self._lock:
                 for track in (self._scalars, self._layers):
-                    if track is not None:
-                        track.shift(-back)
+                    track.shift(-back)
         self._checked = now
         return now
 
@@ -362,37 +326,34 @@ class History:
         for name in moment.layers:
             self._column.setdefault(name, len(self._column))
         self._sharded = moment.sharded
-        track = self._room()
+        self._make_room()
         shape, rows = (len(self._column), len(QUANTITIES)), [self._column[name] for name in moment.layers]
         row, flags = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
         row[rows] = moment.values
         if moment.nonfinite is not None:
             flags[rows] = moment.nonfinite
-        track.append(now, self._step_of(moment), row.ravel(), flags.ravel())
+        self._layers.append(now, self._step_of(moment), row.ravel(), flags.ravel())
 
     def _forget(self, present: Sequence[str]) -> None:
         """Forgets layers that are gone, where these are too many."""
         there = frozenset(present)
         gone = [name for name in self._column if name not in there] if len(self._column) > MOST_GONE else []
-        if self._layers is None or len(gone) <= MOST_GONE:
+        if len(gone) <= MOST_GONE:
             return
         forgotten = frozenset(gone[: len(gone) - MOST_GONE // 2])
         kept = {name: column for name, column in self._column.items() if name not in forgotten}
         columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * len(QUANTITIES) + np.arange(len(QUANTITIES))
-        self._layers.select(columns.ravel())
+        self._layers.arrange(columns.ravel())
         self._column = {name: column for column, name in enumerate(kept)}
 
-    def _room(self) -> Track:
-        """The track of the layers, with a place for each of them."""
+    def _make_room(self) -> None:
+        """Gives each layer a place in the track."""
         width = len(QUANTITIES) * len(self._column)
         fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
         recent, whole = min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2)
-        if self._layers is None:
-            self._layers = Track(width, Together.LARGEST, recent=recent, whole=whole)
-        elif self._layers.width < width:
+        if self._layers.width < width:
             self._layers.shrink(recent, whole)
-            self._layers.widen(width)
-        return self._layers
+            self._layers.arrange(np.where(np.arange(width) < self._layers.width, np.arange(width), -1))
 
     def _step_of(self, moment: Moment) -> int:
         """The step of the last sample; the present one where no step followed it, or where it is not known."""
@@ -405,24 +366,19 @@ class History:
         with self._lock:
             return self._scalars.whole(since, stride) if whole else self._scalars.recent(since)
 
-    def quantity(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> Part:
-        """One quantity of all layers: values of shape (n, layers). Raises `ValueError` where there is none of that name."""
-        return self.grid(name, whole=whole, since=since, stride=stride)[1]
-
     def grid(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> tuple[list[str], Part]:
-        """The layers, and the same. Another record may forget layers: names and values that are read separately may not match."""
+        """The layers, and one quantity of each: values of shape (n, layers). Raises `ValueError` where there is none of that name.
+
+        Another record may forget layers: names and values that are read separately may not match.
+        """
         place = QUANTITIES.index(name)
         with self._lock:
-            names = list(self._column)
-            track = Track(0, Together.LARGEST, recent=1, whole=2) if self._layers is None else self._layers
-            part = track.whole(since, stride) if whole else track.recent(since)
-        return names, part.columns(slice(place, None, len(QUANTITIES)))
+            part = self._layers.whole(since, stride) if whole else self._layers.recent(since)
+            return list(self._column), part.columns(slice(place, None, len(QUANTITIES)))
 
     def layer(self, name: str, *, whole: bool) -> Part:
         """All quantities of one layer: values of shape (n, quantities). Raises `KeyError` where there is no such layer."""
         with self._lock:
             column = self._column[name]
-            if self._layers is None:
-                raise KeyError(name)
             part = self._layers.whole() if whole else self._layers.recent()
         return part.columns(slice(column * len(QUANTITIES), (column + 1) * len(QUANTITIES)))

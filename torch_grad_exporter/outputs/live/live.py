@@ -15,46 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.collectors.container import CONTAINER_MEMORY_LIMIT, CONTAINER_MEMORY_WORKING_SET
-from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_RESERVED, CUDA_MEMORY_TOTAL
-from torch_grad_exporter.collectors.exporter import (
-    EXPORTER_LAYERS,
-    EXPORTER_OVERHEAD_BUDGET,
-    EXPORTER_OVERHEAD_RATIO,
-    EXPORTER_SAMPLING_INTERVAL,
-    EXPORTER_SERIES,
-)
-from torch_grad_exporter.collectors.gpu import GPU_POWER, GPU_TEMPERATURE, GPU_UTILIZATION
-from torch_grad_exporter.collectors.gradients import (
-    GRAD_CAPTURES,
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_DEAD_RATIO,
-    GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
-    GRAD_GLOBAL_NORM_SPIKES,
-    GRAD_MAX_MAGNITUDE,
-    GRAD_NONFINITE_ELEMENTS,
-    GRAD_NONFINITE_STEPS,
-    GRAD_NORM,
-    GRAD_NORM_DISTRIBUTION,
-    GRAD_NORM_SPIKES,
-    GRAD_SAMPLE_STEP,
-    GRAD_SHARD_NORM,
-    GRAD_UNITS,
-    GRAD_ZERO_RATIO,
-)
-from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE, HOST_MEMORY_TOTAL
-from torch_grad_exporter.collectors.process import PROCESS_CHILDREN_MEMORY, PROCESS_RESIDENT_MEMORY
-from torch_grad_exporter.collectors.training import (
-    TRAIN_EPOCH,
-    TRAIN_LAST_STEP_TIMESTAMP,
-    TRAIN_LEARNING_RATE,
-    TRAIN_LOSS,
-    TRAIN_LOSS_SPIKES,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_START_TIMESTAMP,
-    TRAIN_STEPS,
-)
+from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part
@@ -158,14 +119,14 @@ class Live:
             "host": self._run.host,
             "version": self._run.version,
             "state": state,
-            "step": None if state is None else max((steps for _, steps in values.rows(TRAIN_STEPS)), default=0),
+            "step": None if state is None else max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
             **{f"{name}_per_second": _number(rates.get(name)) for name in ("steps", "samples", "tokens")},
             **{name: _number(values.one(spec)) for name, spec in _NUMBERS.items()},
             **{name: _number(_sum(values, spec)) for name, spec in _SUMS.items()},
-            "dead_layers": sum(1 for _, ratio in values.rows(GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
+            "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
             "resources": list(_resources(values)),
             "problems": [{**asdict(one), "others": list(one.others)} for one in problems],
             "ranks": list(self._others()),
@@ -227,7 +188,7 @@ class Live:
 
         A record may have one of the norms without the other, and the other may come with the record before.
         """
-        coefficient = None if self._values is None else self._values.one(GRAD_CLIP_COEFFICIENT)
+        coefficient = None if self._values is None else self._values.one(gradients.GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -270,29 +231,29 @@ class Live:
 
 
 _NUMBERS: Mapping[str, Spec] = {
-    "started": TRAIN_START_TIMESTAMP,
-    "epoch": TRAIN_EPOCH,
-    "loss": TRAIN_LOSS,
-    "learning_rate": TRAIN_LEARNING_RATE,
-    "global_norm": GRAD_GLOBAL_NORM,
-    "global_norm_after_clip": GRAD_GLOBAL_NORM_AFTER_CLIP,
-    "clip_coefficient": GRAD_CLIP_COEFFICIENT,
-    "skipped_steps": TRAIN_SKIPPED_STEPS,
-    "loss_spikes": TRAIN_LOSS_SPIKES,
-    "layers": EXPORTER_LAYERS,
-    "last_step": TRAIN_LAST_STEP_TIMESTAMP,
-    "last_sample_step": GRAD_SAMPLE_STEP,
-    "overhead_ratio": EXPORTER_OVERHEAD_RATIO,
-    "overhead_budget_ratio": EXPORTER_OVERHEAD_BUDGET,
-    "sampling_interval_steps": EXPORTER_SAMPLING_INTERVAL,
-    "series": EXPORTER_SERIES,
+    "started": training.TRAIN_START_TIMESTAMP,
+    "epoch": training.TRAIN_EPOCH,
+    "loss": training.TRAIN_LOSS,
+    "learning_rate": training.TRAIN_LEARNING_RATE,
+    "global_norm": gradients.GRAD_GLOBAL_NORM,
+    "global_norm_after_clip": gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    "clip_coefficient": gradients.GRAD_CLIP_COEFFICIENT,
+    "skipped_steps": training.TRAIN_SKIPPED_STEPS,
+    "loss_spikes": training.TRAIN_LOSS_SPIKES,
+    "layers": exporter.EXPORTER_LAYERS,
+    "last_step": training.TRAIN_LAST_STEP_TIMESTAMP,
+    "last_sample_step": gradients.GRAD_SAMPLE_STEP,
+    "overhead_ratio": exporter.EXPORTER_OVERHEAD_RATIO,
+    "overhead_budget_ratio": exporter.EXPORTER_OVERHEAD_BUDGET,
+    "sampling_interval_steps": exporter.EXPORTER_SAMPLING_INTERVAL,
+    "series": exporter.EXPORTER_SERIES,
 }
 """What is shown as it is, of the first optimizer where there are several."""
 
 _SUMS: Mapping[str, Spec] = {
-    "nonfinite_elements": GRAD_NONFINITE_ELEMENTS,
-    "nonfinite_steps": GRAD_NONFINITE_STEPS,
-    "spikes": GRAD_GLOBAL_NORM_SPIKES,
+    "nonfinite_elements": gradients.GRAD_NONFINITE_ELEMENTS,
+    "nonfinite_steps": gradients.GRAD_NONFINITE_STEPS,
+    "spikes": gradients.GRAD_GLOBAL_NORM_SPIKES,
 }
 
 
@@ -353,8 +314,8 @@ def encoded(values: np.ndarray[tuple[int, int], np.dtype[np.float32]], *, log: b
 
 
 def _of_layer(values: Values, name: str) -> Json:
-    bounds, counts = GRAD_NORM_DISTRIBUTION.buckets, values.histogram(GRAD_NORM_DISTRIBUTION, name)
-    kinds = [values.one(GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
+    bounds, counts = gradients.GRAD_NORM_DISTRIBUTION.buckets, values.histogram(gradients.GRAD_NORM_DISTRIBUTION, name)
+    kinds = [values.one(gradients.GRAD_NONFINITE_ELEMENTS, name, kind) or 0.0 for kind in ("nan", "inf")]
     return {
         "layer": name,
         "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
@@ -364,14 +325,14 @@ def _of_layer(values: Values, name: str) -> Json:
 
 
 _LAYER_NUMBERS: Mapping[str, Spec] = {
-    "captures": GRAD_CAPTURES,
-    "spikes": GRAD_NORM_SPIKES,
-    "units": GRAD_UNITS,
-    "dead_ratio": GRAD_DEAD_RATIO,
-    "zero_ratio": GRAD_ZERO_RATIO,
-    "max_magnitude": GRAD_MAX_MAGNITUDE,
-    "norm": GRAD_NORM,
-    "shard_norm": GRAD_SHARD_NORM,
+    "captures": gradients.GRAD_CAPTURES,
+    "spikes": gradients.GRAD_NORM_SPIKES,
+    "units": gradients.GRAD_UNITS,
+    "dead_ratio": gradients.GRAD_DEAD_RATIO,
+    "zero_ratio": gradients.GRAD_ZERO_RATIO,
+    "max_magnitude": gradients.GRAD_MAX_MAGNITUDE,
+    "norm": gradients.GRAD_NORM,
+    "shard_norm": gradients.GRAD_SHARD_NORM,
 }
 
 
@@ -382,17 +343,17 @@ def _resources(values: Values) -> Iterable[Json]:
         if value is not None:
             yield {"name": name, "value": _number(value), "limit": _number(limit), "unit": unit}
 
-    total, available = values.one(HOST_MEMORY_TOTAL), values.one(HOST_MEMORY_AVAILABLE)
-    yield from row("Process memory", values.one(PROCESS_RESIDENT_MEMORY), total, "bytes")
-    yield from row("Worker processes' memory", values.one(PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
+    total, available = values.one(host.HOST_MEMORY_TOTAL), values.one(host.HOST_MEMORY_AVAILABLE)
+    yield from row("Process memory", values.one(process.PROCESS_RESIDENT_MEMORY), total, "bytes")
+    yield from row("Worker processes' memory", values.one(process.PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
     if total is not None and available is not None:
         yield from row("Host memory", total - available, total, "bytes")
-    limit = values.one(CONTAINER_MEMORY_LIMIT)
-    yield from row("Container memory", values.one(CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
-    yield from row("Host processors", values.one(HOST_CPU), 1.0, "ratio")
-    for labels, reserved in values.rows(CUDA_MEMORY_RESERVED):
-        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(CUDA_MEMORY_TOTAL, *labels), "bytes")
-    for labels, used in values.rows(GPU_UTILIZATION):
+    limit = values.one(container.CONTAINER_MEMORY_LIMIT)
+    yield from row("Container memory", values.one(container.CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
+    yield from row("Host processors", values.one(host.HOST_CPU), 1.0, "ratio")
+    for labels, reserved in values.rows(cuda_memory.CUDA_MEMORY_RESERVED):
+        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(cuda_memory.CUDA_MEMORY_TOTAL, *labels), "bytes")
+    for labels, used in values.rows(gpu.GPU_UTILIZATION):
         yield from row(f"GPU {labels[0]} in use", used, 1.0, "ratio")
-        yield from row(f"GPU {labels[0]} temperature", values.one(GPU_TEMPERATURE, *labels), None, "celsius")
-        yield from row(f"GPU {labels[0]} power", values.one(GPU_POWER, *labels), None, "watts")
+        yield from row(f"GPU {labels[0]} temperature", values.one(gpu.GPU_TEMPERATURE, *labels), None, "celsius")
+        yield from row(f"GPU {labels[0]} power", values.one(gpu.GPU_POWER, *labels), None, "watts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import compress
 
@@ -23,44 +24,27 @@ REMEMBER_SECONDS = 15.0
 _ROUNDS = round(REMEMBER_SECONDS / RECORD_SECONDS)
 
 
-class Recorder:
-    """Calls `record` each second and `remember` each fifteen, from `start` until `close`, and then `last`.
+def recorder(
+    record: Callable[[], None],
+    remember: Callable[[], None],
+    *,
+    on_error: Callable[[BaseException], None],
+    last: Callable[[], None] | None = None,
+    interval: float = RECORD_SECONDS,
+) -> BackgroundLoop:
+    """A loop that calls `record` each second, `remember` each fifteen, and at its end `last`. `on_error` takes what they raise."""
+    rounds = itertools.count()
 
-    `on_error` takes what they raise.
-    """
+    def remember_now_and_then() -> None:
+        if next(rounds) % _ROUNDS == 0:
+            remember()
 
-    def __init__(
-        self,
-        record: Callable[[], None],
-        remember: Callable[[], None],
-        *,
-        on_error: Callable[[BaseException], None],
-        last: Callable[[], None] | None = None,
-        interval: float = RECORD_SECONDS,
-    ) -> None:
-        self._remember = remember
-        self._on_error = on_error
-        self._rounds = 0
-        guard, last = Guard(self._failed), last or record
-        self._thread = BackgroundLoop("history", record, self._remember_now_and_then, guard=guard, pause=interval, last=last)
-
-    def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
-        self._thread.start()
-
-    def close(self, seconds: float = 0.5) -> None:
-        """Ends it after a last record; waits for so long at most. Idempotent."""
-        self._thread.close(seconds)
-
-    def _remember_now_and_then(self) -> None:
-        self._rounds += 1
-        if self._rounds % _ROUNDS == 1:
-            self._remember()
-
-    def _failed(self, error: Exception) -> None:
+    def failed(error: Exception) -> None:
         # Another thread is busy with the same values, as on a machine under load: the next record has them.
         if not isinstance(error, TimeoutError):
-            self._on_error(error)
+            on_error(error)
+
+    return BackgroundLoop("history", record, remember_now_and_then, guard=Guard(failed), pause=interval, last=last or record)
 
 
 class Moments:

@@ -7,26 +7,17 @@ import gzip
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
-from torch_grad_exporter.aggregation.cursor import Cursor
-from torch_grad_exporter.aggregation.worker import Reading
+from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import Moments, Recorder
+from torch_grad_exporter.outputs.live.recorder import Moments, recorder
 
-
-class Readings(Protocol):
-    """Gives out cursors, and what is new to each; both raise `TimeoutError` where that is not possible in time."""
-
-    def cursor(self) -> Cursor:
-        """A cursor to which everything from now on is new."""
-
-    def read(self, cursor: Cursor) -> Reading:
-        """All values as of now, and what is new since the cursor's last read."""
+CLOSE_SECONDS = 0.5
+"""How long the end waits for the last record, at most."""
 
 
 class View:
@@ -39,7 +30,7 @@ class View:
     def __init__(
         self,
         run: Run,
-        readings: Readings,
+        host: HostSide,
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,
@@ -47,11 +38,11 @@ class View:
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        moments, cursor = Moments(dead_from), readings.cursor()
-        self.history = History(lambda: moments.of(readings.read(cursor), steps()), now=now)
+        moments, cursor = Moments(dead_from), host.cursor()
+        self.history = History(lambda: moments.of(host.read(cursor), steps()), now=now)
         self.live = Live(run, self.history, scrape, now=now)
         self._pages = Pages(self.live)
-        self._recorder = Recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
+        self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
 
     def start(self) -> None:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""
@@ -60,7 +51,7 @@ class View:
     def close(self, error: str | None = None) -> None:
         """Marks the run as ended, by an exception of type `error` if there is one, and takes a last record. Idempotent."""
         self.live.end(error)
-        self._recorder.close()
+        self._recorder.close(CLOSE_SECONDS)
 
     def page(self, request: Request) -> Response | None:
         """The page's answer to a request, `None` where it has none."""

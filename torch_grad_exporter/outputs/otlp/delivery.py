@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 from opentelemetry.context import attach, create_key, detach, get_value, set_value
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -52,25 +51,18 @@ class RejectedError(DeliveryError):
         super().__init__(message, permanent=True)
 
 
-class Delivery(Protocol):
-    """The way to one receiver. To be used by one thread at a time."""
+class Delivery:
+    """The way to one receiver: sends a request again and again while that may help, for so many seconds.
 
-    def send(self, body: bytes) -> None:
-        """Returns when a request has arrived. Raises `DeliveryError`; takes as long as there is time for tries, or longer."""
-
-    def close(self) -> None:
-        """Gives the connection back; ends a pause between two tries."""
-
-
-class Tries:
-    """Sends a request, again and again while that may help, for so many seconds."""
+    To be used by one thread at a time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._closed = threading.Event()
 
     def send(self, body: bytes) -> None:
-        """As of `Delivery`."""
+        """Returns when a request has arrived. Raises `DeliveryError`; takes as long as there is time for tries, or longer."""
         give_up_at = time.monotonic() + self._seconds
         prepared = self.prepared(body)
         with unheard():
@@ -92,7 +84,7 @@ class Tries:
         return not self._closed.wait(pause)
 
     def close(self) -> None:
-        """As of `Delivery`."""
+        """Gives the connection back; ends a pause between two tries."""
         self._closed.set()
 
     def prepared(self, body: bytes) -> bytes:

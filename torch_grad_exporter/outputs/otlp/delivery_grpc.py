@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 
-from torch_grad_exporter.outputs.otlp.delivery import AGENT, GROWING, DeliveryError, Tries, check_rejected
+from torch_grad_exporter.outputs.otlp.delivery import AGENT, GROWING, Delivery, DeliveryError, check_rejected
 from torch_grad_exporter.outputs.otlp.push_settings import Compression, PushSettings
 
 METHOD = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
@@ -28,7 +28,7 @@ _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_b
 """A receiver that comes back is found by the next try."""
 
 
-class GrpcDelivery(Tries):
+class GrpcDelivery(Delivery):
     """The way to a receiver over gRPC, for requests that take so many seconds with all their tries.
 
     Raises `OSError` where a certificate cannot be read.
@@ -49,7 +49,7 @@ class GrpcDelivery(Tries):
         self._metadata = tuple(settings.headers.items())
 
     def attempt(self, body: bytes, give_up_at: float) -> None:
-        """As of `Tries`."""
+        """As of `Delivery`."""
         try:
             answer = self._call(body, max(0.001, give_up_at - time.monotonic()), self._metadata)
         except grpc.RpcError as error:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from urllib3.exceptions import HTTPError
 
-from torch_grad_exporter.outputs.otlp.delivery import AGENT, GROWING, DeliveryError, Tries, check_rejected, mute
+from torch_grad_exporter.outputs.otlp.delivery import AGENT, GROWING, Delivery, DeliveryError, check_rejected, mute
 from torch_grad_exporter.outputs.otlp.push_settings import Compression, PushSettings
 
 ANSWER_BYTES = 65536
@@ -37,7 +37,7 @@ _PASSING = frozenset({408, 429})
 """The statuses below 500 that do not concern the request itself."""
 
 
-class HttpDelivery(Tries):
+class HttpDelivery(Delivery):
     """The way to a receiver over HTTP, for requests that take so many seconds with all their tries."""
 
     def __init__(self, settings: PushSettings, seconds: float) -> None:
@@ -67,7 +67,7 @@ class HttpDelivery(Tries):
         return self._compressed(body)
 
     def attempt(self, body: bytes, give_up_at: float) -> None:
-        """As of `Tries`."""
+        """As of `Delivery`."""
         try:
             with self._session.post(
                 self._url,

@@ -13,35 +13,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
-from torch_grad_exporter.collectors.cuda_memory import CUDA_MEMORY_ALLOCATED, CUDA_MEMORY_RESERVED
-from torch_grad_exporter.collectors.exporter import EXPORTER_OVERHEAD_RATIO
-from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
-from torch_grad_exporter.collectors.gradients import (
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_CLIPPED_STEPS,
-    GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
-    GRAD_NONFINITE_STEPS,
-)
-from torch_grad_exporter.collectors.host import HOST_CPU, HOST_MEMORY_AVAILABLE
-from torch_grad_exporter.collectors.process import PROCESS_CPU_SECONDS, PROCESS_RESIDENT_MEMORY
-from torch_grad_exporter.collectors.training import (
-    TRAIN_EPOCH,
-    TRAIN_LAST_STEP_TIMESTAMP,
-    TRAIN_LEARNING_RATE,
-    TRAIN_LOSS,
-    TRAIN_SAMPLES,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_SLOWEST_STEP,
-    TRAIN_STATE,
-    TRAIN_STEPS,
-    TRAIN_TOKENS,
-)
+from torch_grad_exporter.collectors import cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
@@ -49,29 +25,29 @@ from torch_grad_exporter.outputs.prometheus import series
 from torch_grad_exporter.version import __version__
 
 SPECS = (
-    GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_NONFINITE_STEPS,
-    GRAD_CLIPPED_STEPS,
-    TRAIN_STATE,
-    TRAIN_STEPS,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_SAMPLES,
-    TRAIN_TOKENS,
-    TRAIN_LOSS,
-    TRAIN_EPOCH,
-    TRAIN_LEARNING_RATE,
-    TRAIN_SLOWEST_STEP,
-    TRAIN_LAST_STEP_TIMESTAMP,
-    CUDA_MEMORY_ALLOCATED,
-    CUDA_MEMORY_RESERVED,
-    GPU_UTILIZATION,
-    PROCESS_RESIDENT_MEMORY,
-    PROCESS_CPU_SECONDS,
-    HOST_CPU,
-    HOST_MEMORY_AVAILABLE,
-    EXPORTER_OVERHEAD_RATIO,
+    gradients.GRAD_GLOBAL_NORM,
+    gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    gradients.GRAD_CLIP_COEFFICIENT,
+    gradients.GRAD_NONFINITE_STEPS,
+    gradients.GRAD_CLIPPED_STEPS,
+    training.TRAIN_STATE,
+    training.TRAIN_STEPS,
+    training.TRAIN_SKIPPED_STEPS,
+    training.TRAIN_SAMPLES,
+    training.TRAIN_TOKENS,
+    training.TRAIN_LOSS,
+    training.TRAIN_EPOCH,
+    training.TRAIN_LEARNING_RATE,
+    training.TRAIN_SLOWEST_STEP,
+    training.TRAIN_LAST_STEP_TIMESTAMP,
+    cuda_memory.CUDA_MEMORY_ALLOCATED,
+    cuda_memory.CUDA_MEMORY_RESERVED,
+    gpu.GPU_UTILIZATION,
+    process.PROCESS_RESIDENT_MEMORY,
+    process.PROCESS_CPU_SECONDS,
+    host.HOST_CPU,
+    host.HOST_MEMORY_AVAILABLE,
+    exporter.EXPORTER_OVERHEAD_RATIO,
 )
 """What the instruments show, by the names that the metrics have everywhere."""
 
@@ -79,21 +55,17 @@ MAX_AGE = 1.0
 """Seconds for which all instruments show the values of one scrape, as those of one collection are to."""
 
 
-class Source(Protocol):
-    """A source of the values that the instruments of a provider show."""
-
-    def observations(self, spec: Spec) -> Iterable[Observation]:
-        """The values of one metric as of now; never raises."""
-
-
-_of_provider: WeakKeyDictionary[MeterProvider, list[Source]] = WeakKeyDictionary()
+_of_provider: WeakKeyDictionary[MeterProvider, list[Instruments]] = WeakKeyDictionary()
 
 # Reentrant: a signal's handler may close while its own thread is in here.
 _lock = threading.RLock()
 
 
 class Instruments:
-    """The values of one exporter in the instruments of `provider`, from now on until `close`. `labels`: of every value."""
+    """The values of one exporter in the instruments of `provider`, from now on until `close`. `labels`: of every value.
+
+    After that each instrument shows the last ones, so many times as there are readers, and then they are gone.
+    """
 
     def __init__(
         self,
@@ -106,6 +78,8 @@ class Instruments:
     ) -> None:
         self._scrape = scrape
         self._labels = dict(labels)
+        self._left: dict[Spec, list[list[Observation]]] | None = None
+        self._process = os.getpid()
         self._guard = Guard(on_error)
         self._clock = clock
         self._scraping = threading.Lock()
@@ -114,22 +88,42 @@ class Instruments:
         self._provider = weakref.ref(provider)
         self._sources = _sources(provider)
         with _lock:
-            _forget(self._sources, self._labels)
+            # The next exporter of the same rank of the same run has newer values.
+            self._sources[:] = [one for one in self._sources if one._left is None or one._who != self._who]
             self._sources.append(self)
 
+    @property
+    def _who(self) -> tuple[str, str]:
+        return self._labels["run"], self._labels["rank"]
+
     def observations(self, spec: Spec) -> list[Observation]:
-        """As of `Source`."""
-        return self._guard.result(lambda: self._of(self._latest(), spec)) or []
+        """The values of one metric as of now; never raises. A forked child reports no last values of its parent."""
+        if self._left is None:
+            return self._guard.result(lambda: self._of(self._latest(), spec)) or []
+        if os.getpid() != self._process:
+            return []
+        with _lock:
+            left = self._left.get(spec, [])
+            shown = left.pop() if left else []
+            if not any(self._left.values()):
+                self.drop()
+            return shown
 
     def close(self) -> None:
         """Leaves the values as of now in the instruments, for each reader's next collection and no further one; idempotent."""
-        if self not in self._sources:
+        if self not in self._sources or self._left is not None:
             return
-        values = self._guard.result(self._last_values) or {}
+        # Without our own lock: the code that holds it may be what this one has interrupted.
+        scrape, times = self._scrape, _readers(self._provider())
+
+        def last() -> dict[Spec, list[Observation]]:
+            families = by_spec(scrape())
+            return {spec: self._of(families, spec) for spec in SPECS}
+
+        values = self._guard.result(last) or {}
         with _lock:
-            if self in self._sources:
-                last = _Last(values, self._labels, _readers(self._provider()), self._sources)
-                self._sources[self._sources.index(self)] = last
+            self._left = {spec: [shown] * times for spec, shown in values.items() if shown}
+            self._scrape, self._families = list, {}
 
     def drop(self) -> None:
         """Takes the values out of the instruments at once, without a lock, as a forked child needs it; idempotent."""
@@ -143,11 +137,6 @@ class Instruments:
                 self._scraped = self._clock()
             return self._families
 
-    def _last_values(self) -> dict[Spec, list[Observation]]:
-        # Without our own lock: the code that holds it may be what this one has interrupted.
-        families = by_spec(self._scrape())
-        return {spec: self._of(families, spec) for spec in SPECS}
-
     def _of(self, families: Mapping[Spec, Iterable[Family]], spec: Spec) -> list[Observation]:
         return [observation for family in families.get(spec, ()) for observation in self._observed(family)]
 
@@ -157,42 +146,13 @@ class Instruments:
             yield Observation(value, {**self._labels, **own})
 
 
-class _Last:
-    """The last values of an exporter that is closed: each instrument shows them so many times, and then they are gone."""
-
-    def __init__(
-        self, values: Mapping[Spec, list[Observation]], labels: Mapping[str, str], times: int, sources: list[Source]
-    ) -> None:
-        self.labels = labels
-        self._left = {spec: [shown] * times for spec, shown in values.items() if shown}
-        self._sources = sources
-        self._process = os.getpid()
-
-    def observations(self, spec: Spec) -> list[Observation]:
-        """As of `Source`. A forked child reports nothing of its parent."""
-        if os.getpid() != self._process:
-            return []
-        with _lock:
-            left = self._left.get(spec, [])
-            shown = left.pop() if left else []
-            if not any(self._left.values()) and self in self._sources:
-                self._sources.remove(self)
-            return shown
-
-
-def _forget(sources: list[Source], labels: Mapping[str, str]) -> None:
-    """Drops the last values of the same rank of the same run: the next exporter has newer ones."""
-    who = labels.get("run"), labels.get("rank")
-    sources[:] = [one for one in sources if not (isinstance(one, _Last) and (one.labels.get("run"), one.labels.get("rank")) == who)]
-
-
 def _readers(provider: MeterProvider | None) -> int:
     """How many readers a provider has that its end collects for: 1 where that is not known: the interface does not say."""
     older = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
     return max(1, len(getattr(provider, "_metric_readers", older)))
 
 
-def _sources(provider: MeterProvider) -> list[Source]:
+def _sources(provider: MeterProvider) -> list[Instruments]:
     """Those that the instruments of this provider show; the instruments are made with the first."""
     with _lock:
         if provider not in _of_provider:
@@ -205,6 +165,6 @@ def _sources(provider: MeterProvider) -> list[Source]:
         return _of_provider[provider]
 
 
-def _observe(spec: Spec, sources: list[Source], _options: CallbackOptions) -> list[Observation]:
+def _observe(spec: Spec, sources: list[Instruments], _options: CallbackOptions) -> list[Observation]:
     """What an instrument shows at a collection."""
     return [observation for source in list(sources) for observation in source.observations(spec)]

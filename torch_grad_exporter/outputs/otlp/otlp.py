@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,9 +39,6 @@ WIDTH = 160
 UNITS = {"seconds": "s", "bytes": "By", "watts": "W", "celsius": "Cel", "hertz": "Hz", "joules": "J"}
 """UCUM's signs of the units that end a metric's name."""
 
-_GAUGE, _SUM, _HISTOGRAM, _EXPONENTIAL = 5, 7, 9, 10
-"""Fields of a `Metric`, one for each form of points."""
-
 _Bytes = NDArray[np.uint8]
 
 
@@ -60,6 +57,10 @@ class Request:
 
     body: bytes
     rows: tuple[tuple[Family, slice], ...]
+
+
+_Block = tuple[bytes, list[tuple[Family, slice]]]
+"""Points, or the metric around them, that stay together, and the rows that they are of, as of `Request`."""
 
 
 class Encoder:
@@ -102,70 +103,67 @@ class Encoder:
         moment = _Moment(start, since, at)
         some = (family for family in families if len(family.labels))
         metrics = [self._guarded(spec, members, moment) for spec, members in by_spec(some).items()]
-        return self._requests(metric for metric in metrics if metric is not None and metric.blocks)
+        return self._requests(metrics)
 
     # Metrics and requests
 
-    def _guarded(self, spec: Spec, members: list[Family], moment: _Moment) -> _Metric | None:
+    def _guarded(self, spec: Spec, members: list[Family], moment: _Moment) -> list[_Block]:
         on_error = self._on_error
         if on_error is None:
-            return self._metric(spec, members, moment)
+            return self._blocks(spec, members, moment)
 
         def left_out(error: Exception) -> None:
             on_error(ValueError(f"{spec.name} cannot be encoded: {type(error).__name__}: {error}"))
 
-        return Guard(left_out).result(self._metric, spec, members, moment)
+        return Guard(left_out).result(self._blocks, spec, members, moment) or []
 
-    def _metric(self, spec: Spec, members: list[Family], moment: _Moment) -> _Metric:
+    def _blocks(self, spec: Spec, members: list[Family], moment: _Moment) -> list[_Block]:
+        """A metric with the points of all its families, in `Metric`s of bounded size, as fields of `ScopeMetrics`."""
         exponential = members[0].exponential is not None
         if any((member.exponential is not None) is not exponential for member in members):
             raise ValueError("all of its families have exponential buckets, or none")
         head = text(1, spec.name) + text(2, spec.help) + text(3, UNITS.get(spec.unit, ""))
-        if spec.kind is Kind.GAUGE:
-            return _Metric(head, _GAUGE, b"", self._blocks(members, moment))
-        tail = integer(2, self._temporality[spec.kind].value)
+        field = {Kind.GAUGE: 5, Kind.COUNTER: 7, Kind.HISTOGRAM: 10 if exponential else 9}[spec.kind]
+        tail = b"" if spec.kind is Kind.GAUGE else integer(2, self._temporality[spec.kind].value)
         if spec.kind is Kind.COUNTER:
-            return _Metric(head, _SUM, tail + integer(3, 1), self._blocks(members, moment))
-        return _Metric(head, _EXPONENTIAL if exponential else _HISTOGRAM, tail, self._blocks(members, moment))
+            tail += integer(3, 1)  # it never falls
+        some: list[list[_Block]] = [[]]
+        for piece in itertools.chain.from_iterable(self._points(family, moment) for family in members):
+            if some[-1] and sum(len(points) for points, _ in some[-1]) + len(piece[0]) > BLOCK_BYTES:
+                some.append([])
+            some[-1].append(piece)
+        joined = [(b"".join(points for points, _ in block), [row for _, rows in block for row in rows]) for block in some if block]
+        return [(delimited(2, head + delimited(field, points + tail)), rows) for points, rows in joined]
 
-    def _requests(self, metrics: Iterable[_Metric]) -> Iterator[Request]:
+    def _requests(self, metrics: Iterable[list[_Block]]) -> Iterator[Request]:
         """Requests with as many metrics as fit; what of one metric does not fit stands in the next."""
-        content: list[bytes] = []
-        rows: list[tuple[Family, slice]] = []
-        size = 0
-        for metric in metrics:
-            for part, block in enumerate(metric.blocks):
-                message = metric.message(b"".join(block.pieces))
-                if content and (part or size + len(message) > REQUEST_BYTES):
-                    yield self._request(content, rows)
-                    content, rows, size = [], [], 0
-                content.append(message)
-                rows += [(family, slice(begin, end)) for family, (begin, end) in block.rows.items()]
-                size += len(message)
+        content: list[_Block] = []
+        for blocks in metrics:
+            for part, block in enumerate(blocks):
+                if content and (part or sum(len(one) for one, _ in content) + len(block[0]) > REQUEST_BYTES):
+                    yield self._request(content)
+                    content = []
+                content.append(block)
         if content:
-            yield self._request(content, rows)
+            yield self._request(content)
 
-    def _request(self, metrics: list[bytes], rows: list[tuple[Family, slice]]) -> Request:
-        return Request(delimited(1, self._resource + delimited(2, self._scope + b"".join(metrics))), tuple(rows))
+    def _request(self, blocks: list[_Block]) -> Request:
+        metrics = b"".join(metric for metric, _ in blocks)
+        rows = tuple(row for _, rows in blocks for row in rows)
+        return Request(delimited(1, self._resource + delimited(2, self._scope + metrics)), rows)
 
     # Points
 
-    def _blocks(self, members: list[Family], moment: _Moment) -> list[_Block]:
-        """The points of all families of a metric, in pieces of bounded size."""
-        blocks: list[_Block] = []
-        for family in members:
-            pieces = (
-                self._one_by_one(family, moment)
-                if family.exponential or family.exemplars
-                else self._layout(family).filled(family, moment)
-            )
-            begin = 0
-            for piece, end in pieces:
-                if not blocks or blocks[-1].size + len(piece) > BLOCK_BYTES:
-                    blocks.append(_Block())
-                blocks[-1].add(piece, family, begin, end)
-                begin = end
-        return blocks
+    def _points(self, family: Family, moment: _Moment) -> Iterator[_Block]:
+        """The points of a family, in pieces of bounded size."""
+        if family.exponential or family.exemplars:
+            each = self._one_by_one(family, moment)
+            points, cuts = memoryview(b"".join(each)), _cuts(each)
+        else:
+            layout = self._layout(family)
+            points, cuts = layout.filled(family, moment), layout.cuts
+        for (begin, first), (end, rows) in itertools.pairwise([(0, 0), *cuts]):
+            yield bytes(points[begin:end]), [(family, slice(first, rows))]
 
     def _layout(self, family: Family) -> _Layout:
         spec, prepared = family.spec, self._layouts.setdefault(family.labels, {})
@@ -194,13 +192,14 @@ class Encoder:
         temporality = self._temporality.get(spec.kind)
         return None if spec.older and temporality is Temporality.CUMULATIVE else temporality
 
-    def _one_by_one(self, family: Family, moment: _Moment) -> Iterator[tuple[bytes, int]]:
-        """The points of histograms that differ in size from one export to the next; after each, how many there are so far."""
+    def _one_by_one(self, family: Family, moment: _Moment) -> list[bytes]:
+        """The points of histograms that differ in size from one export to the next."""
         if family.sums is None:
             raise ValueError("a histogram has sums")
         prepared = self._prepared(family, 1 if family.exponential is not None else 9)
         starts = moment.starts(self._temporality[Kind.HISTOGRAM], family).tolist()
-        for end, (row, attributes, start) in enumerate(zip(family.row_numbers, prepared, starts, strict=True), 1):
+        points = []
+        for row, attributes, start in zip(family.row_numbers, prepared, starts, strict=True):
             counts = family.values[row]
             head = attributes + fixed(2, _eight(start)) + fixed(3, _eight(moment.at))
             head += fixed(4, _eight(int(counts.sum()))) + fixed(5, np.float64(family.sums[row]).tobytes())
@@ -211,7 +210,8 @@ class Encoder:
             else:
                 head += _exponential(family.exponential[row], int(counts.sum()))
                 field = 11
-            yield delimited(1, head + b"".join(_exemplar(field, one) for one in found)), end
+            points.append(delimited(1, head + b"".join(_exemplar(field, one) for one in found)))
+        return points
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,41 +229,12 @@ class _Moment:
         return self.since(family)[slice(None) if family.present is None else family.present]
 
 
-@dataclass(slots=True)
-class _Block:
-    """Points of a metric that stay together. `rows`: of each family those that they are of, the first one and the end."""
-
-    pieces: list[bytes] = field(default_factory=list)
-    rows: dict[Family, tuple[int, int]] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, piece: bytes, family: Family, begin: int, end: int) -> None:
-        """Adds points of a family's rows, which follow those of it that are here."""
-        self.pieces.append(piece)
-        self.rows[family] = self.rows.get(family, (begin, begin))[0], end
-        self.size += len(piece)
-
-
-@dataclass(frozen=True, slots=True)
-class _Metric:
-    """What stands before the points of a `Metric`, the field that they are in, and what stands after them in that field."""
-
-    head: bytes
-    field: int
-    tail: bytes
-    blocks: list[_Block]
-
-    def message(self, points: bytes) -> bytes:
-        """The metric with these points, as a field of `ScopeMetrics`."""
-        return delimited(2, self.head + delimited(self.field, points + self.tail))
-
-
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """The points of some rows of a metric, with room for the numbers, which stand in the last bytes of each point.
 
-    `chosen`: which rows; `tail`: those last bytes, and `places`, where they are in `template`; `cuts`: where pieces of bounded size
-    end, by bytes and by rows; `since`: which start they have, if any.
+    `chosen`: which rows; `tail`: those last bytes, and `places`, where they are in `template`; `cuts`: as of `_cuts`;
+    `since`: which start they have, if any.
     """
 
     chosen: bytes
@@ -281,17 +252,13 @@ class _Layout:
             count = len(spec.buckets) + 1
             tail += fixed(5) + opening(6, 8 * count) + bytes(8 * count) + _bounds(spec)
         points = [delimited(1, own + tail) for own in attributes]
-        ends = np.cumsum([len(point) for point in points], dtype=np.int64)
-        last = np.flatnonzero(np.diff(ends // BLOCK_BYTES, append=-1))
+        places = np.cumsum([len(point) for point in points], dtype=np.int64) - len(tail)
         template = np.frombuffer(b"".join(points), dtype=np.uint8)
-        cuts = list(zip(ends[last].tolist(), (last + 1).tolist(), strict=True))
-        return cls(chosen, template, ends - len(tail), np.frombuffer(tail, dtype=np.uint8), cuts, since)
+        return cls(chosen, template, places, np.frombuffer(tail, dtype=np.uint8), _cuts(points), since)
 
-    def filled(self, family: Family, moment: _Moment) -> Iterator[tuple[bytes, int]]:
-        """The points of a family, in pieces of bounded size; after each, how many there are so far."""
+    def filled(self, family: Family, moment: _Moment) -> memoryview:
+        """The points of a family."""
         values = family.values if family.present is None else family.values[family.present]
-        if not len(values):
-            return
         tails = np.tile(self.tail, (len(self.places), 1))
         place = 1
         if self.since is not None:
@@ -306,11 +273,16 @@ class _Layout:
             _write(tails, place + 9, family.sums if family.present is None else family.sums[family.present], "<f8")
             _write(tails, place + 17 + len(opening(6, 8 * values.shape[1])), values, "<u8")
         points = self.template.copy()
-        sliding_window_view(points, len(self.tail), writeable=True)[self.places] = tails
-        begin = 0
-        for end, rows in self.cuts:
-            yield points[begin:end].tobytes(), rows
-            begin = end
+        if len(tails):
+            sliding_window_view(points, len(self.tail), writeable=True)[self.places] = tails
+        return points.data
+
+
+def _cuts(points: list[bytes]) -> list[tuple[int, int]]:
+    """Where pieces of bounded size end, by bytes and by points."""
+    ends = np.cumsum([len(point) for point in points], dtype=np.int64)
+    last = np.flatnonzero(np.diff(ends // BLOCK_BYTES, append=-1))
+    return list(zip(ends[last].tolist(), (last + 1).tolist(), strict=True))
 
 
 def _write(tails: _Bytes, place: int, numbers: FloatArray | IntArray, form: str) -> None:

@@ -7,6 +7,7 @@ Variables of the form `OTEL_EXPORTER_OTLP_METRICS_<NAME>` win over `OTEL_EXPORTE
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.util
 import logging
@@ -36,8 +37,6 @@ TIMEOUT = 10.0
 LONGEST = 60.0
 """Seconds for one request, at most."""
 
-OFF = "no metrics are pushed: "
-
 _Value = TypeVar("_Value")
 
 
@@ -62,6 +61,8 @@ _TEMPORALITIES = {
     # Our counters are read when there is an export, which is what OpenTelemetry calls asynchronous.
     "lowmemory": {Kind.COUNTER: Temporality.CUMULATIVE, Kind.HISTOGRAM: Temporality.DELTA},
 }
+
+_NAMES = {one.value for one in Protocol}
 
 _HISTOGRAMS = {"explicit_bucket_histogram": False, "base2_exponential_bucket_histogram": True}
 
@@ -99,6 +100,16 @@ class _UnusableError(Exception):
     """A variable makes it impossible to push."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The arguments, checked; `None` where the environment decides."""
+
+    endpoint: str | None
+    protocol: Protocol | None
+    headers: Mapping[str, str] | None
+    interval: float | None
+
+
 def resolve(
     endpoint: object = None,
     protocol: object = None,
@@ -111,47 +122,42 @@ def resolve(
 
     Raises `TypeError` and `ValueError` for an argument, and `ImportError` where it asks for gRPC and that is not installed.
     """
-    given = _given(endpoint, protocol, headers, interval)
-    switch = _switched_off(environment)
-    if switch:
-        if given.endpoint is not None:
-            say(logger, logging.INFO, OFF + "%s", switch)
-        return None
-    try:
-        return _resolved(given, _Variables(environment))
-    except _UnusableError as error:
-        say(logger, logging.WARNING, OFF + "%s", error)
-        return None
-
-
-# Arguments
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The arguments, checked; `None` where the environment decides."""
-
-    endpoint: str | None
-    protocol: Protocol | None
-    headers: Mapping[str, str] | None
-    interval: float | None
-
-
-def _given(endpoint: object, protocol: object, headers: object, interval: object) -> _Given:
     chosen = None if protocol is None else _checked_protocol(protocol)
-    return _Given(
+    given = _Given(
         None if endpoint is None else _checked_endpoint(endpoint, chosen),
         chosen,
         None if headers is None else _checked_headers(headers),
         None if interval is None else _checked_interval(interval),
     )
+    variables = _Variables(environment)
+    exporters = {name.strip().lower() for name in variables.text("OTEL_METRICS_EXPORTER").split(",")}
+    off = "OTEL_METRICS_EXPORTER=none" if "none" in exporters else ""
+    if variables.text("OTEL_SDK_DISABLED").lower() == "true":
+        off = "OTEL_SDK_DISABLED=true"
+    try:
+        if off and given.endpoint is not None:
+            say(logger, logging.INFO, "no metrics are pushed: %s", off)
+        wanted = variables.found("ENDPOINT")[1] and ("otlp" in exporters or exporters == {""})
+        return _resolved(given, variables) if not off and (wanted or given.endpoint is not None) else None
+    except _UnusableError as error:
+        say(logger, logging.WARNING, "no metrics are pushed: %s", error)
+        return None
+
+
+# Arguments
+
+_PROTOCOLS = "expected 'http/protobuf' or 'grpc'"
+_ENDPOINT = "expected a URL such as 'http://localhost:4318', or with otlp_protocol='grpc' also 'host:port'"
+_INTERVAL = "expected a number of seconds from 0.1 to 86400"
+_HEADERS = "expected a mapping of header names to printable ASCII texts"
+_OWN_SESSION = "requests are sent over a session of the exporter's own; expected a header or a certificate"
+_NO_USER = "over gRPC an endpoint has no user and no password; such as these belong in a header"
+_NO_GRPC = "OTLP over gRPC needs the extra 'grpc'; pip install 'torch-grad-exporter[grpc]'"
 
 
 def _checked_protocol(protocol: object) -> Protocol:
-    if not isinstance(protocol, str):
-        raise TypeError(f"otlp_protocol={protocol!r}: {_PROTOCOLS}")
-    if protocol not in {one.value for one in Protocol}:
-        raise ValueError(f"otlp_protocol={protocol!r}: {_PROTOCOLS}")
+    if not isinstance(protocol, str) or protocol not in _NAMES:
+        raise (ValueError if isinstance(protocol, str) else TypeError)(f"otlp_protocol={protocol!r}: {_PROTOCOLS}")
     if protocol == Protocol.GRPC.value and not grpc_installed():
         raise ImportError(f"otlp_protocol={protocol!r}: {_NO_GRPC}")
     return Protocol(protocol)
@@ -160,10 +166,9 @@ def _checked_protocol(protocol: object) -> Protocol:
 def _checked_endpoint(endpoint: object, protocol: Protocol | None) -> str:
     if not isinstance(endpoint, str):
         raise TypeError(f"otlp_endpoint={without_password(repr(endpoint))}: {_ENDPOINT}")
-    if not (_is_url(endpoint) or (protocol is Protocol.GRPC and _is_address(endpoint))):
-        raise ValueError(f"otlp_endpoint={without_password(endpoint)!r}: {_ENDPOINT}")
-    if protocol is Protocol.GRPC and _has_user(endpoint):
-        raise ValueError(f"otlp_endpoint={without_password(endpoint)!r}: {_NO_USER}")
+    wrong = "" if _is_endpoint(endpoint, protocol) else _ENDPOINT
+    if wrong or _has_user(endpoint, protocol):
+        raise ValueError(f"otlp_endpoint={without_password(endpoint)!r}: {wrong or _NO_USER}")
     return endpoint
 
 
@@ -185,16 +190,6 @@ def _checked_headers(headers: object) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
-_PROTOCOLS = "expected 'http/protobuf' or 'grpc'"
-_ENDPOINT = "expected a URL such as 'http://localhost:4318', or with otlp_protocol='grpc' also 'host:port'"
-_INTERVAL = "expected a number of seconds from 0.1 to 86400"
-_HEADERS = "expected a mapping of header names to printable ASCII texts"
-_OWN_SESSION = "requests are sent over a session of the exporter's own; expected a header or a certificate"
-_PROVIDERS = {Protocol.HTTP: ("HTTP_METRICS_", "HTTP_"), Protocol.GRPC: ("GRPC_METRICS_", "GRPC_")}
-_NO_USER = "over gRPC an endpoint has no user and no password; such as these belong in a header"
-_NO_GRPC = "OTLP over gRPC needs the extra 'grpc'; pip install 'torch-grad-exporter[grpc]'"
-
-
 def grpc_installed() -> bool:
     """Whether gRPC can be imported, and its richer errors."""
     try:
@@ -205,41 +200,28 @@ def grpc_installed() -> bool:
 
 def without_password(endpoint: str) -> str:
     """An endpoint as it may be shown, without user and query. In what is no URL all before the last `@` may be a password."""
-    user = r"^([a-z]+://)[^/?#]*@" if _is_url(endpoint) else r"^([a-z]+:/+)?.*@"
+    user = r"^([a-z]+://)[^/?#]*@" if _is_endpoint(endpoint) else r"^([a-z]+:/+)?.*@"
     return re.sub(user, r"\1...@", endpoint, flags=re.IGNORECASE | re.DOTALL).partition("?")[0]
 
 
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and text.isprintable()
-            and " " not in text
-        )
-    except ValueError:
-        return False
+def _is_endpoint(text: str, protocol: Protocol | None = None) -> bool:
+    """Whether it is a URL; over gRPC a host and a port will do."""
+    address = protocol is Protocol.GRPC and not set("/@?#") & set(text)
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(f"http://{text}" if address else text)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and text.isprintable() and " " not in text
+        return right and parts.port != 0 and not (address and parts.port is None)
+    return False
 
 
-def _is_address(text: str) -> bool:
-    """Whether it is a host and a port."""
-    return not set("/@?#") & set(text) and _is_url(f"http://{text}") and urlsplit(f"http://{text}").port is not None
-
-
-def _has_user(endpoint: str) -> bool:
+def _has_user(endpoint: str, protocol: Protocol | None) -> bool:
     """Whether a user or a password is part of it, which gRPC would not send, but log."""
-    return "@" in urlsplit(endpoint).netloc
+    return protocol is Protocol.GRPC and "@" in urlsplit(endpoint).netloc
 
 
 def _is_header(name: str, value: str) -> bool:
-    return (
-        bool(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name))
-        and value.isascii()
-        and value.isprintable()
-        and value == value.strip()
-    )
+    named = re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None
+    return named and value.isascii() and value.isprintable() and value == value.strip()
 
 
 # Variables
@@ -261,101 +243,85 @@ class _Variables:
         variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
         return variable, self.text(variable)
 
-    def number(self, variable: str, text: str, default: float) -> float:
+    def number(self, variable: str, default: float) -> float:
         """A number above 0; any other text logs a warning."""
+        text = self.text(variable)
         try:
             number = float(text) if text else default
         except ValueError:
             number = math.nan
         if not 0 < number < math.inf:
-            self._ignored(variable, text, f"expected a number above 0, and {default:g} is taken")
+            self.ignored(variable, f"expected a number above 0, and {default:g} is taken")
             return default
         return number
 
-    def choice(self, variable: str, text: str, choices: Mapping[str, _Value], default: _Value) -> _Value:
-        """One of several texts, in whatever case; any other logs a warning."""
+    def choice(self, name: str, choices: Mapping[str, _Value], default: str) -> _Value:
+        """What one of several texts stands for, in whatever case; any other logs a warning."""
+        variable, text = self.found(name)
         if text and text.lower() not in choices:
-            self._ignored(variable, text, f"expected one of {', '.join(choices)}")
-        return choices.get(text.lower(), default)
+            self.ignored(variable, f"expected one of {', '.join(choices)}")
+        return choices.get(text.lower(), choices[default])
 
-    def unused(self, variable: str, why: str) -> None:
-        """Warns that a variable that the official exporters know has no effect here, if it is set."""
+    def file(self, name: str) -> str:
+        """The path of a file that can be read."""
+        variable, path = self.found(name)
+        if path and not os.access(path, os.R_OK):
+            raise _UnusableError(f"environment variable {variable}={path!r}: this file cannot be read")
+        return path
+
+    def ignored(self, variable: str, why: str) -> None:
+        """Warns that a variable has no effect, if it is set."""
         if text := self.text(variable):
-            self._ignored(variable, text, why)
-
-    @staticmethod
-    def _ignored(variable: str, text: str, why: str) -> None:
-        say(logger, logging.WARNING, "environment variable %s=%r is ignored: %s", variable, text, why)
+            say(logger, logging.WARNING, "environment variable %s=%r is ignored: %s", variable, text, why)
 
 
-def _switched_off(environment: Mapping[str, str]) -> str:
-    """Which variable forbids all metrics, empty if none does."""
-    variables = _Variables(environment)
-    if variables.text("OTEL_SDK_DISABLED").lower() == "true":
-        return "OTEL_SDK_DISABLED=true"
-    exporters = {name.strip().lower() for name in variables.text("OTEL_METRICS_EXPORTER").split(",")}
-    return "OTEL_METRICS_EXPORTER=none" if "none" in exporters else ""
-
-
-def _resolved(given: _Given, variables: _Variables) -> PushSettings | None:
-    variable, text = variables.found("ENDPOINT")
-    if given.endpoint is None and (not text or not _otlp_is_asked_for(variables)):
-        return None
+def _resolved(given: _Given, variables: _Variables) -> PushSettings:
     protocol = given.protocol or _protocol(variables)
-    if protocol is Protocol.GRPC and not grpc_installed():
-        raise _UnusableError(_NO_GRPC)
-    endpoint = _endpoint(given, variable, text, protocol)
-    headers = given.headers
-    if headers is None:
-        headers = _headers_of_variable(*variables.found("HEADERS"))
+    endpoint = _endpoint(given, protocol, variables)
+    headers = _headers(*variables.found("HEADERS")) if given.headers is None else given.headers
     if protocol is Protocol.GRPC:
         _check_metadata(headers, given)
-    for name in _PROVIDERS[protocol]:
-        variables.unused(f"OTEL_PYTHON_EXPORTER_OTLP_{name}CREDENTIAL_PROVIDER", _OWN_SESSION)
+    for signal in ("METRICS_", ""):
+        variables.ignored(f"OTEL_PYTHON_EXPORTER_OTLP_{protocol.name}_{signal}CREDENTIAL_PROVIDER", _OWN_SESSION)
     return PushSettings(
         endpoint=endpoint,
         protocol=protocol,
         headers=headers,
         interval=given.interval or _interval(variables),
         timeout=_timeout(variables),
-        compression=variables.choice(*variables.found("COMPRESSION"), {one.value: one for one in Compression}, Compression.NONE),
-        certificates=Certificates(*(_file(*variables.found(name)) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))),
+        compression=variables.choice("COMPRESSION", {one.value: one for one in Compression}, "none"),
+        certificates=Certificates(*map(variables.file, ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))),
         insecure=_is_insecure(endpoint, variables),
-        temporality=_chosen(variables, "TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
-        exponential=_chosen(variables, "DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
+        temporality=variables.choice("METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
+        exponential=variables.choice("METRICS_DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
     )
 
 
-def _endpoint(given: _Given, variable: str, text: str, protocol: Protocol) -> str:
+def _protocol(variables: _Variables) -> Protocol:
+    variable, text = variables.found("PROTOCOL")
+    if text.lower() not in {"", *_NAMES}:
+        raise _UnusableError(f"environment variable {variable}={text!r}: {_PROTOCOLS}")
+    if text.lower() == Protocol.GRPC.value and not grpc_installed():
+        raise _UnusableError(_NO_GRPC)
+    return Protocol(text.lower() or Protocol.HTTP)
+
+
+def _endpoint(given: _Given, protocol: Protocol, variables: _Variables) -> str:
     """Where to, as the exporter of the protocol wants it; a variable says so where there is no argument."""
-    if given.endpoint is None and not (_is_url(text) or (protocol is Protocol.GRPC and _is_address(text))):
-        raise _UnusableError(f"environment variable {variable}={without_password(text)!r}: {_ENDPOINT}")
-    endpoint = text if given.endpoint is None else given.endpoint
-    if protocol is Protocol.GRPC:
-        if _has_user(endpoint):
-            raise _UnusableError(f"endpoint {without_password(endpoint)!r}: {_NO_USER}")
-        return endpoint
-    return with_path(endpoint) if given.endpoint is not None or "METRICS" not in variable else endpoint
+    variable, endpoint = variables.found("ENDPOINT")
+    if given.endpoint is not None:
+        variable, endpoint = "", given.endpoint
+    elif not _is_endpoint(endpoint, protocol):
+        raise _UnusableError(f"environment variable {variable}={without_password(endpoint)!r}: {_ENDPOINT}")
+    if _has_user(endpoint, protocol):
+        raise _UnusableError(f"endpoint {without_password(endpoint)!r}: {_NO_USER}")
+    return endpoint if protocol is Protocol.GRPC or "METRICS" in variable else with_path(endpoint)
 
 
 def with_path(endpoint: str) -> str:
     """An endpoint for all signals as the one for metrics, which one that ends so is already."""
     parts = urlsplit(endpoint)
-    path = parts.path.rstrip("/")
-    return parts._replace(path=path if path.endswith(PATH) else path + PATH).geturl()
-
-
-def _otlp_is_asked_for(variables: _Variables) -> bool:
-    """Whether the variable that lists exporters of metrics, if it is set, lists OTLP."""
-    exporters = variables.text("OTEL_METRICS_EXPORTER").lower()
-    return not exporters or "otlp" in {name.strip() for name in exporters.split(",")}
-
-
-def _protocol(variables: _Variables) -> Protocol:
-    variable, text = variables.found("PROTOCOL")
-    if text.lower() not in {"", *(one.value for one in Protocol)}:
-        raise _UnusableError(f"environment variable {variable}={text!r}: {_PROTOCOLS}")
-    return Protocol(text.lower()) if text else Protocol.HTTP
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(PATH) + PATH).geturl()
 
 
 def _check_metadata(headers: Mapping[str, str], given: _Given) -> None:
@@ -367,7 +333,7 @@ def _check_metadata(headers: Mapping[str, str], given: _Given) -> None:
         raise _UnusableError(f"header {wrong[0]!r} cannot be sent over gRPC")
 
 
-def _headers_of_variable(variable: str, text: str) -> dict[str, str]:
+def _headers(variable: str, text: str) -> dict[str, str]:
     from opentelemetry.util.re import parse_env_headers  # noqa: PLC0415 - only push needs it
 
     pairs = [pair for pair in text.split(",") if pair.strip()]
@@ -382,31 +348,18 @@ def _headers_of_variable(variable: str, text: str) -> dict[str, str]:
     return dict(found)
 
 
-def _file(variable: str, path: str) -> str:
-    if path and not os.access(path, os.R_OK):
-        raise _UnusableError(f"environment variable {variable}={path!r}: this file cannot be read")
-    return path
-
-
 def _is_insecure(endpoint: str, variables: _Variables) -> bool:
     """Whether there is no TLS over gRPC: by the scheme, or for an address without one by OpenTelemetry's variables."""
-    scheme = endpoint.partition("://")[0].lower() if "://" in endpoint else ""
+    scheme = urlsplit(endpoint).scheme if "://" in endpoint else ""
     return scheme == "http" or (scheme != "https" and variables.found("INSECURE")[1].lower() == "true")
 
 
 def _interval(variables: _Variables) -> float:
-    variable = "OTEL_METRIC_EXPORT_INTERVAL"
     # No thread can wait for 2 ** 63 ms, which some write for "never".
-    return min(max(0.1, variables.number(variable, variables.text(variable), 1000 * INTERVAL) / 1000), 86400.0)
+    return min(max(0.1, variables.number("OTEL_METRIC_EXPORT_INTERVAL", 1000 * INTERVAL) / 1000), 86400.0)
 
 
 def _timeout(variables: _Variables) -> float:
     """Of one export. OpenTelemetry's Python exporters read their own variable in seconds, and the reader's in milliseconds."""
-    variable = "OTEL_METRIC_EXPORT_TIMEOUT"
-    reader = variables.number(variable, variables.text(variable), 1000 * LONGEST) / 1000
-    return min(variables.number(*variables.found("TIMEOUT"), TIMEOUT), reader, LONGEST)
-
-
-def _chosen(variables: _Variables, name: str, choices: Mapping[str, _Value], default: str) -> _Value:
-    variable = f"OTEL_EXPORTER_OTLP_METRICS_{name}"
-    return variables.choice(variable, variables.text(variable), choices, choices[default])
+    reader = variables.number("OTEL_METRIC_EXPORT_TIMEOUT", 1000 * LONGEST) / 1000
+    return min(variables.number(variables.found("TIMEOUT")[0], TIMEOUT), reader, LONGEST)

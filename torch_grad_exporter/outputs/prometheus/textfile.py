@@ -13,30 +13,15 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 
 
-class TextFile:
-    """The file of one rank of a run; a later run, or a restart, of that name and rank overwrites it."""
-
-    def __init__(self, directory: str, run: str, rank: int) -> None:
-        self.path = Path(directory) / f"torch_grad_exporter-{files.file_name(run, rank, '.prom')}"
-
-    def write(self, content: bytes) -> None:
-        """Writes the content, Prometheus' text format 0.0.4 without timestamps, readable for all. Raises `OSError`."""
-        files.write(self.path, content)
-
-    def remove(self) -> None:
-        """Removes what an earlier process of the same run and rank has left, since its values are outdated. Raises `OSError`."""
-        if self.path.exists():  # a directory that does not exist yet, or cannot, is reported when there is something to write
-            self.path.unlink()
-
-
 class LastValues:
-    """Writes `content` to the file when the run ends, in a thread, since a file system may hang.
+    """The file of one rank of a run, written with `content` when the run ends; a later run of that name and rank overwrites it.
 
-    The thread waits from the start, when it removes what was left there: no thread begins at the end of a program.
+    A thread does so, since a file system may hang. It waits from the start, when it removes what an earlier process of the same run
+    and rank has left, since its values are outdated: no thread begins at the end of a program. `guard` takes what fails.
     """
 
-    def __init__(self, file: TextFile, content: Callable[[], bytes], guard: Guard) -> None:
-        self._file = file
+    def __init__(self, path: Path, content: Callable[[], bytes], guard: Guard) -> None:
+        self._path = path
         self._content = content
         self._guard = guard
         self._removed = False
@@ -57,9 +42,15 @@ class LastValues:
 
     def _remove(self) -> None:
         self._removed = True
-        self._file.remove()
+        if self._path.exists():  # a directory that does not exist yet, or cannot, is reported when there is something to write
+            self._path.unlink()
 
     def _write(self) -> None:
         if not self._removed:  # the run was over before the thread came to it
             self._guard(self._remove)
-        self._file.write(self._content())
+        files.write(self._path, self._content())
+
+
+def text_file(directory: str, run: str, rank: int) -> Path:
+    """Where the file of a rank lies."""
+    return Path(directory) / f"torch_grad_exporter-{files.file_name(run, rank, '.prom')}"
