@@ -102,7 +102,7 @@ BY_CHANCE = {"resources.children.CpuSeconds.both"}
 UNREACHED = {
     "resources.children.CpuSeconds.both": "children that end, tests/collectors/test_process.py",
     "collectors.process.standard_registry": "the start",
-    "collectors.train_info.device_kinds": "the start",
+    "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
     "capture.build.Capture.watch_optimizers": "the start",
     "model.watched.WatchedModels.any_of": "the start of another exporter",

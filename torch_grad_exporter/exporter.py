@@ -27,11 +27,11 @@ from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.collectors.context import CollectorContext, ScrapeSize, Snapshots
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.gradients import dead_from
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.train_info import TrainInfo, device_kinds
+from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
 from torch_grad_exporter.errors import ErrorLog, Guard, say
@@ -142,31 +142,30 @@ def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: Er
 
     context = _collector_context(checked, training, snapshots, errors, ending)
     collectors = REGISTRY.made(checked.settings.collectors, context)
-    return Scrape(collectors, errors, prepare, size=context.scrape_size)
+    return Scrape(collectors, errors, prepare)
 
 
 def _collector_context(
     checked: Checked, training: TrainingSide, snapshots: Snapshots, errors: ErrorLog, ending: lifecycle.Ending
 ) -> CollectorContext:
     """What collectors read from."""
-    capture = training.capture
-    expected = device_kinds(checked.index, checked.models.values())
+    settings = checked.settings
     return CollectorContext(
         snapshots=snapshots,
         clock=training.clock,
         optimizers=training.optimizers.names,
-        capture=capture,
+        capture=training.capture,
         schedule=training.schedule,
         memory=training.memory,
         errors=errors,
         identity=checked.identity,
         rank=checked.rank,
         store=checked.store,
-        shown=checked.shown,
-        scrape_size=ScrapeSize(),
-        info=TrainInfo(checked.identity, lambda: capture.devices, expected),
+        expected_devices=device_kinds(checked.index, checked.models.values()),
         ended=lambda: ending.state,
-        phases_timed=lambda: capture.devices <= {"cpu"},
+        dead_window=settings.dead_window,
+        moments=settings.moments,
+        weights=settings.weights,
     )
 
 

@@ -244,8 +244,8 @@ COLLECTORS = (
     Fault(
         "a collector that keeps failing is tried at each scrape",
         "collectors/scrape.py",
-        "        self._guard(name).failed(error)\n        self._retry_at[name] = self._clock() + RETRY_SECONDS\n",
-        "        self._guard(name).failed(error)\n",
+        "        self._guards[name].failed(error)\n        self._retry_at[name] = self._clock() + RETRY_SECONDS\n",
+        "        self._guards[name].failed(error)\n",
         ("collectors/test_scrape.py",),
         ("test_fault_injection.py",),
     ),

@@ -11,7 +11,6 @@ from opentelemetry.metrics import MeterProvider
 
 from torch_grad_exporter.capture.build import CaptureOptions
 from torch_grad_exporter.capture.reader import Scaler
-from torch_grad_exporter.collectors.context import Shown
 from torch_grad_exporter.config import checks
 from torch_grad_exporter.config.arguments import Arguments
 from torch_grad_exporter.config.option import resolve
@@ -58,11 +57,6 @@ class Checked:
     def capture(self) -> CaptureOptions:
         """For the capture."""
         return CaptureOptions(local_norm=self.settings.local_norm, weights=self.settings.weights)
-
-    @property
-    def shown(self) -> Shown:
-        """For the collectors."""
-        return Shown(self.settings.dead_window, moments=self.settings.moments, weights=self.settings.weights)
 
     @property
     def outputs(self) -> OutputOptions:
