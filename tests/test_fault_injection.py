@@ -109,11 +109,6 @@ UNREACHED = {
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
     "capture.cost.recorded_event": "CUDA",
-    **dict.fromkeys(
-        (f"resources.devices.{one}.{name}" for one in ("_Cuda", "_Other") for name in (
-            "kind", "counts_everything", "device_count", "statistics", "properties",
-        )), "accelerators",
-    ),
     "transfer.events.mailbox": "the start",
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
@@ -154,10 +149,8 @@ UNREACHED = {
     "outputs.announcement.Announcement.start": "the start",
     "outputs.announcement.Announcement.body": "what asks for the ranks, tests/outputs/test_outputs.py",
     "outputs.announcement.Announcement.after_fork_in_child": "a forked child, tests/test_exits.py",
-    "collectors.context.Snapshots.fresh": "several ranks, tests/distributed/test_whole_run.py",
     "collectors.scrape.Scrape.start": "the start",
     "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
-    "collectors.scrape._Walk.running": "a collector that hangs, tests/collectors/test_scrape.py",
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",

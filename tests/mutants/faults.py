@@ -421,7 +421,7 @@ RESOURCES = (
     Fault(
         "a device that is lost keeps its last values",
         "resources/devices.py",
-        "                self._seen.pop(backend, None)\n",
+        "                self._seen.pop(reading, None)\n",
         "",
         ("resources/test_devices.py",),
         ("collectors/test_gpu.py",),
