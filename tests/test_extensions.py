@@ -155,7 +155,7 @@ def test_a_collector_that_holds_something_gives_it_back_at_the_end() -> None:
     made: list[Holding] = []
 
     def make(context: CollectorContext) -> Collector:
-        made.append(Holding(context.snapshots))
+        made.append(Holding(context))
         return made[-1]
 
     with contextlib.closing(REGISTRY.register(replace(toy_collector.COLLECTOR, make=make))):

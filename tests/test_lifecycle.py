@@ -433,8 +433,8 @@ def test_a_collector_that_fails_costs_only_itself() -> None:
     model = Perceptron()
     with start(model, 0) as exporter:
         train(model)
-        broken = next(collector for collector in exporter._scrape._collectors if collector.name == "training")
-        broken._clock = None  # type: ignore[attr-defined]  # whatever it may be that breaks one
+        broken = exporter._scrape._collectors["training"]
+        broken._context = None  # type: ignore[attr-defined]  # whatever it may be that breaks one
         shown = values(exporter)
         assert shown[key("torch_grad_exporter_collector_success", collector="training")] == 0
         assert shown[key("torch_grad_exporter_collector_success", collector="gradients")] == 1

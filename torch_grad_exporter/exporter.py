@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -26,11 +29,11 @@ from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.collectors.context import CollectorContext, ScrapeSize, Snapshots
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.gradients import dead_from
 from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.train_info import TrainInfo, device_kinds
+from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup, hostname
 from torch_grad_exporter.errors import ErrorLog, Guard, say
@@ -68,60 +71,41 @@ _Batch = TypeVar("_Batch")
 # The stages, in the order of the data
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSide:
-    """What belongs to the training thread. `decisions`: the one way back, from the host's side.
+    """What belongs to the training thread. `decisions`: the one way back, from the host's side. `layout`: what is measured."""
 
-    `layout`: what is measured of a gradient.
-    """
+    def __init__(self, checked: Checked, errors: ErrorLog) -> None:
+        settings = checked.settings
+        self.mailbox, self.decisions = Mailbox(), Decisions()
+        self.layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
+        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
+        self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
+        self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
+        reader = GradientReader(
+            optimizers=self.optimizers,
+            statistics=EagerStatistics(settings.dead_window, self.layout),
+            mailbox=self.mailbox,
+            decisions=self.decisions,
+            scaler=checked.arguments.grad_scaler,
+        )
+        self.memory = DeviceMemory(used=lambda: reader.devices)
+        self._look = errors.boundary("devices")
+        parts = Parts(
+            index=checked.index,
+            optimizers=self.optimizers,
+            reader=reader,
+            schedule=self.schedule,
+            clock=self.clock,
+            mailbox=self.mailbox,
+            hooks=self.hooks,
+            errors=errors,
+            options=checked.capture,
+            periodic=self._look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
+        )
+        self.capture = Capture(parts)
 
-    mailbox: Mailbox
-    decisions: Decisions
-    hooks: Hooks
-    clock: StepClock
-    schedule: SamplingSchedule
-    optimizers: Optimizers
-    memory: DeviceMemory
-    capture: Capture
-    layout: Layout
-
-
-def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
-    settings, index = checked.settings, checked.index
-    post, decisions = Mailbox(), Decisions()
-    layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
-    hooks, clock = Hooks(errors), StepClock(post)
-    schedule = SamplingSchedule(settings.every, settings.overhead_budget)
-    optimizers = Optimizers(index, checked.arguments.optimizers)
-    reader = GradientReader(
-        optimizers=optimizers,
-        statistics=EagerStatistics(settings.dead_window, layout),
-        mailbox=post,
-        decisions=decisions,
-        scaler=checked.arguments.grad_scaler,
-    )
-    memory = DeviceMemory(used=lambda: reader.devices)
-    guard = errors.boundary("devices")
-
-    def look_at_devices() -> None:
-        guard(memory.refresh)
-
-    parts = Parts(
-        index=index,
-        optimizers=optimizers,
-        reader=reader,
-        schedule=schedule,
-        clock=clock,
-        mailbox=post,
-        hooks=hooks,
-        errors=errors,
-        options=checked.capture,
-        periodic=look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
-    )
-    return TrainingSide(
-        mailbox=post, decisions=decisions, hooks=hooks, clock=clock, schedule=schedule, optimizers=optimizers, memory=memory,
-        capture=Capture(parts), layout=layout,
-    )  # fmt: skip
+    def _look_at_devices(self) -> None:
+        self._look(self.memory.refresh)
 
 
 def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
@@ -132,103 +116,33 @@ def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Ho
 
 
 def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: ErrorLog, ending: lifecycle.Ending) -> Scrape:
-    snapshots, group = Snapshots(host.snapshot), LateGroup(checked.identity, checked.rank)
+    settings, snapshots, group = checked.settings, Snapshots(host.snapshot), LateGroup(checked.identity, checked.rank)
 
     def prepare() -> None:
         snapshots.renew()
         group.check()
 
-    context = _collector_context(checked, training, snapshots, errors, ending)
-    collectors = REGISTRY.made(checked.settings.collectors, context)
-    return Scrape(collectors, errors, prepare, size=context.scrape_size)
-
-
-def _collector_context(
-    checked: Checked, training: TrainingSide, snapshots: Snapshots, errors: ErrorLog, ending: lifecycle.Ending
-) -> CollectorContext:
-    """What collectors read from."""
-    capture = training.capture
-    expected = device_kinds(checked.index, checked.models.values())
-    return CollectorContext(
+    context = CollectorContext(
         snapshots=snapshots,
         clock=training.clock,
         optimizers=training.optimizers.names,
-        capture=capture,
+        capture=training.capture,
         schedule=training.schedule,
         memory=training.memory,
         errors=errors,
         identity=checked.identity,
         rank=checked.rank,
         store=checked.store,
-        shown=checked.shown,
-        scrape_size=ScrapeSize(),
-        info=TrainInfo(checked.identity, lambda: capture.devices, expected),
+        expected_devices=device_kinds(checked.index, checked.models.values()),
         ended=lambda: ending.state,
-        phases_timed=lambda: capture.devices <= {"cpu"},
+        dead_window=settings.dead_window,
+        moments=settings.moments,
+        weights=settings.weights,
     )
-
-
-# What shows them
-
-
-def _run(checked: Checked, announcement: Announcement) -> Run:
-    return Run(checked.run, checked.rank, checked.identity.world_size, hostname(), __version__, targets=announcement.body)
-
-
-def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, errors: ErrorLog, *, dead_window: int) -> View:
-    clock = training.clock
-    return View(
-        run,
-        host,
-        lambda: max(clock.counts().steps.values(), default=0),
-        scrape,
-        dead_from=dead_from(dead_window),
-        now=time.time,
-        on_error=functools.partial(errors.count, "history"),
-    )
-
-
-def _announcement(checked: Checked, errors: ErrorLog) -> Announcement:
-    chosen = checked.settings
-    return Announcement(
-        rank=checked.whose, store=checked.store, errors=errors,
-        addr=chosen.addr, advertise=chosen.advertise, sd_dir=chosen.sd_dir, labels=chosen.labels,
-    )  # fmt: skip
-
-
-def _health(run: str, rank: int, training: TrainingSide, errors: ErrorLog) -> dict[str, object]:
-    return {
-        "status": "ok",
-        "run": run,
-        "rank": rank,
-        "version": __version__,
-        "capture_mode": training.capture.mode.value,
-        "sampling_interval_steps": training.schedule.interval,
-        "sampling_interval_at_cap": training.schedule.capped,
-        "errors": sum(errors.counts().values()),
-    }
+    return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
 
 
 # The user's interface
-
-
-@dataclass(frozen=True, slots=True)
-class _Guards:
-    """Of the calls that come through the exporter itself. A call that may succeed the next time is never switched off."""
-
-    observe: Guard
-    step: Guard
-    request: Guard
-    close: Guard
-
-    @classmethod
-    def of(cls, errors: ErrorLog) -> _Guards:
-        return cls(
-            observe=errors.boundary("observe", limit=None),
-            step=errors.boundary("observe", "step"),
-            request=errors.boundary("request", limit=None),
-            close=errors.boundary("close", limit=None),
-        )
 
 
 class Exporter:
@@ -241,20 +155,24 @@ class Exporter:
         self.settings = checked.settings
         self.run = checked.run
         self.rank = checked.rank
-        self._errors = ErrorLog((*SOURCES, *REGISTRY.sources))
-        self._guards = _Guards.of(self._errors)
+        self._errors = errors = ErrorLog((*SOURCES, *REGISTRY.sources))
+        # What may succeed the next time is never switched off.
+        self._guards = {source: errors.boundary(source, limit=None) for source in ("observe", "request", "close")}
+        self._guards["step"] = errors.boundary("observe", "step")
         self._ending = lifecycle.Ending(checked.identity.world_size)
         self._store = checked.store
-        self._training = _training_side(checked, self._errors)
-        self._host = _host_side(checked, self._training, self._errors)
-        self._scrape = _scrape(checked, self._training, self._host, self._errors, self._ending)
+        self._training = TrainingSide(checked, errors)
+        self._host = _host_side(checked, self._training, errors)
+        self._scrape = _scrape(checked, self._training, self._host, errors, self._ending)
         self._registry = RegistryCollector(
-            self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=self._errors.count
+            self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=errors.count
         )
         self._instruments: Instruments | None = None
-        announcement = _announcement(checked, self._errors)
-        run = _run(checked, announcement)
-        self._view = _view(run, self._training, self._host, self._scrape, self._errors, dead_window=checked.settings.dead_window)
+        announcement = Announcement(
+            rank=checked.whose, store=checked.store, errors=errors,
+            addr=self.settings.addr, advertise=self.settings.advertise, sd_dir=self.settings.sd_dir, labels=self.settings.labels,
+        )  # fmt: skip
+        self._view = self._make_view(checked, announcement)
         self._outputs: Outputs | None = None
         # An armed round references parameters; a model that is dropped meanwhile must be freed.
         self._models = WatchedModels(checked.models.values(), gone=self._release)
@@ -264,6 +182,20 @@ class Exporter:
             self._drop_instruments()  # a run that has not begun has no last values
             self.close()
             raise
+        _open[self] = None
+        _handle_forks_and_exit()
+
+    def _make_view(self, checked: Checked, announcement: Announcement) -> View:
+        clock = self._training.clock
+        return View(
+            Run(self.run, self.rank, checked.identity.world_size, hostname(), __version__, targets=announcement.body),
+            self._host,
+            lambda: max(clock.counts().steps.values(), default=0),
+            self._scrape,
+            dead_from=dead_from(self.settings.dead_window),
+            now=time.time,
+            on_error=functools.partial(self._errors.count, "history"),
+        )
 
     def _start(self, checked: Checked, announcement: Announcement) -> None:
         """From here on the training is watched, and what is seen of it is shown."""
@@ -278,7 +210,7 @@ class Exporter:
             checked.whose,
             checked.outputs,
             self._errors,
-            health=functools.partial(_health, checked.run, checked.rank, self._training, self._errors),
+            health=self._health,
             announcement=announcement,
             web_config=checked.web_config,
             push=checked.push,
@@ -294,6 +226,19 @@ class Exporter:
         torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
+
+    def _health(self) -> dict[str, object]:
+        training = self._training
+        return {
+            "status": "ok",
+            "run": self.run,
+            "rank": self.rank,
+            "version": __version__,
+            "capture_mode": training.capture.mode.value,
+            "sampling_interval_steps": training.schedule.interval,
+            "sampling_interval_at_cap": training.schedule.capped,
+            "errors": sum(self._errors.counts().values()),
+        }
 
     @property
     def port(self) -> int | None:
@@ -324,7 +269,7 @@ class Exporter:
         given = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
         values = iter([(name, value) for name, value in given.items() if value is not None])
         for _ in given:  # a value that fails costs itself alone: those behind it are taken
-            if self._ending.closed or self._guards.observe(self._training.capture.observe, values):
+            if self._ending.closed or self._guards["observe"](self._training.capture.observe, values):
                 break
 
     def step(self, number: int | None = None) -> None:
@@ -334,7 +279,7 @@ class Exporter:
         that ranks or restarted runs count alike.
         """
         if not self._ending.closed:
-            self._guards.step(self._training.capture.manual_step, number)
+            self._guards["step"](self._training.capture.manual_step, number)
 
     def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
         """The same loader, with the time that the loop waits for it counted as the phase `data`."""
@@ -342,11 +287,11 @@ class Exporter:
 
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
-        return self._guards.request.result(self._scrape) or []
+        return self._guards["request"].result(self._scrape) or []
 
     def problems(self) -> list[Problem]:
         """What is wrong now, the worst first, by the rules of docs/runbook.md that one process can judge. Empty if that fails."""
-        return self._guards.request.result(self._view.live.problems) or []
+        return self._guards["request"].result(self._view.live.problems) or []
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the history of the run to a file, for `torch-grad-exporter plot`; compressed where its name ends in `.gz`.
@@ -355,14 +300,9 @@ class Exporter:
         """
         Guard(functools.partial(self._errors.tell, "history"))(lambda: self._view.save(os.fspath(path)))
 
-    def watches(self, models: Iterable[torch.nn.Module]) -> bool:
-        """Whether this exporter watches one of the models."""
-        return self._models.any_of(models)
-
-    @property
-    def orphaned(self) -> bool:
-        """Whether all models that this exporter watched are gone."""
-        return self._models.all_gone
+    def replaced_by(self, models: Iterable[torch.nn.Module]) -> bool:
+        """Whether this exporter watches one of the models, or only models that are gone, as after a notebook cell ran again."""
+        return self._models.any_of(models) or self._models.all_gone
 
     # The end
 
@@ -371,8 +311,8 @@ class Exporter:
         if not self._ending.close():
             return
         for action in self._closers():
-            self._guards.close(action)
-        lifecycle.unregister(self)
+            self._guards["close"](action)
+        _open.pop(self, None)
 
     def _closers(self) -> Iterator[Callable[[], object]]:
         """The functions that release what each part holds, in the order of the data."""
@@ -383,7 +323,7 @@ class Exporter:
         yield self._host.close
         yield functools.partial(self._view.close, self._ending.error)
         if self._outputs is not None:
-            yield functools.partial(self._outputs.close, failed=self._ending.failed, hurried=self._ending.hurried)
+            yield functools.partial(self._outputs.close, failed=self._ending.error is not None, hurried=self._ending.hurried)
         yield self._registry.close
         if self._instruments is not None:
             yield self._instruments.close
@@ -410,7 +350,7 @@ class Exporter:
         """Releases everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
         capture = self._training.capture
         for action in (capture.release, capture.release_witness):
-            self._guards.close(action)
+            self._guards["close"](action)
 
     def _drop_instruments(self) -> None:
         if self._instruments is not None:
@@ -427,3 +367,38 @@ class Exporter:
         self._scrape.after_fork_in_child()
         self._training.hooks.disconnect()
         self._training.capture.release_witness()
+
+
+# The process
+
+_open: dict[Exporter, None] = {}
+"""The open exporters. Like its hooks one stays until it is closed, though nothing else may hold it."""
+
+
+def open_exporters() -> list[Exporter]:
+    """All that are open, in the order of their start."""
+    return list(_open)
+
+
+@functools.cache
+def _handle_forks_and_exit() -> None:
+    """Registers the process' one set of handlers, which nothing can take back."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    atexit.register(_at_exit)
+
+
+def _after_fork_in_child() -> None:
+    for exporter in open_exporters():
+        # Nothing can be counted or logged here: a lock that a thread of the parent held at the fork is never released.
+        with contextlib.suppress(Exception):
+            exporter.after_fork_in_child()
+    _open.clear()
+
+
+def _at_exit() -> None:
+    # The last exception that the interpreter has reported; in a notebook it may come from an earlier cell.
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
+    for exporter in open_exporters():
+        exporter.end(error)

@@ -1,147 +1,57 @@
-"""What outlives a call: the open exporters, for the process' fork and exit handlers, how a run ends, and the background threads.
-
-An exporter stays registered until it is closed, like its hooks, though nothing else may hold it. The handlers are registered with
-the first exporter, and the process has one set of them: there is no way to take them back.
-"""
+"""How a run ends, and the background threads."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from torch_grad_exporter.errors import Guard
-
-# The process
-
-
-class OpenExporter(Protocol):
-    """What the handlers call at the process' end and after a fork."""
-
-    def end(self, error: BaseException | None) -> None:
-        """Gives everything back at the end of the process; never raises. `error`: what has ended it, if an exception has."""
-
-    def after_fork_in_child(self) -> None:
-        """Releases, in a forked child, everything that belongs to the parent."""
-
-
-_open: dict[OpenExporter, None] = {}
-_handled = False
-
-
-def register(exporter: OpenExporter) -> None:
-    """Remembers an exporter until `unregister`."""
-    global _handled  # noqa: PLW0603 - see above
-    _open[exporter] = None
-    if not _handled:
-        _handled = True
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_after_fork_in_child)
-        atexit.register(_at_exit)
-
-
-def unregister(exporter: OpenExporter) -> None:
-    """Forgets an exporter; idempotent."""
-    _open.pop(exporter, None)
-
-
-def open_exporters() -> list[OpenExporter]:
-    """All that are registered, in the order of their start."""
-    return list(_open)
-
-
-def _after_fork_in_child() -> None:
-    for exporter in open_exporters():
-        # Nothing can be counted or logged here: a lock that a thread of the parent held at the fork is never released.
-        with contextlib.suppress(Exception):
-            exporter.after_fork_in_child()
-    _open.clear()
-
-
-def _at_exit() -> None:
-    # The last exception that the interpreter has reported; in a notebook it may come from an earlier cell.
-    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    error = None if isinstance(last, KeyboardInterrupt) or hasattr(sys, "ps1") else last
-    for exporter in open_exporters():
-        exporter.end(error)
-
-
-# A run
 
 
 class Ending:
     """The end of a run of `ranks` ranks: how it came, and that everything is given back once. From any thread.
 
-    The first end is the one that counts, for `torch_train_state`, the page and the outputs.
+    `state`: "finished" or "failed", `None` while the run goes on; the first end is the one that counts. `error`: the type of the
+    exception that failed it; no more of that, since a message may hold anything. `hurried`: whether the end must be quick: a
+    user at the keyboard waits, or a launcher, for which ranks that fail wait together. `closed`: whether everything is given back,
+    or about to be.
     """
 
     def __init__(self, ranks: int = 1) -> None:
+        self.state: str | None = None
+        self.error: str | None = None
+        self.hurried = False
+        self.closed = False
         self._several = ranks > 1
-        self._end: _End | None = None
-        self._closed = False
         # Reentrant: a signal's handler may close while its own thread is closing.
         self._closing = threading.RLock()
-
-    @property
-    def closed(self) -> bool:
-        """Whether everything is given back, or about to be."""
-        return self._closed
 
     def close(self) -> bool:
         """Whether this call is the first, whose caller then has to give everything back. A run that has no end yet ends well."""
         with self._closing:
-            first = not self._closed
-            self._closed = True
-        self.by(None)
-        return first
+            first = not self.closed
+            self.closed = True
+            self.by(None)
+            return first
 
     def after_fork_in_child(self) -> None:
         """The child has nothing to give back, and none of the threads that may hold the lock."""
-        self._closed = True
+        self.closed = True
         self._closing = threading.RLock()
 
     def by(self, error: BaseException | None) -> None:
         """The run ends, by this exception if there is one. Ctrl-C is an intended end, and so is `sys.exit` with success."""
-        if self._end is None:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            success = isinstance(error, SystemExit) and error.code in (None, 0)
-            failed = error is not None and not success and not interrupted
-            self._end = _End(type(error).__name__ if failed else None, interrupted=interrupted)
-
-    @property
-    def state(self) -> str | None:
-        """`finished` or `failed`; `None` while the run goes on."""
-        return None if self._end is None else "finished" if self._end.error is None else "failed"
-
-    @property
-    def failed(self) -> bool:
-        """Whether an exception ended it."""
-        return self.error is not None
-
-    @property
-    def error(self) -> str | None:
-        """The type of the exception that ended it; no more of that, since a message may hold anything."""
-        return None if self._end is None else self._end.error
-
-    @property
-    def hurried(self) -> bool:
-        """Whether the end must be quick: a user at the keyboard waits, or a launcher, for which ranks that fail wait together."""
-        return self._end is not None and (self._end.interrupted or (self.failed and self._several))
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    error: str | None
-    interrupted: bool
-
-
-# Threads
+        with self._closing:
+            if self.state is None:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                success = isinstance(error, SystemExit) and error.code in (None, 0)
+                failed = error is not None and not success and not interrupted
+                self.error = type(error).__name__ if failed else None
+                self.hurried = interrupted or (failed and self._several)
+                self.state = "failed" if failed else "finished"
 
 
 class BackgroundThread:

@@ -11,12 +11,11 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
-from torch_grad_exporter import lifecycle
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.config.checked import checked
 from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.exporter import Exporter
+from torch_grad_exporter.exporter import Exporter, open_exporters
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -108,14 +107,11 @@ def start_exporter(
     """
     chosen = checked(dict(locals()), os.environ)
     _replace_others(chosen.models.values())
-    exporter = Exporter(chosen)
-    lifecycle.register(exporter)
-    return exporter
+    return Exporter(chosen)
 
 
 def _replace_others(models: Collection[torch.nn.Module]) -> None:
-    """Closes exporters on one of the models. A notebook cell that is run again makes its model anew: then the old one is gone."""
-    for other in lifecycle.open_exporters():
-        if isinstance(other, Exporter) and (other.watches(models) or other.orphaned):
+    for other in open_exporters():
+        if other.replaced_by(models):
             say(logger, logging.INFO, "a new exporter replaces one on the same model, or on a model that is gone")
             other.close()

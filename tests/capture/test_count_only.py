@@ -487,7 +487,7 @@ def test_a_forked_child_counts_nothing() -> None:
             loop.step()
         assert (len(counting.moments), len(counting.backwards)) == seen
         assert set(counting.backwards) == {None}
-        exporter._ending._closed = False
+        exporter._ending.closed = False
 
 
 def test_the_model_stays_ordinary() -> None:

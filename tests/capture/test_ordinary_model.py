@@ -37,7 +37,8 @@ from torch.optim.swa_utils import AveragedModel
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, key, mode, value, values
-from torch_grad_exporter import Exporter, lifecycle, start_exporter
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.exporter import open_exporters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -463,7 +464,7 @@ def facts() -> list[float]:
     """What of an exporter there is in this process: live ones, threads, listening sockets, hooks of optimizers."""
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    return [float(len(lifecycle.open_exporters())), float(len(threads_of_ours())), float(len(listening)), float(hooks)]
+    return [float(len(open_exporters())), float(len(threads_of_ours())), float(len(listening)), float(hooks)]
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -677,7 +678,7 @@ def test_close_leaves_nothing(attached: Attached) -> None:
     found = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
     assert found == optimizer_hooks
     assert threads_of_ours() == []
-    assert len(lifecycle.open_exporters()) == 0
+    assert len(open_exporters()) == 0
     assert atexit._ncallbacks() == registered
     assert (state_of_torch(), state_of_process()) == (torches, process)
     assert open_files() == files
@@ -745,7 +746,7 @@ def test_many_starts_and_closes_grow_nothing() -> None:
     assert open_files() == files
     assert threads_of_ours() == []
     assert hooks_of(model) == []
-    assert len(lifecycle.open_exporters()) == 0
+    assert len(open_exporters()) == 0
 
 
 def test_compiles_after_close_as_before() -> None:

@@ -542,13 +542,11 @@ def test_a_lost_gpu_costs_only_this_collector(one: Scene, caplog: pytest.LogCapt
     """A scrape shows the failure, logs it once and has everything else."""
 
     class Other:
-        name = "host"
-
         def collect(self) -> list[Any]:
             return [scalar(HOST_CPU, 0.5)]
 
     errors = ErrorLog(())
-    scrape = Scrape([one.collector(), Other()], errors, lambda: None)
+    scrape = Scrape({"gpu": one.collector(), "host": Other()}, errors, lambda: None)
     one.driver.gpus[0].errors = {"nvmlDeviceGetUtilizationRates": LOST}
 
     def success() -> dict[str, float]:

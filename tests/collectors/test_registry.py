@@ -21,7 +21,7 @@ from torch_grad_exporter.collectors.registry import Collector, Declaration, Regi
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, scalar
 
-NO_COLLECTORS = {"__init__", "context", "registry", "scrape", "train_info"}
+NO_COLLECTORS = {"__init__", "context", "registry", "scrape"}
 """Files of the package that hold none."""
 
 
@@ -73,8 +73,6 @@ def test_devices_are_looked_at_for_those_that_show_them_only() -> None:
 
 class Substitute:
     """A collector `host` that knows one number."""
-
-    name = "host"
 
     def collect(self) -> Iterator[Family]:
         """The family."""

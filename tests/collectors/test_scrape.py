@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.support.tools import eventually
-from torch_grad_exporter.collectors.context import ScrapeSize
-from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS, EXPORTER_SERIES
 from torch_grad_exporter.collectors.scrape import RETRY_SECONDS, Scrape
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, scalar
@@ -50,8 +49,8 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.errors = ErrorLog(())
-        self.size = ScrapeSize()
-        self.scrape = Scrape(self.collectors, self.errors, self.prepare, lambda: self.now, PATIENCE, size=self.size)
+        collectors = {fake.name: fake for fake in self.collectors}
+        self.scrape = Scrape(collectors, self.errors, self.prepare, lambda: self.now, PATIENCE)
 
     def prepare(self) -> None:
         self.prepared += 1
@@ -87,10 +86,11 @@ def gate() -> Iterator[threading.Event]:
 def test_all_collectors_are_shown_in_their_order() -> None:
     """One preparation and one call of each collector make a scrape; the number of series is known from then on."""
     scene = Scene([Fake("a"), Fake("b")])
-    assert scene.size.series is None
-    assert scene.shown() == {"a": 1, "b": 1}
-    assert [family.spec.name for family in scene.scrape()][:2] == ["a", "b"]
-    assert (scene.prepared, scene.size.series) == (2, 2 + 2 * 2)
+    first, second = ({family.spec: family for family in scene.scrape()} for _ in range(2))
+    assert [spec.name for spec in first][:2] == ["a", "b"]
+    assert first[EXPORTER_SERIES].series == 0
+    assert second[EXPORTER_SERIES].values.tolist() == [2 + 2 * 2]
+    assert scene.prepared == 2
 
 
 def test_one_that_raises_costs_only_itself() -> None:
@@ -156,16 +156,15 @@ def test_one_that_keeps_failing_is_tried_once_a_minute() -> None:
 
 def test_duration_is_that_of_the_collector_and_absent_without_a_run(gate: threading.Event) -> None:
     """A collector that took three seconds of the clock says so; of one that hangs no duration is made up."""
-    scene = Scene([])
     slow = Fake("slow", lambda: setattr(scene, "now", scene.now + 3.0))
-    scene.collectors += [slow, Fake("hanging", gate.wait)]
+    scene = Scene([slow, Fake("hanging", gate.wait)])
     assert scene.report(EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
 
 
 def test_a_broken_preparation_leaves_the_collectors_what_they_have() -> None:
     """The snapshot fails, the scrape does not."""
     errors = ErrorLog(())
-    assert Scrape([Fake("a")], errors, fail)()[0].spec.name == "a"
+    assert Scrape({"a": Fake("a")}, errors, fail)()[0].spec.name == "a"
     assert errors.counts() == {"worker": 1}
 
 
@@ -230,5 +229,5 @@ def test_in_a_forked_child_no_collector_is_waited_for_that_only_the_parent_has(g
 def test_without_any_collector_there_is_an_empty_scrape() -> None:
     """Who switches off everything gets nothing, which is no failure."""
     scene = Scene([])
-    assert [family.series for family in scene.scrape()] == [0, 0]
+    assert [family.series for family in scene.scrape()] == [0, 0, 0]
     assert Renderer({}).render(scene.scrape(), Format.TEXT) == b""

@@ -161,7 +161,7 @@ def test_a_registry_that_has_these_metrics_already() -> None:
         with pytest.raises(ValueError, match=r"registry=|Duplicated"):
             start_exporter(OTHER, 0, registry=registry)
         assert registered() == before
-        assert first.watches([MODEL])
+        assert first.replaced_by([MODEL])
 
 
 @pytest.mark.parametrize("arguments", [{"every": 0}, {"include": "encoder"}, {"optimizers": FOREIGN}], ids=str)

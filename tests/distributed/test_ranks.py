@@ -146,7 +146,7 @@ def rank_main(rank: int, folder: str) -> None:
             warnings.simplefilter("ignore")
             model, part = layout(rank)
         with start_exporter(model, None, run="ranks", **options) as exporter:
-            whole_run = next(one for one in exporter._scrape._collectors if one.name == "whole_run")._whole_run
+            whole_run = exporter._scrape._collectors["whole_run"]._whole_run
             whole_run.close()  # it reports when it is told to
             scrapes: list[dict[Key, float]] = [values(exporter)]
             train(model, part, lambda exporter=exporter, scrapes=scrapes: scrapes.append(values(exporter)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
+from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelRows, scalar
@@ -22,10 +22,8 @@ COLOURS = LabelRows((("red",),))
 class ToyCollector:
     """Families of the toy."""
 
-    name = "toy"
-
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
+    def __init__(self, context: CollectorContext) -> None:
+        self._snapshots = context.snapshots
         self._questions = 0
 
     def collect(self) -> Iterator[Family]:
@@ -35,8 +33,4 @@ class ToyCollector:
         yield Family(TOY_QUESTIONS, np.array([float(self._questions)]), COLOURS)
 
 
-def _make(context: CollectorContext) -> ToyCollector:
-    return ToyCollector(context.snapshots)
-
-
-COLLECTOR = Declaration("toy", (METRICS,), _make)
+COLLECTOR = Declaration("toy", (METRICS,), ToyCollector)

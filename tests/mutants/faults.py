@@ -244,8 +244,8 @@ COLLECTORS = (
     Fault(
         "a collector that keeps failing is tried at each scrape",
         "collectors/scrape.py",
-        "        self._guard(name).failed(error)\n        self._retry_at[name] = self._clock() + RETRY_SECONDS\n",
-        "        self._guard(name).failed(error)\n",
+        "        self._guards[name].failed(error)\n        self._retry_at[name] = self._clock() + RETRY_SECONDS\n",
+        "        self._guards[name].failed(error)\n",
         ("collectors/test_scrape.py",),
         ("test_fault_injection.py",),
     ),
@@ -421,7 +421,7 @@ RESOURCES = (
     Fault(
         "a device that is lost keeps its last values",
         "resources/devices.py",
-        "                self._seen.pop(backend, None)\n",
+        "                self._seen.pop(reading, None)\n",
         "",
         ("resources/test_devices.py",),
         ("collectors/test_gpu.py",),

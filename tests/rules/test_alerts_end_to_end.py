@@ -167,7 +167,7 @@ def failing_collector(training: Training) -> None:
     def broken() -> None:
         raise OSError("no server there")
 
-    collector = next(one for one in training.exporter._scrape._collectors if one.name == "process")
+    collector = training.exporter._scrape._collectors["process"]
     collector.collect = broken  # type: ignore[method-assign, assignment]
     while True:
         training.step()

@@ -90,8 +90,6 @@ SPECS = {
 class ToyCollector:
     """Shows the columns by layer."""
 
-    name = "toy"
-
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, scalar
@@ -68,8 +67,6 @@ class ContainerCollector:
     `root`: the root of the file system in which /proc and the mounted hierarchies are read.
     """
 
-    name = "container"
-
     def __init__(self, *, root: Path = Path("/")) -> None:
         self._groups = cgroups.Groups(root)
         self._throttled = Throttled()
@@ -98,8 +95,4 @@ class ContainerCollector:
         yield scalar(CONTAINER_CPU_THROTTLED, self._throttled(group, limit.directory))
 
 
-def _make(_context: CollectorContext) -> ContainerCollector:
-    return ContainerCollector()
-
-
-COLLECTOR = Declaration("container", (METRICS,), _make, place=80)
+COLLECTOR = Declaration("container", (METRICS,), lambda _: ContainerCollector(), place=80)

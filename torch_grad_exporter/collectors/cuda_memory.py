@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import Family, RowCache
+from torch_grad_exporter.metrics.families import Family, LabelledRows
 from torch_grad_exporter.resources.devices import DeviceStatistics
 
 METRICS = Section("Memory of CUDA devices")
@@ -76,24 +73,18 @@ _VALUES = {
 class CudaMemoryCollector:
     """Families of the devices that the training thread saw last; none before it has seen one."""
 
-    name = "cuda_memory"
-
     def __init__(self, snapshot: Callable[[], tuple[DeviceStatistics, ...]]) -> None:
         self._snapshot = snapshot
-        self._rows = RowCache()
+        self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
         """The families, all of one and the same reading."""
         devices = self._snapshot()
-        rows = self._rows.get(tuple((device.device,) for device in devices))
         for spec, name in _VALUES.items():
-            # A number that is not counted becomes NaN here, which no allocator gives.
-            values = np.array([getattr(device, name) for device in devices], dtype=np.float64)
-            yield Family(spec, values, rows, ~np.isnan(values))
+            counted = {(device.device,): value for device in devices if (value := getattr(device, name)) is not None}
+            yield self._rows.family(spec, counted)
 
 
-def _make(context: CollectorContext) -> CudaMemoryCollector:
-    return CudaMemoryCollector(context.memory.snapshot)
-
-
-COLLECTOR = Declaration("cuda_memory", (METRICS,), _make, place=40, reads_devices=True)
+COLLECTOR = Declaration(
+    "cuda_memory", (METRICS,), lambda context: CudaMemoryCollector(context.memory.snapshot), place=40, reads_devices=True
+)

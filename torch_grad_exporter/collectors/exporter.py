@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
-
-from torch_grad_exporter.aggregation.worker import Snapshot
-from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.collectors.context import Capture, CollectorContext
+from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import Family, RowCache, scalar
+from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 from torch_grad_exporter.transfer.outcomes import Mode
 
 METRICS = Section("The exporter itself")
@@ -50,7 +45,7 @@ EXPORTER_CAPTURES_SKIPPED = METRICS.counter(
     "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered."
 )
 EXPORTER_ERRORS = METRICS.counter("torch_grad_exporter_errors_total", "Failures inside the exporter, by source.", "source")
-# The scrape itself yields these two: how each collector did is known at its end.
+# The scrape itself yields EXPORTER_SERIES and these two: how each collector did is known at its end.
 EXPORTER_COLLECTOR_SUCCESS = METRICS.gauge(
     "torch_grad_exporter_collector_success", "1 where the collector succeeded at this scrape, else 0.", "collector"
 )
@@ -60,28 +55,15 @@ EXPORTER_COLLECTOR_DURATION = METRICS.gauge(
 
 
 class ExporterCollector:
-    """Families about the exporter. `series`: the number of series of the scrape before, `None` at the first."""
+    """Families about the exporter."""
 
-    name = "exporter"
-
-    def __init__(
-        self,
-        snapshot: Callable[[], Snapshot],
-        capture: Capture,
-        schedule: SamplingSchedule,
-        errors: ErrorLog,
-        series: Callable[[], int | None],
-    ) -> None:
-        self._snapshot = snapshot
-        self._capture = capture
-        self._schedule = schedule
-        self._errors = errors
-        self._series = series
-        self._modes, self._sources = RowCache(), RowCache()
+    def __init__(self, context: CollectorContext) -> None:
+        self._context = context
+        self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
-        snapshot, schedule = self._snapshot(), self._schedule
+        snapshot, schedule, capture = self._context.snapshots.latest, self._context.schedule, self._context.capture
         table = snapshot.gradients.table
         # Before there were steps it has taken nothing of their time.
         yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
@@ -90,20 +72,12 @@ class ExporterCollector:
         yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
         yield scalar(EXPORTER_LAYERS, len(table.layers))
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
-        yield scalar(EXPORTER_SERIES, self._series())
-        modes = self._modes.get(tuple((mode.value,) for mode in Mode))
-        yield Family(EXPORTER_CAPTURE_MODE, np.array([float(mode is self._capture.mode) for mode in Mode]), modes)
+        yield self._rows.family(EXPORTER_CAPTURE_MODE, {(mode.value,): float(mode is capture.mode) for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
-        yield scalar(EXPORTER_CAPTURES, self._capture.samples)
-        yield scalar(EXPORTER_CAPTURES_SKIPPED, self._capture.skipped + snapshot.gradients.undelivered)
-        counts = self._errors.counts()
-        sources = self._sources.get(tuple((source,) for source in counts))
-        yield Family(EXPORTER_ERRORS, np.array(list(counts.values()), dtype=np.float64), sources)
+        yield scalar(EXPORTER_CAPTURES, capture.samples)
+        yield scalar(EXPORTER_CAPTURES_SKIPPED, capture.skipped + snapshot.gradients.undelivered)
+        counts = self._context.errors.counts()
+        yield self._rows.family(EXPORTER_ERRORS, {(source,): count for source, count in counts.items()})
 
 
-def _make(context: CollectorContext) -> ExporterCollector:
-    snapshots, size = context.snapshots, context.scrape_size
-    return ExporterCollector(lambda: snapshots.latest, context.capture, context.schedule, context.errors, lambda: size.series)
-
-
-COLLECTOR = Declaration("exporter", (METRICS,), _make, place=100)
+COLLECTOR = Declaration("exporter", (METRICS,), ExporterCollector, place=100)

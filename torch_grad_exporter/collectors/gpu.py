@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
-
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import Family, Kind, RowCache, Spec
+from torch_grad_exporter.metrics.families import Family, Kind, LabelledRows, Spec
 from torch_grad_exporter.resources.cuda_visible_devices import ORDER, SILENT, VISIBLE, Installed, visible
 from torch_grad_exporter.resources.devices import DeviceStatistics
 from torch_grad_exporter.resources.nvml import Gpu, Library, find_nvml
@@ -124,8 +121,6 @@ class GpuCollector:
     anew. `clock` in seconds.
     """
 
-    name = "gpu"
-
     def __init__(
         self,
         cuda: Callable[[], Iterable[DeviceStatistics]],
@@ -148,7 +143,7 @@ class GpuCollector:
         self._retry_at = float("-inf")
         self._names: tuple[object, Mapping[str, str]] | None = None
         self._gpus: dict[str, Gpu] = {}
-        self._rows = {spec: RowCache() for spec in SPECS}
+        self._rows = LabelledRows()
         self._totals: dict[Spec, dict[_Row, Rising[_Row]]] = {spec: {} for spec in SPECS if spec.kind is Kind.COUNTER}
 
     def collect(self) -> list[Family]:
@@ -181,10 +176,7 @@ class GpuCollector:
             self._ask_all(library, found)
             undone.pop_all()
         self._keep_rising(found)
-        return [
-            Family(spec, np.array(list(values.values()), dtype=np.float64), self._rows[spec].get(tuple(values)))
-            for spec, values in found.items()
-        ]
+        return [self._rows.family(spec, values) for spec, values in found.items()]
 
     def _ask_all(self, library: Library, found: _Found) -> None:
         """Adds the values of the GPUs. One that does not answer is left out; raises if none does."""
@@ -264,9 +256,14 @@ def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...],
             yield question.spec, question.label, number * question.times / question.over
 
 
-def _make(context: CollectorContext) -> GpuCollector:
-    identity = context.identity
-    return GpuCollector(context.memory.snapshot, local_rank=identity.local_rank, local_world_size=identity.local_world_size)
-
-
-COLLECTOR = Declaration("gpu", (METRICS,), _make, place=50, reads_devices=True)
+COLLECTOR = Declaration(
+    "gpu",
+    (METRICS,),
+    lambda context: GpuCollector(
+        context.memory.snapshot,
+        local_rank=context.identity.local_rank,
+        local_world_size=context.identity.local_world_size,
+    ),
+    place=50,
+    reads_devices=True,
+)

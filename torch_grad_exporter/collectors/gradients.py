@@ -11,11 +11,10 @@ import numpy as np
 from torch_grad_exporter.aggregation.exponential import Counts
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.tables import Records
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import BoolArray, Family, FloatArray, LabelRows, RowCache, Spec
+from torch_grad_exporter.metrics.families import BoolArray, Family, LabelRows, RowCache
 from torch_grad_exporter.transfer.events import Outcome
 
 GRADIENTS, WEIGHTS = Section("Gradients"), Section("Weights")
@@ -232,8 +231,6 @@ class _Counted:
 class GradientCollector:
     """Families of the aggregated gradients. `names`: the optimizers' names by number, read at each scrape."""
 
-    name = "gradients"
-
     def __init__(
         self,
         snapshot: Callable[[], GradientSnapshot],
@@ -321,7 +318,9 @@ class GradientCollector:
         yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows)
         yield from self._local(snapshot, rows)
         yield Family(GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
-        yield self._nonfinite(totals, names)
+        outcomes = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
+        nonfinite = np.concatenate([totals[f"nonfinite_{outcome.value}"] for outcome in Outcome])
+        yield Family(GRAD_NONFINITE_STEPS, nonfinite, outcomes)
 
     def _local(self, snapshot: GradientSnapshot, rows: LabelRows) -> Iterator[Family]:
         """What is of this rank alone, if it is measured."""
@@ -334,12 +333,6 @@ class GradientCollector:
         ):
             present = np.array([value is not None for value in values])
             yield Family(spec, np.array([value or 0.0 for value in values]), rows, present)
-
-    def _nonfinite(self, totals: np.ndarray[tuple[int], np.dtype[np.void]], names: list[str]) -> Family:
-        rows: LabelRows = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
-        values: FloatArray = np.concatenate([totals[f"nonfinite_{outcome.value}"] for outcome in Outcome])
-        spec: Spec = GRAD_NONFINITE_STEPS
-        return Family(spec, values, rows)
 
     def _numbers(self, snapshot: GradientSnapshot) -> tuple[int, ...]:
         """The optimizers in the order of their rows; those without a sample come last, unless there is only one."""
@@ -359,15 +352,15 @@ class GradientCollector:
         return totals, [names[number] if 0 <= number < len(names) else "" for number in optimizers]
 
 
-def _make(context: CollectorContext) -> GradientCollector:
-    snapshots, shown = context.snapshots, context.shown
-    return GradientCollector(
-        lambda: snapshots.latest.gradients,
+COLLECTOR = Declaration(
+    "gradients",
+    (GRADIENTS, WEIGHTS),
+    lambda context: GradientCollector(
+        lambda: context.snapshots.latest.gradients,
         context.optimizers,
-        dead_window=shown.dead_window,
-        moments=shown.moments,
-        weights=shown.weights,
-    )
-
-
-COLLECTOR = Declaration("gradients", (GRADIENTS, WEIGHTS), _make, place=10)
+        dead_window=context.dead_window,
+        moments=context.moments,
+        weights=context.weights,
+    ),
+    place=10,
+)

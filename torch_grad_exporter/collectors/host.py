@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from types import ModuleType
+from typing import Any
 
 import psutil
 
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, Spec, scalar
@@ -49,28 +49,6 @@ NETWORK_INTERFACES = Path("/sys/class/net") if psutil.LINUX else None
 
 _IDLE = frozenset({"idle", "iowait"})
 _COUNTED_ELSEWHERE = frozenset({"guest", "guest_nice"})  # Linux has them within `user` and `nice` already.
-
-
-class Fields(Protocol):
-    """What psutil returns: a named tuple, whose fields depend on the platform."""
-
-    def _asdict(self) -> Mapping[str, float]: ...
-
-
-class Machine(Protocol):
-    """The part of the module `psutil` that is read here."""
-
-    def cpu_times(self) -> Fields:
-        """Seconds of all processors together, by what they did."""
-
-    def virtual_memory(self) -> Fields:
-        """Bytes of memory, by use."""
-
-    def disk_io_counters(self, perdisk: Literal[True]) -> Mapping[str, Fields]:
-        """What each disk, and on Linux each part of it, has transferred."""
-
-    def net_io_counters(self, pernic: Literal[True]) -> Mapping[str, Fields]:
-        """What each network interface has transferred."""
 
 
 class BusyShare:
@@ -116,12 +94,10 @@ class HostCollector:
     `block_devices`, `network_interfaces`: Linux' directories of them, `None` elsewhere.
     """
 
-    name = "host"
-
     def __init__(
         self,
         *,
-        machine: Machine = psutil,
+        machine: ModuleType = psutil,
         block_devices: Path | None = BLOCK_DEVICES,
         network_interfaces: Path | None = NETWORK_INTERFACES,
         clock: Callable[[], float] = time.monotonic,
@@ -156,7 +132,7 @@ class HostCollector:
         yield self._total(HOST_DISK_READ, disks, "read_bytes")
         yield self._total(HOST_DISK_WRITE, disks, "write_bytes")
 
-    def _disk_counters(self) -> dict[str, Fields]:
+    def _disk_counters(self) -> dict[str, Any]:
         counted = self._machine.disk_io_counters(perdisk=True)
         return {name: counters for name, counters in counted.items() if self._is_disk(name)}
 
@@ -169,7 +145,7 @@ class HostCollector:
         yield self._total(HOST_NETWORK_RECEIVE, interfaces, "bytes_recv")
         yield self._total(HOST_NETWORK_TRANSMIT, interfaces, "bytes_sent")
 
-    def _network_counters(self) -> dict[str, Fields]:
+    def _network_counters(self) -> dict[str, Any]:
         """Those of hardware; where there has never been any, as in a container, those of all but the loopback."""
         counted = self._machine.net_io_counters(pernic=True)
         hardware = {name: counters for name, counters in counted.items() if self._is_wire(name)}
@@ -184,7 +160,7 @@ class HostCollector:
         interface = self._network_interfaces / name
         return _is_hardware(interface) and not _is_hardware(interface / "master")
 
-    def _total(self, spec: Spec, devices: Mapping[str, Fields], field: str) -> Family:
+    def _total(self, spec: Spec, devices: Mapping[str, Any], field: str) -> Family:
         if not devices:
             return scalar(spec, None)
         return scalar(spec, self._totals[spec]({name: counters._asdict()[field] for name, counters in devices.items()}))
@@ -200,8 +176,4 @@ def _is_loopback(interface: str) -> bool:
     return interface in {"lo", "lo0"} or interface.startswith("Loopback")
 
 
-def _make(_context: CollectorContext) -> HostCollector:
-    return HostCollector()
-
-
-COLLECTOR = Declaration("host", (METRICS,), _make, place=70)
+COLLECTOR = Declaration("host", (METRICS,), lambda _: HostCollector(), place=70)

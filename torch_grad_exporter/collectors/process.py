@@ -7,15 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import prometheus_client
 import psutil
 from prometheus_client.samples import Sample
 
-from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import NO_LABELS, Family, LabelRows, RowCache, Spec, scalar
+from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 from torch_grad_exporter.resources.children import ChildrenMemory, ChildrenReading, Descendants, unique_memory
 from torch_grad_exporter.resources.readings import ABSENT, Paced, attempt
 
@@ -109,7 +107,7 @@ class StandardFamilies:
 
     def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
         self._registry = registry
-        self._rows = {spec: RowCache() for spec in STANDARD.specs if spec.labels}
+        self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
         """The families as of now; none of a metric that the registry does not have, as `process_*` without /proc."""
@@ -119,13 +117,8 @@ class StandardFamilies:
                 found[sample.name].append(sample)
         for spec in STANDARD.specs:
             if samples := found.get(spec.name):
-                values = np.array([sample.value for sample in samples], dtype=np.float64)
-                yield Family(spec, values, self._labels(spec, samples))
-
-    def _labels(self, spec: Spec, samples: list[Sample]) -> LabelRows:
-        if not spec.labels:
-            return NO_LABELS
-        return self._rows[spec].get(tuple(tuple(sample.labels.get(name, "") for name in spec.labels) for sample in samples))
+                values = {tuple(sample.labels.get(name, "") for name in spec.labels): sample.value for sample in samples}
+                yield self._rows.family(spec, values)
 
 
 class PsutilFamilies:
@@ -171,8 +164,6 @@ def _known(count: int) -> int | None:
 class ProcessCollector:
     """Families of this process. `standard`: a registry with `prometheus_client`'s own collectors; `psutil_families`: the rest."""
 
-    name = "process"
-
     def __init__(
         self,
         *,
@@ -192,8 +183,4 @@ class ProcessCollector:
             yield from source.collect()
 
 
-def _make(_context: CollectorContext) -> ProcessCollector:
-    return ProcessCollector()
-
-
-COLLECTOR = Declaration("process", (STANDARD, METRICS), _make, place=60)
+COLLECTOR = Declaration("process", (STANDARD, METRICS), lambda _: ProcessCollector(), place=60)

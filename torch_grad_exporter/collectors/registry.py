@@ -21,10 +21,6 @@ class Collector(Protocol):
     One that does something of its own has a `start()` as well, and one that holds something a `close()`.
     """
 
-    @property
-    def name(self) -> str:
-        """The collector's name in `torch_grad_exporter_collector_success{collector}`."""
-
     def collect(self) -> Iterable[Family]:
         """The families as of now. May raise: that costs this collector alone."""
 
@@ -99,11 +95,11 @@ class Registry:
         """Whether one of the chosen does."""
         return any(declaration.reads_devices for declaration in self if declaration.name in chosen)
 
-    def made(self, chosen: Collection[str], context: CollectorContext) -> list[Collector]:
-        """The chosen ones; one that cannot be made costs only itself."""
-        chosen_ones = [declaration for declaration in self if declaration.name in chosen]
-        made = [context.errors.boundary(source_of(one.name), limit=None).result(one.make, context) for one in chosen_ones]
-        return [collector for collector in made if collector is not None]
+    def made(self, chosen: Collection[str], context: CollectorContext) -> dict[str, Collector]:
+        """The chosen ones by name; one that cannot be made costs only itself."""
+        guards = {one: context.errors.boundary(source_of(one.name), limit=None) for one in self if one.name in chosen}
+        made = {one.name: guard.result(one.make, context) for one, guard in guards.items()}
+        return {name: collector for name, collector in made.items() if collector is not None}
 
 
 class Registration:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-import numpy as np
-
-from torch_grad_exporter.collectors.context import ScrapeSize
-from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS
+from torch_grad_exporter.collectors.exporter import (
+    EXPORTER_COLLECTOR_DURATION,
+    EXPORTER_COLLECTOR_SUCCESS,
+    EXPORTER_SERIES,
+)
 from torch_grad_exporter.collectors.registry import Collector, source_of
 from torch_grad_exporter.errors import ErrorLog, Guard
 from torch_grad_exporter.lifecycle import BackgroundThread
-from torch_grad_exporter.metrics.families import Family, RowCache
+from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 
 PATIENCE = 1.0
 """Seconds that one collector may take."""
@@ -32,29 +33,23 @@ RETRY_SECONDS = 60.0
 """Between two tries of a collector that has kept failing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a collector gave, in seconds; `None` if it failed."""
+class _Result(NamedTuple):
+    """What a collector gave, in how many seconds; `None` if it failed."""
 
     families: list[Family] | None
     seconds: float
 
 
 class Scrape:
-    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
-
-    `size`: receives how many series there were.
-    """
+    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds."""
 
     def __init__(
         self,
-        collectors: Sequence[Collector],
+        collectors: Mapping[str, Collector],
         errors: ErrorLog,
         prepare: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         patience: float = PATIENCE,
-        *,
-        size: ScrapeSize | None = None,
     ) -> None:
         self._collectors = collectors
         self._errors = errors
@@ -64,30 +59,31 @@ class Scrape:
         self._patience = patience
         self._lock = threading.RLock()
         self._late: dict[str, _Walk] = {}
-        self._guards: dict[str, Guard] = {}
+        # A success ends a collector's row of failures only where it came in time.
+        self._guards = {name: errors.boundary(source_of(name)) for name in collectors}
         self._retry_at: dict[str, float] = {}
-        self._rows = RowCache()
-        self._size = ScrapeSize() if size is None else size
+        self._rows = LabelledRows()
+        self._series = 0
 
     def __call__(self) -> list[Family]:
-        """One scrape; the last families say how each collector did."""
+        """One scrape; the last families say how large the one before was and how each collector did."""
         with self._lock:
             self._preparing(self._prepare)  # if that fails the collectors show what they have
-            results = self._collect([collector for collector in self._collectors if self._may_run(collector.name)])
+            results = self._collect([name for name in self._collectors if self._may_run(name)])
             found = [family for result in results.values() for family in result.families or ()]
             found += self._reports(results)
-            self._size.note(sum(family.series for family in found))
+            self._series = sum(family.series for family in found)
             return found
 
     def start(self) -> None:
         """Starts the collectors that have a `start`; one that fails costs only itself."""
-        for collector in self._collectors:
+        for name, collector in self._collectors.items():
             if (start := getattr(collector, "start", None)) is not None:
-                self._errors.boundary(source_of(collector.name), limit=None)(start)
+                self._errors.boundary(source_of(name), limit=None)(start)
 
     def close(self) -> None:
         """Closes the collectors that have a `close`. Waits for none that hangs."""
-        for collector in self._collectors:
+        for collector in self._collectors.values():
             if (close := getattr(collector, "close", None)) is not None:
                 close()
 
@@ -97,105 +93,87 @@ class Scrape:
         self._late = {}
 
     def _may_run(self, name: str) -> bool:
-        if name in self._late and self._late[name].running:
+        if name in self._late and self._late[name].thread.running:
             return False
         self._late.pop(name, None)
-        return not self._guard(name).off or self._clock() >= self._retry_at.get(name, 0.0)
+        return not self._guards[name].off or self._clock() >= self._retry_at[name]
 
-    def _guard(self, name: str) -> Guard:
-        """The row of failures of a collector, which a success ends only where it came in time."""
-        return self._guards.setdefault(name, self._errors.boundary(source_of(name)))
-
-    def _collect(self, collectors: Sequence[Collector]) -> dict[str, _Result]:
+    def _collect(self, names: list[str]) -> dict[str, _Result]:
         """What each collector gave. They run in another thread, since a call that hangs cannot be stopped."""
         results: dict[str, _Result] = {}
-        while collectors:
-            walk = _Walk(collectors, self._run)
-            walk.start()
+        while names:
+            walk = _Walk(names, self._run)
+            walk.begin()
             late = self._wait(walk)
             results |= walk.results
             if late is None:
                 break
-            self._late[late.name] = walk
-            self._failed(late.name, TimeoutError(f"no answer within {self._patience:g} s"))
-            collectors = collectors[collectors.index(late) + 1 :]
+            self._late[late] = walk
+            self._failed(late, TimeoutError(f"no answer within {self._patience:g} s"))
+            names = names[names.index(late) + 1 :]
         for name, result in results.items():
             if result.families is not None:
-                self._guard(name).succeeded()
+                self._guards[name].succeeded()
         return results
 
-    def _wait(self, walk: _Walk) -> Collector | None:
-        """Returns when all collectors are done, or with the one that takes too long."""
+    def _wait(self, walk: _Walk) -> str | None:
+        """Returns when all collectors are done, or with the name of the one that takes too long."""
         current, slices = walk.current, 0
-        while not walk.join(self._patience / SLICES):
-            slices = slices + 1 if walk.current is current else 0
+        while not walk.thread.join(self._patience / SLICES):
+            slices = slices + 1 if walk.current == current else 0
             current = walk.current
-            if slices >= SLICES and (late := walk.give_up(current)) is not None:
-                return late
+            if slices >= SLICES and walk.give_up(current):
+                return current
         return None
 
-    def _run(self, collector: Collector) -> _Result:
-        start = self._clock()
-        families = Guard(functools.partial(self._failed, collector.name)).result(lambda: list(collector.collect()))
+    def _run(self, name: str) -> _Result:
+        start, collect = self._clock(), self._collectors[name].collect
+        families = Guard(functools.partial(self._failed, name)).result(lambda: list(collect()))
         return _Result(families, self._clock() - start)
 
     def _failed(self, name: str, error: Exception) -> None:
-        self._guard(name).failed(error)
+        self._guards[name].failed(error)
         self._retry_at[name] = self._clock() + RETRY_SECONDS
 
-    def _reports(self, results: dict[str, _Result]) -> list[Family]:
-        """Success and duration of each collector; no duration of one that was not run, or has not ended."""
-        names = [collector.name for collector in self._collectors]
-        rows = self._rows.get(tuple((name,) for name in names))
-        ran = np.array([name in results for name in names], dtype=np.bool_)
-        success = np.array([name in results and results[name].families is not None for name in names], dtype=np.float64)
-        seconds = np.array([results[name].seconds if name in results else 0.0 for name in names])
-        return [
-            Family(EXPORTER_COLLECTOR_SUCCESS, success, rows),
-            Family(EXPORTER_COLLECTOR_DURATION, seconds, rows, ran),
-        ]
+    def _reports(self, results: dict[str, _Result]) -> Iterator[Family]:
+        """Series of the scrape before; success and duration of each collector; no duration of one that was not run or has not ended."""
+        success = {(name,): name in results and results[name].families is not None for name in self._collectors}
+        yield scalar(EXPORTER_SERIES, self._series or None)
+        yield self._rows.family(EXPORTER_COLLECTOR_SUCCESS, success)
+        yield self._rows.family(EXPORTER_COLLECTOR_DURATION, {(name,): result.seconds for name, result in results.items()})
 
 
 class _Walk:
     """One thread that runs collector after collector, until the last one or until it is given up."""
 
-    def __init__(self, collectors: Sequence[Collector], run: Callable[[Collector], _Result]) -> None:
+    def __init__(self, names: list[str], run: Callable[[str], _Result]) -> None:
+        self.thread = BackgroundThread("collect", self._walk)
         self.results: dict[str, _Result] = {}
-        self.current: Collector | None = None
-        self._collectors = collectors
-        self._run = run
+        self.current: str | None = None
+        self._names = names
+        self._collect = run
         self._given_up = False
         self._lock = threading.Lock()
-        self._thread = BackgroundThread("collect", self._walk)
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Begins, in a thread of its own if the process may have one more."""
         try:
-            self._thread.start()
+            self.thread.start()
         except RuntimeError:
             self._walk()
 
-    @property
-    def running(self) -> bool:
-        """Whether its thread is under way, also in a collector on which the walk was given up."""
-        return self._thread.running
-
-    def join(self, seconds: float) -> bool:
-        """Waits for its end, for so long at most; whether it has come."""
-        return self._thread.join(seconds)
-
-    def give_up(self, collector: Collector | None) -> Collector | None:
-        """Ends the walk if this collector still is its current one, and returns it."""
+    def give_up(self, name: str | None) -> bool:
+        """Ends the walk if this collector still is its current one; whether it does."""
         with self._lock:
-            self._given_up = collector is not None and self.current is collector
-            return collector if self._given_up else None
+            self._given_up = name is not None and self.current == name
+            return self._given_up
 
     def _walk(self) -> None:
-        for collector in self._collectors:
-            self.current = collector
-            result = self._run(collector)
+        for name in self._names:
+            self.current = name
+            result = self._collect(name)
             with self._lock:
                 if self._given_up:
                     return
-                self.results[collector.name] = result
+                self.results[name] = result
                 self.current = None

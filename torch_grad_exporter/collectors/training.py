@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.capture.progress import PHASES, StepClock
+from torch_grad_exporter.capture.progress import PHASES
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import Family, RowCache, scalar
+from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
+from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.version import __version__
 
 METRICS = Section("Training")
 
@@ -84,50 +90,31 @@ STATES = ("initialising", "training", "evaluating", "finished", "failed")
 
 
 class TrainingCollector:
-    """Families of the step clock and the training totals. `info`: the labels of `torch_train_info`, `None` while unknown.
+    """Families of the step clock and the training totals."""
 
-    `ended`: "finished" or "failed" once the run is over, else `None`. `phases`: whether the host's clock can
-    time phases; on an accelerator it only times launches, so phases are absent there.
-    """
-
-    name = "training"
-
-    def __init__(
-        self,
-        snapshot: Callable[[], TotalsSnapshot],
-        clock: StepClock,
-        names: Sequence[str],
-        *,
-        info: Callable[[], Mapping[str, str] | None],
-        world_size: int,
-        ended: Callable[[], str | None],
-        phases: Callable[[], bool],
-    ) -> None:
-        self._snapshot = snapshot
-        self._clock = clock
-        self._names = names
-        self._info = info
-        self._world_size = world_size
-        self._ended = ended
-        self._phases = phases
-        self._rows = {spec: RowCache() for spec in (TRAIN_INFO, TRAIN_STEPS, TRAIN_LEARNING_RATE)}
-        self._states, self._phase_rows = RowCache(), RowCache()
+    def __init__(self, context: CollectorContext) -> None:
+        self._context = context
+        self._rows = LabelledRows()
 
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
-        totals, clock = self._snapshot(), self._clock
-        yield self._facts()
+        totals, clock = self._context.snapshots.latest.totals, self._context.clock
+        yield self._rows.family(TRAIN_INFO, self._facts())
         yield self._state()
-        yield scalar(TRAIN_WORLD_SIZE, self._world_size)
+        yield scalar(TRAIN_WORLD_SIZE, self._context.identity.world_size)
         counts = clock.counts()
-        yield self._steps(counts.steps)
+        # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
+        steps = {(name,): counts.steps.get(number, 0) for number, name in enumerate(tuple(self._context.optimizers))}
+        yield self._rows.family(TRAIN_STEPS, steps)
         yield scalar(TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(TRAIN_SKIPPED_STEPS, clock.skipped)
         yield self._durations(totals)
-        yield from self._phase_seconds()
-        waits = clock.gradient_waits.rounds if self._phases() else None
-        yield scalar(TRAIN_GRADIENT_WAIT_SECONDS, None if waits is None else clock.gradient_waits.seconds)
-        yield scalar(TRAIN_GRADIENT_WAITS, waits)
+        # The host's clock can time phases and waits; on an accelerator it only times launches.
+        if self._context.capture.devices <= {"cpu"}:
+            yield from self._phase_seconds()
+            waits = clock.gradient_waits
+            yield scalar(TRAIN_GRADIENT_WAIT_SECONDS, None if waits.rounds is None else waits.seconds)
+            yield scalar(TRAIN_GRADIENT_WAITS, waits.rounds)
         counted = counts.examples if clock.examples_known and counts.examples else None
         yield scalar(TRAIN_SAMPLES, totals.sums.get("samples", counted))
         yield scalar(TRAIN_TOKENS, totals.sums.get("tokens"))
@@ -135,61 +122,45 @@ class TrainingCollector:
         yield scalar(TRAIN_EPOCH, totals.last.get("epoch"))
         yield scalar(TRAIN_LOSS_NONFINITE, totals.loss_nonfinite)
         yield scalar(TRAIN_LOSS_SPIKES, totals.loss_spikes)
-        yield from self._learning_rates(totals)
+        yield self._rows.family(TRAIN_LEARNING_RATE, totals.learning_rates)
         yield scalar(TRAIN_LOSS_SCALE, totals.last.get("loss_scale"))
         yield scalar(TRAIN_LAST_STEP_TIMESTAMP, clock.last_step)
         yield scalar(TRAIN_LAST_ACTIVITY_TIMESTAMP, clock.last_activity)
         yield scalar(TRAIN_START_TIMESTAMP, clock.started)
         yield scalar(TRAIN_SLOWEST_STEP, totals.slowest)
 
-    def _facts(self) -> Family:
-        info = self._info()
-        rows = () if info is None else (tuple(info[name] for name in TRAIN_INFO.labels),)
-        return Family(TRAIN_INFO, np.ones(len(rows)), self._rows[TRAIN_INFO].get(rows))
+    def _facts(self) -> dict[tuple[str, ...], float]:
+        """The row of `torch_train_info`; none while the devices are not known, since a series that changed its name would be two."""
+        expected, found = self._context.expected_devices, self._context.capture.devices
+        devices = found if found - expected else expected
+        if not devices:
+            return {}
+        rank, kinds = str(self._context.identity.local_rank), ",".join(sorted(devices))
+        return {(str(torch.__version__), __version__, platform.python_version(), hostname(), rank, kinds): 1.0}
 
     def _durations(self, totals: TotalsSnapshot) -> Family:
         buckets, sums = totals.duration_buckets[None, :], np.array([totals.duration_sum])
         return Family(TRAIN_STEP_DURATION, buckets, sums=sums, exemplars=(totals.exemplars,) if totals.exemplars else None)
 
     def _state(self) -> Family:
-        clock = self._clock
+        clock = self._context.clock
         running = "evaluating" if clock.evaluating else "training" if clock.last_step is not None else "initialising"
-        current = self._ended() or running
-        rows = self._states.get(tuple((state,) for state in STATES))
-        return Family(TRAIN_STATE, np.array([float(state == current) for state in STATES]), rows)
-
-    def _steps(self, steps: Mapping[int, int]) -> Family:
-        # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
-        names = tuple(self._names)
-        rows = self._rows[TRAIN_STEPS].get(tuple((name,) for name in names))
-        return Family(TRAIN_STEPS, np.array([steps.get(number, 0) for number in range(len(names))], dtype=np.float64), rows)
+        current = self._context.ended() or running
+        return self._rows.family(TRAIN_STATE, {(state,): float(state == current) for state in STATES})
 
     def _phase_seconds(self) -> Iterator[Family]:
         # Not with 0 from the start: a model that is never called as a whole has no phases, and a series must not go again.
-        seen = self._clock.phases.seen
-        if "forward" not in seen or not self._phases():
-            return
-        phases = [phase for phase in PHASES if phase in seen or phase == "outside"]
-        seconds = self._clock.phases.seconds
-        rows = self._phase_rows.get(tuple((phase,) for phase in phases))
-        yield Family(TRAIN_PHASE_SECONDS, np.array([seconds[phase] for phase in phases]), rows)
-
-    def _learning_rates(self, totals: TotalsSnapshot) -> Iterator[Family]:
-        rows = self._rows[TRAIN_LEARNING_RATE].get(tuple(totals.learning_rates))
-        yield Family(TRAIN_LEARNING_RATE, np.array(list(totals.learning_rates.values())), rows)
+        phases = self._context.clock.phases
+        if "forward" in phases.seen:
+            shown = [phase for phase in PHASES if phase in phases.seen or phase == "outside"]
+            yield self._rows.family(TRAIN_PHASE_SECONDS, {(phase,): phases.seconds[phase] for phase in shown})
 
 
-def _make(context: CollectorContext) -> TrainingCollector:
-    snapshots = context.snapshots
-    return TrainingCollector(
-        lambda: snapshots.latest.totals,
-        context.clock,
-        context.optimizers,
-        info=context.info,
-        world_size=context.identity.world_size,
-        ended=context.ended,
-        phases=context.phases_timed,
-    )
+def device_kinds(index: LayerIndex, models: Iterable[torch.nn.Module]) -> frozenset[str]:
+    """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
+    if any(is_lazy(parameter) or parameter.is_meta for module in models for parameter in module.parameters()):
+        return frozenset()
+    return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 
 
-COLLECTOR = Declaration("training", (METRICS,), _make, place=20)
+COLLECTOR = Declaration("training", (METRICS,), TrainingCollector, place=20)

@@ -48,15 +48,17 @@ RUN_NONFINITE_ELEMENTS = METRICS.counter(
 class WholeRunCollector:
     """Families of the combined reports; none on other ranks than 0, which only report."""
 
-    name = "whole_run"
-
-    def __init__(self, whole_run: WholeRun) -> None:
-        self._whole_run = whole_run
+    def __init__(self, context: CollectorContext) -> None:
+        self._whole_run = WholeRun(
+            context.store,
+            context.rank,
+            context.identity.world_size,
+            snapshot=context.snapshots.fresh,
+            steps=lambda: sum(context.clock.counts().steps.values()),
+            on_error=functools.partial(context.errors.count, source_of("whole_run")),
+        )
         self._layers, self._kinds = RowCache(), RowCache()
-
-    def start(self) -> None:
-        """Begins to report."""
-        self._whole_run.start()
+        self.start, self.close = self._whole_run.start, self._whole_run.close
 
     def collect(self) -> Iterator[Family]:
         """The families as of the last reports."""
@@ -69,10 +71,6 @@ class WholeRunCollector:
             yield scalar(RUN_GLOBAL_NORM_RMS, view.global_rms if known else None)
             yield from self._by_layer(view)
 
-    def close(self) -> None:
-        """Reports no more."""
-        self._whole_run.close()
-
     def _by_layer(self, view: View) -> Iterator[Family]:
         if view.rms is None or view.dead_ratio is None or view.nans is None or view.infs is None:
             return
@@ -83,17 +81,4 @@ class WholeRunCollector:
         yield Family(RUN_NONFINITE_ELEMENTS, np.concatenate([view.nans, view.infs]), kinds)
 
 
-def _make(context: CollectorContext) -> WholeRunCollector:
-    clock = context.clock
-    whole_run = WholeRun(
-        context.store,
-        context.rank,
-        context.identity.world_size,
-        snapshot=context.snapshots.fresh,
-        steps=lambda: sum(clock.counts().steps.values()),
-        on_error=functools.partial(context.errors.count, source_of("whole_run")),
-    )
-    return WholeRunCollector(whole_run)
-
-
-COLLECTOR = Declaration("whole_run", (METRICS,), _make, default=False, place=30)
+COLLECTOR = Declaration("whole_run", (METRICS,), WholeRunCollector, default=False, place=30)

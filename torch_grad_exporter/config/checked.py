@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.capture.parts import CaptureOptions
-from torch_grad_exporter.capture.reader import Scaler
-from torch_grad_exporter.collectors.context import Shown
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
@@ -57,11 +55,6 @@ class Checked:
     def capture(self) -> CaptureOptions:
         """For the capture."""
         return CaptureOptions(local_norm=self.settings.local_norm, weights=self.settings.weights)
-
-    @property
-    def shown(self) -> Shown:
-        """For the collectors."""
-        return Shown(self.settings.dead_window, moments=self.settings.moments, weights=self.settings.weights)
 
     @property
     def outputs(self) -> OutputOptions:

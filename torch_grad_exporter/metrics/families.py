@@ -8,8 +8,10 @@ process (`run`, `rank` and the user's own) are added by the outputs and appear i
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,9 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
+
+
+_Row = TypeVar("_Row", bound=tuple[str, ...])
 
 
 class Kind(enum.Enum):
@@ -168,3 +173,14 @@ class RowCache:
             # Another scrape may do the same at this moment: each returns its own.
             kept = self._kept = LabelRows(rows)
         return kept
+
+
+@dataclass(slots=True)
+class LabelledRows:
+    """Makes families of a few labelled rows, and keeps the `LabelRows` of each metric while its rows stay the same."""
+
+    _kept: defaultdict[Spec, RowCache] = field(default_factory=lambda: defaultdict(RowCache))
+
+    def family(self, spec: Spec, values: Mapping[_Row, float]) -> Family:
+        """The family with these values by their labels."""
+        return Family(spec, np.array(list(values.values()), dtype=np.float64), self._kept[spec].get(tuple(values)))
