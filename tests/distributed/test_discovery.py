@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.real_prometheus import Prometheus
-from tests.support.tools import eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.distributed.discovery import (
     FEW,
     STALE_SECONDS,
@@ -328,7 +328,7 @@ def test_an_entry_that_hangs() -> None:
 
     class Hangs(Remembered):
         def set(self, key: str, value: bytes) -> None:
-            over.wait(20)
+            over.wait(PATIENCE)
 
     errors: list[BaseException] = []
     with client(Hangs()) as store:
@@ -347,7 +347,7 @@ def test_a_folder_that_hangs_holds_up_no_list() -> None:
 
     class Hangs(TargetFile):
         def refresh(self) -> None:
-            over.wait(20)
+            over.wait(PATIENCE)
 
     shared = Remembered()
     with client(shared) as store:
@@ -407,11 +407,11 @@ def test_ranks_that_end_and_that_are_killed(tmp_path: Path) -> None:
 
     command = [sys.executable, "-c", RANK, str(tmp_path), str(host.port)]
     ranks = [subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2)]
-    assert eventually(lambda: listed() == ["0", "1", "2"], 60)
+    assert eventually(lambda: listed() == ["0", "1", "2"])
     assert eventually(lambda: len(list(tmp_path.glob("*.json"))) == 2)
     ranks[1].send_signal(signal.SIGKILL)
-    ranks[0].communicate(b"\n", timeout=20)
-    ranks[1].communicate(timeout=20)
+    ranks[0].communicate(b"\n", timeout=PATIENCE)
+    ranks[1].communicate(timeout=PATIENCE)
     assert ranks[0].returncode == 0
     assert listed() == ["0", "2"]
     (left,) = tmp_path.glob("[!.]*")
@@ -483,7 +483,9 @@ def test_a_real_prometheus(tmp_path: Path) -> None:
         answering = Discovery(target(), ranks=all_ranks[0], on_error=print)
         configuration = tmp_path / "prometheus.yml"
         configuration.write_text(CONFIGURATION.format(folder=folder, port=stack.enter_context(listing(answering))))
-        subprocess.run([find("promtool"), "check", "config", configuration], check=True, timeout=30, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [find("promtool"), "check", "config", configuration], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL
+        )
         with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
             port = listener.getsockname()[1]
         options = [

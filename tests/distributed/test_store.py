@@ -20,12 +20,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import Connection, JobStore, NoStoreError, StoreError, connected, run_name
-
-PATIENCE = dt.timedelta(seconds=20)
-"""Of the training's own store, unless a test says otherwise."""
 
 TWO_RANKS = Identity(rank=1, world_size=2)
 
@@ -68,7 +65,7 @@ def host() -> Iterator[Host]:
 
 def tcp(*, libuv: bool = True) -> dist.TCPStore:
     """A store that this process hosts."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE, use_libuv=libuv)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=dt.timedelta(seconds=PATIENCE), use_libuv=libuv)
 
 
 def ours(store: dist.Store) -> JobStore:
@@ -123,7 +120,7 @@ def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
     assert waiting.is_alive()
     other = store.clone()
     other.set("late", "1")
-    waiting.join(10)
+    waiting.join(PATIENCE)
     assert found == [b"1"]
 
 
@@ -276,7 +273,7 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     client.close()
     assert not wrong
 
@@ -358,7 +355,7 @@ def test_a_name_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
     over = threading.Event()
 
     def connect() -> Connection:
-        over.wait(20)
+        over.wait(PATIENCE)
         raise StoreError
 
     client = JobStore(connect)
@@ -435,7 +432,7 @@ def test_two_ranks_with_gloo(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ranks = [subprocess.Popen([sys.executable, "-c", GLOO, tmp_path, str(rank), str(port)]) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0]
     found = said(tmp_path)
     assert {name: (one["size"], one["local"]) for name, one in found.items()} == {"0-0": (2, 0), "0-1": (2, 1)}
     assert len({one["name"] for one in found.values()}) == 1
@@ -448,7 +445,7 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
     script.write_text(ELASTIC)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = subprocess.run([*run, *rendezvous, script, folder], check=False, timeout=100, capture_output=True, text=True)
+    done = subprocess.run([*run, *rendezvous, script, folder], check=False, timeout=PATIENCE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = said(folder)
     assert {name: (one["size"], one["local"]) for name, one in found.items()} == {

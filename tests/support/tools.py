@@ -12,6 +12,9 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
+PATIENCE = 120.0
+"""Seconds after which something hangs. A test waits for an event, and no longer; only one that fails waits for so long."""
+
 
 def find(name: str) -> Path:
     """A command that `make tools` puts into the repository, else from PATH; the test fails without it."""
@@ -22,7 +25,7 @@ def find(name: str) -> Path:
     return Path(found)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Whether the condition comes true within the time."""
     give_up_at = time.monotonic() + seconds
     while not condition():

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.tools import REPOSITORY, eventually
+from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.http.connection import Connection
 from torch_grad_exporter.outputs.http.listener import candidate_ports, open_listener
@@ -65,7 +65,7 @@ class Training:
     def scrape(self) -> Iterable[Family]:
         self.scrapes += 1
         self.entered.set()
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
         yield Family(NORM, np.full(len(self.rows), float(self.scrapes)), self.rows)
@@ -121,7 +121,7 @@ class Answer:
 def request(server: MetricsServer, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1", **headers: str) -> Answer:
     """One request and its answer."""
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
-    with contextlib.closing(http.client.HTTPConnection(host, server.port, timeout=30)) as client:
+    with contextlib.closing(http.client.HTTPConnection(host, server.port, timeout=PATIENCE)) as client:
         client.request(method, path, headers=fields)
         response = client.getresponse()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
@@ -129,7 +129,7 @@ def request(server: MetricsServer, path: str = "/metrics", method: str = "GET", 
 
 def connect(server: MetricsServer) -> socket.socket:
     """A connection on which nothing has been sent."""
-    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
 
 
 def read_all(client: socket.socket) -> bytes:
@@ -352,7 +352,7 @@ def test_health_answers_while_a_scrape_hangs(training: Training) -> None:
     training.may_go_on.clear()
     with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as hanging:
         hanging.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         assert request(server, "/healthz").status == 200
         assert request(server).status == 503
         assert read_all(hanging).startswith(b"HTTP/1.1 503 ")
@@ -386,7 +386,7 @@ def test_a_client_that_waits_for_a_scrape_delays_no_other(server: MetricsServer,
     """With as many as that waiting for a scrape that hangs, quick answers come within a second; then all get the one body."""
     training.may_go_on.clear()
     with scrapers(server, number) as clients:
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         for path, status in (("/healthz", 200), ("/", 200), ("/nothing", 404)):
             began = time.monotonic()
             assert request(server, path).status == status
@@ -405,7 +405,7 @@ def test_a_web_configuration_is_looked_at_while_a_scrape_hangs(training: Trainin
     config = load_web_config(str(path))
     training.may_go_on.clear()
     with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12):
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         path.write_text(header % "sameorigin")
         training.now = 1.0
         began = time.monotonic()
@@ -443,7 +443,7 @@ def test_waiting_has_a_time_of_its_own(training: Training) -> None:
         assert request(server, "/healthz").status == 200
         training.now = 9.0
         late.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         training.now = 12.0
         assert request(server, "/healthz").status == 200
         training.may_go_on.set()
@@ -465,7 +465,7 @@ class StuckDisk:
 
     def reload(self, _on_error: object) -> None:
         self.training.entered.set()
-        assert self.training.may_go_on.wait(60)
+        assert self.training.may_go_on.wait(PATIENCE)
 
 
 def test_a_disk_that_hangs_costs_one_client(training: Training) -> None:
@@ -473,7 +473,7 @@ def test_a_disk_that_hangs_costs_one_client(training: Training) -> None:
     training.may_go_on.clear()
     with contextlib.closing(serve(training, timeout=0.3, web_config=StuckDisk(training))) as server, connect(server) as unlucky:
         unlucky.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         assert request(server, "/healthz").status == 200
         assert read_all(unlucky) == b""
         training.may_go_on.set()
@@ -515,7 +515,7 @@ def test_a_dripping_client_is_dropped_at_the_timeout(training: Training) -> None
             except ConnectionError:
                 return True
 
-        assert eventually(dropped, 10)
+        assert eventually(dropped)
 
 
 def test_clients_that_do_not_read_delay_no_other(training: Training) -> None:
@@ -525,7 +525,7 @@ def test_clients_that_do_not_read_delay_no_other(training: Training) -> None:
         deaf = [stack.enter_context(socket.socket()) for _ in range(40)]
         for client in deaf:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(60)
+            client.settimeout(PATIENCE)
             client.connect(("127.0.0.1", server.port))
             client.sendall(GET_METRICS)
         whole = request(server)
@@ -557,7 +557,7 @@ def running(loop: ConnectionLoop) -> Iterator[None]:
         yield
     finally:
         loop.stop(1.0)
-        thread.join(30)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -571,7 +571,7 @@ def test_running_out_of_file_descriptors_is_survived(training: Training) -> None
         return True
 
     loop = ConnectionLoop(listener, dispatch, on_error=training.on_error)
-    with running(loop), socket.create_connection(address, timeout=30) as client:
+    with running(loop), socket.create_connection(address, timeout=PATIENCE) as client:
         client.sendall(GET_METRICS)
         assert read_all(client).startswith(b"HTTP/1.1 200 ")
     assert [(source, type(error)) for source, error in training.errors] == [("request", OSError)]
@@ -623,7 +623,7 @@ def test_an_unexpected_error_costs_one_connection(training: Training, where: str
     loop = ConnectionLoop(listener, dispatch, on_error=training.on_error, timeout=0.3, web_config=config)  # type: ignore[arg-type]
     with running(loop):
         for answer in (b"", b"HTTP/1.1 200"):
-            with socket.create_connection(listener.getsockname(), timeout=30) as client:
+            with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as client:
                 with contextlib.suppress(ConnectionError):
                     client.sendall(GET_METRICS)
                 assert read_all(client)[:12] == answer
@@ -640,7 +640,7 @@ def test_the_first_response_counts(training: Training) -> None:
         return True
 
     loop = ConnectionLoop(listener, dispatch, on_error=training.on_error)
-    with running(loop), socket.create_connection(listener.getsockname(), timeout=30) as client:
+    with running(loop), socket.create_connection(listener.getsockname(), timeout=PATIENCE) as client:
         client.sendall(GET_METRICS)
         assert read_all(client).count(b"HTTP/1.1 200 OK") == 1
     assert training.errors == []
@@ -653,18 +653,18 @@ def test_a_client_that_speaks_while_it_is_dropped_does_no_harm(training: Trainin
 
     def dispatch(connection: Connection, _request: Request) -> bool:
         training.entered.set()
-        training.may_go_on.wait(30)
+        training.may_go_on.wait(PATIENCE)
         loop.respond(connection, plain(http.HTTPStatus.OK))
         return True
 
     training.may_go_on.clear()
     loop = ConnectionLoop(listener, dispatch, on_error=training.on_error, max_connections=2)
     with running(loop), contextlib.ExitStack() as stack:
-        idle, busy = (stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(2))
+        idle, busy = (stack.enter_context(socket.create_connection(address, timeout=PATIENCE)) for _ in range(2))
         busy.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         # The loop stands still. What it finds when it goes on: a new client first, then bytes of the one it drops for it.
-        new = stack.enter_context(socket.create_connection(address, timeout=30))
+        new = stack.enter_context(socket.create_connection(address, timeout=PATIENCE))
         idle.sendall(GET_METRICS)
         new.sendall(GET_METRICS)
         training.may_go_on.set()
@@ -725,7 +725,7 @@ def test_no_scrape_runs_beside_another() -> None:
 
     shared = SharedScrape(scrape, Renderer({}))
     with ThreadPoolExecutor(4) as pool:
-        bodies = [future.result(30) for future in pool.map(lambda _: asked(shared, Format.OPENMETRICS), range(4))]
+        bodies = [future.result(PATIENCE) for future in pool.map(lambda _: asked(shared, Format.OPENMETRICS), range(4))]
     assert (calls, bodies) == (1, [b"# EOF\n"] * 4)
 
 
@@ -949,12 +949,12 @@ def test_close_lets_a_running_answer_out(training: Training) -> None:
     server = serve(training)
     with connect(server) as client:
         client.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         closing = threading.Thread(target=server.close)
         closing.start()
         training.may_go_on.set()
         assert len(read_all(client).split(b"\r\n\r\n", 1)[1].splitlines()) == 2 + len(ROWS)
-        closing.join(30)
+        closing.join(PATIENCE)
 
 
 def test_close_does_not_wait_for_a_hanging_scrape(training: Training) -> None:
@@ -963,7 +963,7 @@ def test_close_does_not_wait_for_a_hanging_scrape(training: Training) -> None:
     server = serve(training)
     with connect(server) as client:
         client.sendall(GET_METRICS)
-        assert training.entered.wait(30)
+        assert training.entered.wait(PATIENCE)
         server.close(timeout=0.2)
         with contextlib.closing(open_listener("127.0.0.1", (server.port,))):
             assert read_all(client) == b""
@@ -1023,7 +1023,7 @@ def test_a_forked_child_does_not_keep_the_port(handling: str, taken: bool) -> No
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         port = int(parent.stdout.readline())
-        assert parent.wait(60) == 0
+        assert parent.wait(PATIENCE) == 0
         assert can_bind(port) is not taken
         parent.communicate()
 

@@ -37,7 +37,7 @@ from tests.outputs.http.test_server import (
 )
 from tests.support.certificates import Authority, Issued, authority, client_context
 from tests.support.real_prometheus import Prometheus
-from tests.support.tools import REPOSITORY, eventually, find, lasting_threads
+from tests.support.tools import PATIENCE, REPOSITORY, eventually, find, lasting_threads
 from torch_grad_exporter.outputs.http.connection import Connection
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
 from torch_grad_exporter.outputs.http.listener import open_listener
@@ -108,7 +108,7 @@ def fetch(
     authorization: str = "",
 ) -> Answer:
     """One request over TLS and its answer."""
-    client = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=30, context=context or client_context())
+    client = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=PATIENCE, context=context or client_context())
     with contextlib.closing(client):
         client.request(method, path, headers={"Authorization": authorization} if authorization else {})
         response = client.getresponse()
@@ -117,7 +117,7 @@ def fetch(
 
 def fetch_plain(server: MetricsServer, path: str = "/metrics", method: str = "GET", authorization: str = "") -> Answer:
     """One request over plain HTTP and its answer."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as client:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as client:
         client.request(method, path, headers={"Authorization": authorization} if authorization else {})
         response = client.getresponse()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
@@ -299,7 +299,7 @@ def test_a_big_body_arrives_whole_and_is_ended_properly(training: Training, site
     training.rows = BIG_ROWS
     with serving(training, site, TLS) as server, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
-        raw.settimeout(60)
+        raw.settimeout(PATIENCE)
         raw.connect(("127.0.0.1", server.port))
         with client_context().wrap_socket(raw, server_hostname="127.0.0.1", suppress_ragged_eofs=False) as client:
             client.sendall(GET_METRICS)
@@ -355,7 +355,7 @@ def test_a_handshake_that_does_not_fit_the_buffers(training: Training, site: Sit
     loop = ConnectionLoop(listener, dispatch, on_error=training.on_error, web_config=site.config(TLS))
     with running(loop), socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        raw.settimeout(30)
+        raw.settimeout(PATIENCE)
         raw.connect(listener.getsockname())
         with client_context().wrap_socket(raw, server_hostname="127.0.0.1") as client:
             client.sendall(GET_METRICS)
@@ -681,7 +681,7 @@ def test_handshakes_and_requests_make_room_in_the_order_of_arrival(training: Tra
 
 def knocking(address: tuple[str, int]) -> ssl.SSLSocket:
     """A client that has connected and not said anything yet."""
-    raw = socket.create_connection(address, timeout=30)
+    raw = socket.create_connection(address, timeout=PATIENCE)
     return client_context().wrap_socket(raw, server_hostname="127.0.0.1", do_handshake_on_connect=False)
 
 
@@ -721,7 +721,7 @@ def test_descriptors_and_threads_are_back_to_the_start(training: Training, site:
             exchange(server, GET_METRICS)
             reset(connect(server))
         assert eventually(lambda: process.num_fds() <= before + 12)
-    assert eventually(lambda: (process.num_fds(), lasting_threads()) == (before, threads), 5)
+    assert eventually(lambda: (process.num_fds(), lasting_threads()) == (before, threads))
 
 
 FORKING_PROGRAM = """
@@ -754,7 +754,7 @@ def test_a_forked_child_says_nothing_on_the_parents_connections(site: Site) -> N
         assert parent.stdin is not None
         assert parent.stdout is not None
         address = ("127.0.0.1", int(parent.stdout.readline()))
-        raw = socket.create_connection(address, timeout=30)
+        raw = socket.create_connection(address, timeout=PATIENCE)
         with client_context().wrap_socket(raw, server_hostname="127.0.0.1", suppress_ragged_eofs=False) as client:
             parent.stdin.write("\n")
             parent.stdin.flush()
@@ -938,7 +938,7 @@ class SlowDisk(WebConfigFile):
 
     def reload(self, on_error: Callable[[str, BaseException], None]) -> None:
         self.entered.set()
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(PATIENCE)
         super().reload(on_error)
 
 
@@ -948,7 +948,7 @@ def test_a_slow_disk_holds_up_no_other_client(training: Training, site: Site) ->
     config = SlowDisk(str(site.directory / "web.yml"))
     config.entered, config.may_go_on = threading.Event(), threading.Event()
     with contextlib.closing(serve(training, web_config=config, clock=lambda: training.now)) as server, connect(server) as raw:
-        assert config.entered.wait(30)
+        assert config.entered.wait(PATIENCE)
         old = shown(server)
         issued = authority().issue("ip:127.0.0.1")
         site.certificate(issued)
@@ -1008,8 +1008,8 @@ def test_a_real_prometheus_scrapes_over_mutual_tls_with_a_password(training: Tra
     with serving(training, site, MUTUAL + "  client_allowed_sans: [prometheus]\n" + ALICE) as server:
         (site.directory / "prometheus.yml").write_text(SCRAPING.format(port=server.port))
         with running_prometheus(site.directory) as real:
-            assert eventually(lambda: known(real, "count by (job) (up)") == 3, 60)
-            assert eventually(lambda: known(real, 'up{job="training"}') == 1, 60)
+            assert eventually(lambda: known(real, "count by (job) (up)") == 3)
+            assert eventually(lambda: known(real, 'up{job="training"}') == 1)
             assert real.value('count(norm{job="training"})') == len(training.rows)
             assert real.value('up{job="unknown"}') == 0
             assert real.value('up{job="guesser"}') == 0
