@@ -106,8 +106,8 @@ def training() -> Iterator[Training]:
 
 @pytest.fixture
 def server(training: Training) -> Iterator[MetricsServer]:
-    """A running server of the training."""
-    with contextlib.closing(serve(training)) as made:
+    """A running server of the training, in whose time no client runs out of its own."""
+    with contextlib.closing(serve(training, timeout=PATIENCE)) as made:
         yield made
 
 
@@ -156,6 +156,12 @@ def hangs_up(client: socket.socket) -> bool:
     except ConnectionError:
         return True
     return False
+
+
+def later(server: MetricsServer, training: Training, seconds: float = 10.0) -> None:
+    """Sets a server's fake clock forward, and has it looked at."""
+    training.now += seconds
+    assert request(server, "/healthz").status == 200
 
 
 def server_threads() -> list[threading.Thread]:
@@ -350,12 +356,12 @@ def test_a_scrape_that_exits_passes_and_the_client_is_let_go(server: MetricsServ
 def test_health_answers_while_a_scrape_hangs(training: Training) -> None:
     """While one scrape hangs, /healthz is a 200, and its own and a second scraper get a 503 at the timeout; then all is well."""
     training.may_go_on.clear()
-    with contextlib.closing(serve(training, timeout=0.3)) as server, connect(server) as hanging:
-        hanging.sendall(GET_METRICS)
+    with contextlib.closing(serve(training, clock=lambda: training.now)) as server, scrapers(server, 2) as hanging:
         assert training.entered.wait(PATIENCE)
-        assert request(server, "/healthz").status == 200
-        assert request(server).status == 503
-        assert read_all(hanging).startswith(b"HTTP/1.1 503 ")
+        later(server, training, 9.9)
+        assert readable(hanging) == 0
+        assert eventually(lambda: later(server, training) or readable(hanging) == 2)
+        assert statuses(hanging) == [503, 503]
         training.may_go_on.set()
         assert eventually(lambda: request(server).status == 200)
     assert training.errors == []
@@ -383,14 +389,12 @@ def readable(clients: list[socket.socket]) -> int:
 
 @pytest.mark.parametrize("number", [4, 12, 64])
 def test_a_client_that_waits_for_a_scrape_delays_no_other(server: MetricsServer, training: Training, number: int) -> None:
-    """With as many as that waiting for a scrape that hangs, quick answers come within a second; then all get the one body."""
+    """With as many as that waiting for a scrape that hangs, quick answers come before it ends; then all get the one body."""
     training.may_go_on.clear()
     with scrapers(server, number) as clients:
         assert training.entered.wait(PATIENCE)
         for path, status in (("/healthz", 200), ("/", 200), ("/nothing", 404)):
-            began = time.monotonic()
             assert request(server, path).status == status
-            assert time.monotonic() - began < 1.0
         assert readable(clients) == 0
         training.may_go_on.set()
         bodies = {read_all(client).split(b"\r\n\r\n", 1)[1] for client in clients}
@@ -398,19 +402,18 @@ def test_a_client_that_waits_for_a_scrape_delays_no_other(server: MetricsServer,
 
 
 def test_a_web_configuration_is_looked_at_while_a_scrape_hangs(training: Training, tmp_path: Path) -> None:
-    """With 12 waiting for a scrape that hangs, the next client is within a second served with what the file says now."""
+    """With 12 waiting for a scrape that hangs, the next client is meanwhile served with what the file says now."""
     path = tmp_path / "web.yml"
     header = "http_server_config:\n  headers: {X-Frame-Options: %s}\n"
     path.write_text(header % "deny")
     config = load_web_config(str(path))
     training.may_go_on.clear()
-    with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12):
+    with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12) as waiting:
         assert training.entered.wait(PATIENCE)
         path.write_text(header % "sameorigin")
         training.now = 1.0
-        began = time.monotonic()
         assert request(server, "/healthz").headers["x-frame-options"] == "sameorigin"
-        assert time.monotonic() - began < 1.0
+        assert readable(waiting) == 0
         training.may_go_on.set()
 
 
@@ -471,10 +474,13 @@ class StuckDisk:
 def test_a_disk_that_hangs_costs_one_client(training: Training) -> None:
     """The client for which the files are read is dropped at its timeout, also if it has asked; those after it are served."""
     training.may_go_on.clear()
-    with contextlib.closing(serve(training, timeout=0.3, web_config=StuckDisk(training))) as server, connect(server) as unlucky:
+    stuck = serve(training, clock=lambda: training.now, web_config=StuckDisk(training))
+    with contextlib.closing(stuck) as server, connect(server) as unlucky:
         unlucky.sendall(GET_METRICS)
         assert training.entered.wait(PATIENCE)
-        assert request(server, "/healthz").status == 200
+        later(server, training, 9.9)
+        assert readable([unlucky]) == 0
+        later(server, training, 0.1)
         assert read_all(unlucky) == b""
         training.may_go_on.set()
     assert training.errors == []
@@ -521,7 +527,7 @@ def test_a_dripping_client_is_dropped_at_the_timeout(training: Training) -> None
 def test_clients_that_do_not_read_delay_no_other(training: Training) -> None:
     """40 clients that ask for megabytes and read nothing leave the next scrape unhindered, and are dropped at the timeout."""
     training.rows = BIG_ROWS
-    with contextlib.closing(serve(training, timeout=2.0)) as server, contextlib.ExitStack() as stack:
+    with contextlib.closing(serve(training, clock=lambda: training.now)) as server, contextlib.ExitStack() as stack:
         deaf = [stack.enter_context(socket.socket()) for _ in range(40)]
         for client in deaf:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -531,6 +537,8 @@ def test_clients_that_do_not_read_delay_no_other(training: Training) -> None:
         whole = request(server)
         assert (whole.status, str(len(whole.body))) == (200, whole.headers["content-length"])
         assert len(whole.body) > 10_000_000
+        assert not any(hangs_up(client) for client in deaf)
+        later(server, training)
         assert all(eventually(lambda client=client: hangs_up(client)) for client in deaf)
     assert training.errors == []
 
@@ -946,11 +954,11 @@ def test_all_threads_are_daemons(server: MetricsServer) -> None:
 def test_close_lets_a_running_answer_out(training: Training) -> None:
     """A scrape that is running when close is called still reaches its client whole."""
     training.may_go_on.clear()
-    server = serve(training)
+    server = serve(training, clock=lambda: training.now)
     with connect(server) as client:
         client.sendall(GET_METRICS)
         assert training.entered.wait(PATIENCE)
-        closing = threading.Thread(target=server.close)
+        closing = threading.Thread(target=server.close, args=(PATIENCE,))
         closing.start()
         training.may_go_on.set()
         assert len(read_all(client).split(b"\r\n\r\n", 1)[1].splitlines()) == 2 + len(ROWS)
@@ -1004,7 +1012,7 @@ if os.fork() == 0:
     os._exit(0)
 os.read(ready, 1)
 for _ in range(3):
-    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     client.request("GET", "/healthz")
     assert client.getresponse().read() == b"{}"
 print(server.port, flush=True)
