@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -158,10 +158,10 @@ def hangs_up(client: socket.socket) -> bool:
     return False
 
 
-def later(server: MetricsServer, training: Training, seconds: float = 10.0) -> None:
+def later(server: MetricsServer, training: Training, seconds: float = 10.0, ask: Callable[..., Answer] = request) -> None:
     """Sets a server's fake clock forward, and has it looked at."""
     training.now += seconds
-    assert request(server, "/healthz").status == 200
+    assert ask(server, path="/healthz").status == 200
 
 
 def server_threads() -> list[threading.Thread]:
@@ -408,7 +408,10 @@ def test_a_web_configuration_is_looked_at_while_a_scrape_hangs(training: Trainin
     path.write_text(header % "deny")
     config = load_web_config(str(path))
     training.may_go_on.clear()
-    with contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server, scrapers(server, 12) as waiting:
+    with (
+        contextlib.closing(serve(training, clock=lambda: training.now, web_config=config)) as server,
+        scrapers(server, 12) as waiting,
+    ):
         assert training.entered.wait(PATIENCE)
         path.write_text(header % "sameorigin")
         training.now = 1.0
