@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.lifecycle import Ending
 from torch_grad_exporter.model.watched import WatchedModels
 
@@ -48,7 +49,7 @@ def test_one_of_many_gives_everything_back() -> None:
     ready, first = threading.Barrier(8), []
 
     def close() -> None:
-        ready.wait(10)
+        ready.wait(PATIENCE)
         if ending.close():
             first.append(threading.current_thread())
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.extensions import toy_collector, toy_rule
 from tests.support.scrape import errors, value
+from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.context import CollectorContext
@@ -55,7 +56,7 @@ def trained(**options: object) -> Exporter:
 def get(exporter: Exporter, path: str) -> str:
     """The answer to a request."""
     assert exporter.url is not None
-    with urllib.request.urlopen(exporter.url.removesuffix("/metrics") + path, timeout=30) as response:
+    with urllib.request.urlopen(exporter.url.removesuffix("/metrics") + path, timeout=PATIENCE) as response:
         return str(response.read().decode())
 
 

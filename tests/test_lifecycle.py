@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import errors, key, value, values
-from tests.support.tools import eventually, lasting_threads
+from tests.support.tools import PATIENCE, eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 
 STEPS = "torch_train_steps_total"
@@ -109,7 +109,7 @@ def hooks_of(model: torch.nn.Module) -> list[object]:
 
 def scrape(url: str) -> str:
     """The body of a scrape."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
         return response.read().decode()
 
 
@@ -153,7 +153,7 @@ def test_close_from_another_thread_while_training() -> None:
         begun, ended = threading.Event(), threading.Event()
 
         def close(exporter: Exporter = exporter, begun: threading.Event = begun, ended: threading.Event = ended) -> None:
-            begun.wait(10)
+            begun.wait(PATIENCE)
             try:
                 exporter.close()
             except BaseException as error:  # noqa: BLE001 - whatever it is, the test reports it
@@ -296,13 +296,13 @@ def test_the_port_is_free_after_the_parent_died() -> None:
     assert process.stdout is not None
     line = process.stdout.readline().split()
     try:
-        assert process.wait(timeout=20) == 1
+        assert process.wait(PATIENCE) == 1
         assert len(line) == 2, process.stderr.read() if process.stderr else ""
         port, child = map(int, line)
         os.kill(child, 0)  # it lives
         assert can_bind(port)
         with pytest.raises(OSError, match=r"refused|reset|timed out"):
-            socket.create_connection(("127.0.0.1", port), timeout=2).close()
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
     finally:
         process.stdin.close()
         process.stdout.close()
@@ -423,7 +423,7 @@ def test_an_empty_observation() -> None:
         exporter.observe(loss=torch.ones(0))
         train(model, 3)
         exporter.observe(loss=0.5)
-        assert eventually(lambda: "torch_train_loss{" in scrape(exporter.url or ""), 5)
+        assert eventually(lambda: "torch_train_loss{" in scrape(exporter.url or ""))
         assert value(exporter, "torch_train_loss") == 0.5
         assert value(exporter, "torch_grad_captures_total", layer="first") == 3
 
@@ -563,7 +563,7 @@ def test_scraping_while_training() -> None:
             last = stop.is_set()
             try:
                 request = urllib.request.Request(url, headers={"Accept": accept, "Accept-Encoding": "gzip"})
-                with opener.open(request, timeout=10) as response:
+                with opener.open(request, timeout=PATIENCE) as response:
                     body = response.read()
                     text = (gzip.decompress(body) if response.headers["Content-Encoding"] == "gzip" else body).decode()
                 found = re.search(rf"^{STEPS}{{.*}} (\S+)$", text, re.MULTILINE)
@@ -612,7 +612,7 @@ def test_a_value_arrives_while_the_loop_stands_still() -> None:
     model = Perceptron()
     with start(model, 0) as exporter:
         train(model, 5)
-        assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE) is not None, 10)
+        assert eventually(lambda: re.search(rf"^{STEPS}{{.*}} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE) is not None)
         assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", scrape(exporter.url or ""), re.MULTILINE)
 
 
@@ -630,4 +630,4 @@ def test_starting_again_after_the_model_is_gone() -> None:
     with cell(port) as second:
         assert second.port == port
         assert first.port is None
-        assert eventually(lambda: lasting_threads() == before, 5)
+        assert eventually(lambda: lasting_threads() == before)

@@ -16,15 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.otlp_receiver import GrpcReceiver, HttpReceiver
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.errors import LIMIT, Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop, BackgroundThread
 
 LONG = 3600.0
 """A pause, in seconds, that no test waits for."""
-
-PATIENCE = 30.0
-"""Seconds after which a test fails that waits for an event."""
 
 
 @dataclass
@@ -361,6 +358,6 @@ def test_no_background_thread_imports_a_module(protocol: str, tmp_path: Path) ->
         command = [sys.executable, "-c", textwrap.dedent(IMPORTS), receiver.endpoint, protocol, str(tmp_path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert eventually(lambda: receiver.latest("torch_train_steps_total") == 8 or process.poll() is not None, PATIENCE)
+            assert eventually(lambda: receiver.latest("torch_train_steps_total") == 8 or process.poll() is not None)
             said, _ = process.communicate("go\n", PATIENCE)
     assert said.splitlines() == ["trained", "closed"]

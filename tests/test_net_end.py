@@ -22,7 +22,7 @@ import torch
 
 from tests.support.models import Perceptron, sgd
 from tests.support.scrape import errors, value
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 
 QUIET = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
@@ -69,7 +69,7 @@ class Client:
     """A client that has asked for a path, and reads no more than it is told to."""
 
     def __init__(self, exporter: Exporter, path: str) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", exporter.port or 0), timeout=30)
+        self._socket = socket.create_connection(("127.0.0.1", exporter.port or 0), timeout=PATIENCE)
         self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
         self.received = bytearray()
 
@@ -93,7 +93,7 @@ class Client:
 def refuses(port: int) -> bool:
     """Whether the port is closed."""
     with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
         return False
     return True
 
@@ -114,7 +114,7 @@ def closing(exporter: Exporter) -> Iterator[threading.Thread]:
     thread.start()
     assert eventually(lambda: refuses(port))
     yield thread
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -150,15 +150,15 @@ def test_a_scrape_that_is_being_computed_when_the_run_ends_gets_a_clean_end(monk
 
     def hangs(process: psutil.Process) -> int:
         entered.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(PATIENCE)
         return real(process)
 
     exporter = started()
     monkeypatch.setattr(psutil.Process, "num_threads", hangs)
     client = Client(exporter, "/metrics")
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE)
     with closing(exporter) as thread:
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()  # though the collector hangs
         client.read_all()
         assert not client.received or client.is_whole()
@@ -173,14 +173,14 @@ def test_a_scrape_that_began_before_the_end_has_not_seen_it(monkeypatch: pytest.
 
     def waits(process: psutil.Process) -> int:
         entered.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(PATIENCE)
         return real(process)
 
     exporter = started(linger=60)
     url = exporter.url or ""
     monkeypatch.setattr(psutil.Process, "num_threads", waits)
     client = Client(exporter, "/metrics")
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE)
     thread = threading.Thread(target=exporter.close)
     thread.start()
     assert eventually(lambda: not any("history" in one.name for one in threads_of_ours()))  # its end comes before the outputs'
@@ -189,11 +189,11 @@ def test_a_scrape_that_began_before_the_end_has_not_seen_it(monkeypatch: pytest.
     assert client.is_whole()
 
     def tells_the_end() -> bool:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
             return b'state="finished"} 1' in response.read()
 
     assert eventually(tells_the_end)
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -302,7 +302,7 @@ def lets_in(exporter: Exporter, word: str) -> bool:
     manager.add_password(None, exporter.url or "", "alice", word)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(manager))
     try:
-        with opener.open(exporter.url or "", timeout=10) as response:
+        with opener.open(exporter.url or "", timeout=PATIENCE) as response:
             return bool(response.status == 200)
     except urllib.error.HTTPError:
         return False

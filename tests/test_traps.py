@@ -461,7 +461,7 @@ def test_nan_and_then_no_step(ending: str) -> None:
                 raise FloatingPointError
         assert len(fired.steps) == (3 if ending == "not stepped" else 2)
         outcome = "skipped" if ending == "not stepped" else "unknown"
-        assert eventually(lambda: value(exporter, NONFINITE, outcome=outcome) == 1, 10)
+        assert eventually(lambda: value(exporter, NONFINITE, outcome=outcome) == 1)
         assert value(exporter, ELEMENTS, layer="first", kind="nan") == 6 * 8 + 8
         optimizer.step()
     exporter.close()
@@ -1215,7 +1215,7 @@ def test_run_and_rank_become_exported_run_and_exported_rank(tmp_path: Path, monk
         watching(Perceptron(), 0, run="r1", rank=0) as exporter,
         real_prometheus.prometheus(tmp_path, exporter.port or 0) as server,
     ):
-        assert eventually(lambda: scraped(server), 60)
+        assert eventually(lambda: scraped(server))
         names = {
             labels["job"]: {n for n in labels if "run" in n or "rank" in n} for labels, _ in server.query("torch_train_world_size")
         }

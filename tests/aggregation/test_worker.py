@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
@@ -343,7 +343,7 @@ def test_a_snapshot_does_not_wait_for_ever() -> None:
 
     class Hanging(Late):
         def ready(self) -> np.ndarray | None:
-            go.wait(10)
+            go.wait(PATIENCE)
             return super().ready()
 
     scene.capture(1, ticket=Hanging())

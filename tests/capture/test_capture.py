@@ -82,7 +82,7 @@ def test_gan_that_pauses_after_its_generator() -> None:
             gan.train_discriminator()
             gan.train_generator()
         captures = key("torch_grad_captures_total", layer="generator.0")
-        assert eventually(lambda: values(exporter)[captures] == 10, 10)
+        assert eventually(lambda: values(exporter)[captures] == 10)
         gan.record.check(exporter)
         gan.train_discriminator()
         gan.record.check(exporter)

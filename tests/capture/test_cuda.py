@@ -21,7 +21,7 @@ from tests.support.models import Perceptron
 from tests.support.record import Recorder, norm, wide
 from tests.support.scrape import errors, mode, value
 from tests.support.statistics import WITH_MOMENTS, by_definition
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from tests.support.torch_versions import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.model.layers import LayerIndex
@@ -133,7 +133,7 @@ def test_a_vector_arrives_by_itself() -> None:
         torch.cuda._sleep(500_000_000)  # a few tenths of a second
         ticket = transfer.send(vector)
         assert ticket.ready() is None
-        assert eventually(lambda: ticket.ready() is not None, 30)
+        assert eventually(lambda: ticket.ready() is not None)
     np.testing.assert_array_equal(ticket.ready(), [1.0, float("nan"), float("-inf"), 0.0])
 
 
@@ -287,5 +287,5 @@ except RuntimeError:
 
 def test_a_failed_assertion_on_the_device_leaves_the_last_sample() -> None:
     """What arrived before the device failed is still counted, though every further call to CUDA raises."""
-    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert "nonfinite 1.0" in done.stdout, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.tools import REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find
 from torch_grad_exporter.cli import assets
 from torch_grad_exporter.cli import main as cli
 
@@ -37,7 +37,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
 def build(target: str, directory: Path) -> Path:
     """Builds the wheel or the sdist as pip would, into the directory."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(directory)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = directory.iterdir()
     return built
@@ -47,7 +47,7 @@ def run_installed(directory: Path, *arguments: str) -> str:
     """What Python says in the directory, with the package that is unpacked in `installed` there."""
     environment = {**os.environ, "PYTHONPATH": str(directory / "installed")}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -191,7 +191,7 @@ def test_the_servers_take_what_is_written(job: str, tmp_path: Path) -> None:
     ]
     rules = len(list((tmp_path / "prometheus").glob("*.rules.yml"))) + len(list((tmp_path / "prometheus").glob("*.alerts.yml")))
     for tool, *arguments in checks:
-        done = subprocess.run([find(tool), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([find(tool), *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         if tool == "promtool":
             assert f"{rules} rule files found" in done.stdout

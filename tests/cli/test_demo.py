@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.real_prometheus import prometheus
-from tests.support.tools import eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.cli import demo
 
 SMALL = ["--port", "0", "--every", "1", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "2", "--device", "cpu"]
@@ -29,7 +29,7 @@ class Scrape:
     """The samples of one scrape."""
 
     def __init__(self, url: str) -> None:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
             text = response.read().decode()
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -195,8 +195,8 @@ def test_a_real_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> Non
     port = urllib.parse.urlsplit(running.url).port
     assert port is not None
     with prometheus(tmp_path, port, run="demo") as real:
-        assert eventually(real.is_scraping, DEADLINE_SECONDS)
-        assert eventually(lambda: real.value("sum(torch_train_steps_total)") > 20, DEADLINE_SECONDS)
+        assert eventually(real.is_scraping)
+        assert eventually(lambda: real.value("sum(torch_train_steps_total)") > 20)
         assert real.value("count(torch_grad_norm > 0)") == real.value("torch_grad_exporter_layers")
         assert real.value("sum(torch_grad_exporter_errors_total)") == 0
         assert real.value("min(torch_grad_exporter_collector_success)") == 1
@@ -275,7 +275,7 @@ def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
 
 def test_bad_arguments_exit_with_2_and_a_message() -> None:
     """The process itself, not only the parser: exit code 2, one message, no traceback."""
-    result = subprocess.run(command("--inject", "flood@3"), capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command("--inject", "flood@3"), capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 2
     assert "there is no fault 'flood'" in result.stderr
     assert "Traceback" not in result.stderr
@@ -284,7 +284,7 @@ def test_bad_arguments_exit_with_2_and_a_message() -> None:
 def test_a_bad_environment_variable_is_an_error_message() -> None:
     """What start_exporter refuses ends the demo with its message and exit code 2."""
     environment = {**os.environ, "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET": "plenty"}
-    result = subprocess.run(command("--steps", "1"), capture_output=True, text=True, timeout=60, check=False, env=environment)
+    result = subprocess.run(command("--steps", "1"), capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert result.returncode == 2
     assert "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET" in result.stderr
     assert "Traceback" not in result.stderr
@@ -298,7 +298,7 @@ def test_the_printed_scrape_configuration_is_valid(thirty_steps: Running, tmp_pa
     assert "honor_labels: true" in printed.group()
     (tmp_path / "prometheus.yml").write_text(printed.group())
     check = [find("promtool"), "check", "config", tmp_path / "prometheus.yml"]
-    subprocess.run(check, check=True, capture_output=True, timeout=30)
+    subprocess.run(check, check=True, capture_output=True, timeout=PATIENCE)
 
 
 def test_a_python_without_its_source_is_an_error_message(tmp_path: Path) -> None:

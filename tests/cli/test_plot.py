@@ -35,7 +35,7 @@ from matplotlib.text import Text
 import torch_grad_exporter
 from tests.support.certificates import authority
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.cli import picture, plot
@@ -859,7 +859,7 @@ def test_the_scripts_are_scripts(tmp_path: Path) -> None:
     found = Page(page_of(tmp_path, saved(made(3, len(HOSTILE)), HOSTILE)))
     scripts = [text for tag, attributes, text in found.texts if tag == "script" and not attributes]
     program = "for (const s of JSON.parse(require('fs').readFileSync(0))) new (require('vm').Script)(s)"
-    subprocess.run(["node", "-e", program], input=json.dumps(scripts).encode(), check=True, timeout=60)
+    subprocess.run(["node", "-e", program], input=json.dumps(scripts).encode(), check=True, timeout=PATIENCE)
 
 
 def test_codes_of_the_file_are_those_that_were_saved(tmp_path: Path) -> None:

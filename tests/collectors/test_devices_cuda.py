@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.collected import series
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.collectors.cuda_memory import CudaMemoryCollector
 from torch_grad_exporter.collectors.gpu import GpuCollector
 from torch_grad_exporter.resources.devices import DeviceMemory
@@ -102,7 +102,7 @@ def test_during_a_capture(tensor: torch.Tensor) -> None:
         result = tensor * 3  # Takes memory of the graph's own, which a reading would show.
         memory.refresh()
         thread.start()
-        thread.join(60)
+        thread.join(PATIENCE)
     assert memory.snapshot() == before
     assert seen[0] > 0
     graph.replay()
@@ -185,7 +185,7 @@ def test_the_drivers_numbers(tensor: torch.Tensor) -> None:
             if text.replace(".", "").isdigit()
         )
 
-    assert eventually(agree, 30)
+    assert eventually(agree)
     labels = {key[1:3] for key in series(collector)}
     assert ("cuda:0", smi("uuid")[0]) in labels
     collector.close()

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.real_prometheus import prometheus
 from tests.support.scrape import key, value, values
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 
 UNKNOWN_AT_FIRST = {
@@ -47,7 +47,7 @@ class Scene:
 def served(exporter: Exporter) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """All series of `/metrics`, as prometheus_client reads them."""
     assert exporter.url is not None
-    with urllib.request.urlopen(exporter.url, timeout=30) as response:
+    with urllib.request.urlopen(exporter.url, timeout=PATIENCE) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
@@ -133,11 +133,11 @@ def test_prometheus_sees_the_first_increase(tmp_path: Path) -> None:
         start_exporter(scene.model, 0, addr="127.0.0.1", run="r1", optimizers=scene.optimizers) as exporter,
         prometheus(tmp_path, exporter.port or 0) as real,
     ):
-        assert eventually(real.is_scraping, 60)
-        assert eventually(lambda: real.query('torch_train_steps_total{optimizer="second"} == 0') != [], 60)
+        assert eventually(real.is_scraping)
+        assert eventually(lambda: real.query('torch_train_steps_total{optimizer="second"} == 0') != [])
         for _ in range(7):
             scene.step()
-        assert eventually(lambda: real.query('torch_train_steps_total{optimizer="second"} == 7') != [], 60)
+        assert eventually(lambda: real.query('torch_train_steps_total{optimizer="second"} == 7') != [])
         increase = real.value('increase(torch_train_steps_total{optimizer="second"}[5m])')
         first = real.value('min_over_time(torch_train_steps_total{optimizer="second"}[5m])')
     assert first == 0

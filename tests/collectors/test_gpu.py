@@ -19,6 +19,7 @@ import torch
 from tests.support.catalogue import CATALOGUE
 from tests.support.collected import series
 from tests.support.fake_nvml import FakeDriver, FakeGpu, older
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_SUCCESS
 from torch_grad_exporter.collectors.gpu import GPU_MEMORY_USED, QUESTIONS, GpuCollector
 from torch_grad_exporter.collectors.host import HOST_CPU
@@ -639,17 +640,17 @@ def test_close_during_a_collection(one: Scene) -> None:
     def hang(name: str) -> None:
         if name == "nvmlDeviceGetPowerUsage":
             inside.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE)
 
     one.driver.before = hang
     collector = one.collector()
     thread = threading.Thread(target=collector.collect)
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE)
     collector.close()
     assert one.driver.opened == 1
     go_on.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert one.driver.opened == 0
 
 

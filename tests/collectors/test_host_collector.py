@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.catalogue import CATALOGUE
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.collectors.host import (
     HOST_CPU,
     HOST_DISK_READ,
@@ -398,7 +399,7 @@ def test_two_scrapes_at_once_count_traffic_once() -> None:
     fake.net_io_counters = overtaken
     with ThreadPoolExecutor() as pool:
         pool.submit(collector.collect)
-        assert begun.wait(5)
+        assert begun.wait(PATIENCE)
         fake.net_io_counters = later
         pool.submit(collector.collect).add_done_callback(lambda _: done.set())
     assert read(collector, HOST_NETWORK_RECEIVE) == 160

@@ -916,11 +916,11 @@ def test_workers_of_a_loader_are_children() -> None:
     assert memory < sum(worker.memory_info().rss for worker in workers)
     assert first - before >= 16 * 0.02 - 4 * TICK
     assert len(list(loader)) == 16
-    assert eventually(lambda: of_children(collector)[2] - first >= 16 * 0.02 - 4 * TICK, seconds=2.0)
+    assert eventually(lambda: of_children(collector)[2] - first >= 16 * 0.02 - 4 * TICK)
     *_, second = of_children(collector)
     del loader
     gc.collect()
     assert eventually(lambda: of_children(collector)[0] == number)
     *_, after = of_children(collector)
     assert after >= second
-    assert eventually(lambda: abs(of_children(collector)[2] - before - (waited_for() - ended_before)) <= 5 * TICK, seconds=2.0)
+    assert eventually(lambda: abs(of_children(collector)[2] - before - (waited_for() - ended_before)) <= 5 * TICK)

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from tests.support.real_alertmanager import SHIPPED, Alertmanager, Webhook, alertmanager, shortened, webhook
-from tests.support.tools import eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 
 TEXT = SHIPPED.read_text(encoding="utf-8")
 
 
 def amtool(*arguments: object) -> str:
     """What amtool says; what it complains of fails the test."""
-    done = subprocess.run([find("amtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find("amtool"), *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

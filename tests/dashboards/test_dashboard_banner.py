@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.grafana import ALL, dashboards, interpolated, panels
-from tests.support.tools import REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
 QUERIES = {(query.dashboard, query.panel, query.ref): query.expr for board in dashboards().values() for query in panels(board)}
@@ -95,7 +95,7 @@ def check(tmp_path: Path, processes: list[Process], minute: int, asked: dict[str
     path = tmp_path / "test.yml"
     rules = [str(PROMETHEUS / name) for name in ("training.rules.yml", "ranks.rules.yml")]
     path.write_text(json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": [test]}), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -62,7 +62,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         if file.name.endswith((".rules.yml", ".alerts.yml")):
             (rules / file.name).write_text(re.sub(r"\binterval: \w+", "interval: 1s", file.read_text()))
     with running(folder) as targets, a_prometheus(directory, CONFIGURATION.format(rules=rules, folder=folder)) as started:
-        assert eventually(lambda: up(started) == targets, 90)
+        assert eventually(lambda: up(started) == targets)
         time.sleep(SETTLED)  # what is asked for below is over time
         assert up(started) == targets
         yield started

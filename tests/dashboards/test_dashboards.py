@@ -17,7 +17,7 @@ from dashboards.generate.board import plain
 from dashboards.generate.training import dashboard as overview
 from tests.support.catalogue import CATALOGUE
 from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
-from tests.support.tools import REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find
 from torch_grad_exporter.metrics.families import Kind
 
 BOARDS = dashboards()
@@ -86,7 +86,7 @@ def test_a_changed_a_missing_and_an_extra_file_are_told(tmp_path: Path) -> None:
 def test_check_is_a_command() -> None:
     """`python -m dashboards.generate --check` agrees with the committed files, and writes nothing."""
     before = {path: (ROOT / path).stat().st_mtime_ns for path in rendered()}
-    done = subprocess.run([sys.executable, "-m", "dashboards.generate", "--check"], cwd=REPOSITORY, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "dashboards.generate", "--check"], cwd=REPOSITORY, check=False, timeout=PATIENCE)
     assert done.returncode == 0
     assert {path: (ROOT / path).stat().st_mtime_ns for path in rendered()} == before
 
@@ -205,7 +205,7 @@ def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
     test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}
     path = tmp_path / "test.yml"
     path.write_text(json.dumps(test), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.support.real_prometheus import Prometheus, running
-from tests.support.tools import REPOSITORY, eventually, find
+from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 from torch_grad_exporter.cli import assets
 from torch_grad_exporter.cli import main as cli
 
@@ -27,7 +27,7 @@ Tree = Mapping[str, Any]
 def composed(directory: Path, **environment: str) -> Tree:
     """The compose file as Docker Compose understands it: all defaults filled in, all paths whole. It needs no daemon for that."""
     command = [find("docker-compose"), "-f", directory / "compose.yaml", "config", "--format", "json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     tree: Tree = json.loads(done.stdout)
     return tree
@@ -147,7 +147,7 @@ def test_a_real_prometheus_runs_with_what_is_provisioned(tmp_path: Path) -> None
     assert cli.main(["assets", "--out", str(tmp_path)]) == 0
     place = tmp_path / "provisioning" / "prometheus"
     with running(place, (place / "prometheus.yml").read_text()) as real:
-        assert eventually(lambda: "training" in targets(real), 60)
+        assert eventually(lambda: "training" in targets(real))
         found, groups, managers = targets(real), real.get("/api/v1/rules"), real.get("/api/v1/alertmanagers")
     assert found == {"training": "http://host.docker.internal:9100/metrics", "prometheus": "http://localhost:9090/metrics"}
     names = [group["name"] for path in rule_files(tmp_path) for group in yaml.safe_load(path.read_text())["groups"]]
@@ -208,7 +208,7 @@ def test_rules_in_kubernetes_are_those_of_prometheus(written: Path, tmp_path: Pa
     for number, document in enumerate(documents):
         (tmp_path / f"{number}.yml").write_text(yaml.safe_dump(document["spec"]))
     command = [find("promtool"), "check", "rules", *sorted(tmp_path.iterdir())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tools import REPOSITORY
+from tests.support.tools import PATIENCE, REPOSITORY
 
 Json = dict[str, Any]
 
@@ -82,7 +82,7 @@ def compile_all(directory: Path, boards: dict[str, list[Piece]]) -> list[Complai
         (directory / f"{name}.ts").write_text(as_typescript(parts), encoding="utf-8")
     compiler = INSTALLED / "node_modules" / "typescript" / "bin" / "tsc"
     command = ["node", compiler, "--project", directory, "--pretty", "false"]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=PATIENCE, check=False)
     found = re.findall(r"^(\S+)\.ts\((\d+),\d+\): error TS\d+: (.*(?:\n .*)*)", done.stdout, flags=re.MULTILINE)
     assert bool(found) == bool(done.returncode), done.stdout + done.stderr
     assert {name for name, _, _ in found} <= set(boards), done.stdout

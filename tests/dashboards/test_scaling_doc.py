@@ -20,7 +20,7 @@ from benchmarks.fleet_run import one_each
 from benchmarks.fleet_server import RANKS_PER_HOST, Fleet
 from tests.distributed.test_fleet import LAYERS, recorded
 from tests.support.catalogue import CATALOGUE
-from tests.support.tools import REPOSITORY, eventually, find
+from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 
 PAGE = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -35,7 +35,7 @@ def block(mark: str) -> str:
 
 def promtool(*arguments: object) -> str:
     """What promtool answers; its complaint fails the test."""
-    done = subprocess.run([find("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -119,7 +119,7 @@ def test_what_the_page_drops_is_dropped_and_nothing_else(tmp_path: Path, sharded
     with Fleet(sharded, sharded, RANKS) as fleet:
         one_each(fleet, folder)
         with fleet_prometheus.prometheus(tmp_path / "prometheus", indented, 0.5) as server:
-            assert eventually(lambda: server.up() == RANKS, 30)
+            assert eventually(lambda: server.up() == RANKS)
             left = {
                 found["metric"]["__name__"]
                 for found in server.get("query", query='count by (__name__) ({run!="",layer!=""})')["result"]

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.real_prometheus import Prometheus
-from tests.support.tools import eventually, find
+from tests.support.tools import FOREVER, PATIENCE, eventually, find
 from torch_grad_exporter.distributed.discovery import (
     FEW,
     STALE_SECONDS,
@@ -290,7 +290,7 @@ def test_a_life(tmp_path: Path) -> None:
         RankList(store, target(1), 2).refresh()
         assert eventually(lambda: json.loads(discovery.body()) == [target().group(), target(1).group()])
         assert eventually(file.path.exists)
-        discovery.close()
+        discovery.close(PATIENCE)
         discovery.close()
         assert list(tmp_path.glob("[!.]*")) == []
         assert list(shared.values) == ["torch_grad_exporter/target/1"]
@@ -328,16 +328,21 @@ def test_an_entry_that_hangs() -> None:
 
     class Hangs(Remembered):
         def set(self, key: str, value: bytes) -> None:
-            over.wait(20)
+            over.wait(FOREVER)
 
-    errors: list[BaseException] = []
-    with client(Hangs()) as store:
+    def is_bounded() -> bool:
         discovery = Discovery(target(), ranks=RankList(store, target(), 2), on_error=errors.append)
         discovery.start()
         start = time.monotonic()
         discovery.close(0.2)
-        assert 0.2 <= time.monotonic() - start < 0.7
+        waited = time.monotonic() - start
         assert json.loads(discovery.body()) == [target().group()]
+        assert waited >= 0.2
+        return waited < 0.7
+
+    errors: list[BaseException] = []
+    with client(Hangs()) as store:
+        assert eventually(is_bounded)
         over.set()
 
 
@@ -347,7 +352,7 @@ def test_a_folder_that_hangs_holds_up_no_list() -> None:
 
     class Hangs(TargetFile):
         def refresh(self) -> None:
-            over.wait(20)
+            over.wait(FOREVER)
 
     shared = Remembered()
     with client(shared) as store:
@@ -372,7 +377,7 @@ def test_a_forked_child(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(tmp_path.glob("*.json"))) == 1
-    discovery.close()
+    discovery.close(PATIENCE)
     assert list(tmp_path.glob("[!.]*")) == []
 
 
@@ -390,7 +395,7 @@ store = JobStore(lambda: connected({}, group=lambda: theirs))
 discovery = Discovery(mine, file=TargetFile(sys.argv[1], mine), ranks=RankList(store, mine, 3), on_error=print, interval=0.05)
 discovery.start()
 sys.stdin.readline()
-discovery.close()
+discovery.close(120)
 store.close()
 """
 
@@ -407,11 +412,11 @@ def test_ranks_that_end_and_that_are_killed(tmp_path: Path) -> None:
 
     command = [sys.executable, "-c", RANK, str(tmp_path), str(host.port)]
     ranks = [subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2)]
-    assert eventually(lambda: listed() == ["0", "1", "2"], 60)
+    assert eventually(lambda: listed() == ["0", "1", "2"])
     assert eventually(lambda: len(list(tmp_path.glob("*.json"))) == 2)
     ranks[1].send_signal(signal.SIGKILL)
-    ranks[0].communicate(b"\n", timeout=20)
-    ranks[1].communicate(timeout=20)
+    ranks[0].communicate(b"\n", timeout=PATIENCE)
+    ranks[1].communicate(timeout=PATIENCE)
     assert ranks[0].returncode == 0
     assert listed() == ["0", "2"]
     (left,) = tmp_path.glob("[!.]*")
@@ -483,7 +488,9 @@ def test_a_real_prometheus(tmp_path: Path) -> None:
         answering = Discovery(target(), ranks=all_ranks[0], on_error=print)
         configuration = tmp_path / "prometheus.yml"
         configuration.write_text(CONFIGURATION.format(folder=folder, port=stack.enter_context(listing(answering))))
-        subprocess.run([find("promtool"), "check", "config", configuration], check=True, timeout=30, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [find("promtool"), "check", "config", configuration], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL
+        )
         with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
             port = listener.getsockname()[1]
         options = [
@@ -508,11 +515,16 @@ def test_a_real_prometheus(tmp_path: Path) -> None:
             moved = TargetFile(str(folder), target(0, 9200 + turn, labels={"padding": "x" * 20_000}))
             moved.refresh()
             time.sleep(0.005)  # Prometheus is to read in between.
+        assert complaints(log) == []
         files[0].close()
         files[1].close()
         assert eventually(lambda: {one[0] for one in known(prometheus, "files")} == {"http://10.0.0.1:9399/metrics"})
-    said = log.read_text()
-    assert "Server is ready" in said
-    assert not [
-        line for line in said.splitlines() if "error reading file" in line.lower() or "unmarshal" in line or "level=ERROR" in line
-    ]
+    assert "Server is ready" in log.read_text()
+    # It may list a file and open it after it was removed.
+    assert [line for line in complaints(log) if "no such file" not in line] == []
+
+
+def complaints(log: Path) -> list[str]:
+    """What it says against the files that it reads."""
+    found = ("error reading file", "unmarshal", "level=error")
+    return [line for line in log.read_text().splitlines() if any(part in line.lower() for part in found)]

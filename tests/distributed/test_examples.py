@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.tools import REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 PAGES = [REPOSITORY / "docs" / "distributed.md", REPOSITORY / "examples" / "README.md"]
@@ -26,7 +26,7 @@ MONITOR = "kind: PodMonitor"
 def promtool(kind: str, content: object, folder: Path) -> None:
     """Has promtool look at it; its complaint fails the test."""
     (file := folder / "file.yml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "check", kind, file], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find("promtool"), "check", kind, file], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SUCCESS" in done.stdout
 
@@ -46,7 +46,7 @@ def test_an_example_fits_on_two_screens(example: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_explains_its_options(example: Path) -> None:
     """Without a launcher it tells what it can be told."""
-    done = subprocess.run([sys.executable, example, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, example, "--help"], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert {"--sd-dir", "--steps", "--slow-rank", "--seconds"} <= set(re.findall(r"--[a-z-]+", done.stdout))
 

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.distributed.identity import Identity, came_late, identity
 
 SRUN = {
@@ -121,7 +122,7 @@ except StoreError as error:
 else:
     raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(

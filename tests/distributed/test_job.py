@@ -135,7 +135,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     with watching(directory, folder) as prometheus:
         running = [torchrun(example, folder) for example in EXAMPLES]
         try:
-            assert [process.wait(90) for process in running] == [0, 0]
+            assert [process.wait(PATIENCE) for process in running] == [0, 0]
         finally:
             for process in running:
                 process.terminate()
@@ -242,7 +242,7 @@ def test_the_end_is_seen_and_then_the_ranks_are_gone(jobs: Jobs) -> None:
         ended = jobs.by("rank", f'last_over_time(torch_train_state{{$run,state="finished"}}{RANGE})', example)
         assert ended == {"0": 1, "1": 1}
     assert jobs.files == []
-    assert eventually(lambda: jobs.prometheus.query("up") == [], 30)
+    assert eventually(lambda: jobs.prometheus.query("up") == [])
 
 
 # Scenes: an exporter on some ranks only, and ranks that stop or die
@@ -335,7 +335,7 @@ class Rank:
             if step == options.get("at"):
                 self.start_late(model, name, found, stack)
             if step in options.get("waits", ()):
-                assert eventually((self.folder / f"go-{step}").exists, PATIENCE)
+                assert eventually((self.folder / f"go-{step}").exists)
                 os.kill(os.getpid(), signal.SIGSTOP if step == MIDDLE else signal.SIGKILL)
             optimizer.zero_grad()
             loss = model(torch.randn(5, 6, generator=generator)).square().mean()
@@ -343,7 +343,7 @@ class Rank:
                 loss.backward()
             except RuntimeError as error:  # the other one is dead; lives on, as one that saves a checkpoint does
                 found.error = str(error)
-                assert eventually((self.folder / "end").exists, PATIENCE)
+                assert eventually((self.folder / "end").exists)
                 return
             optimizer.step()
             found.losses.append(loss.item())
@@ -353,7 +353,7 @@ class Rank:
         stopped = "stopped" in name
         if stopped:
             peer = psutil.Process(self.peer)
-            assert eventually(lambda: peer.status() == psutil.STATUS_STOPPED, PATIENCE)
+            assert eventually(lambda: peer.status() == psutil.STATUS_STOPPED)
         self.start(model, name, found, stack)
         if stopped:
             os.kill(self.peer, signal.SIGCONT)
@@ -407,7 +407,7 @@ def scraping(folder: Path) -> list[float]:
     for _ in range(3):
         time.sleep(1.0)  # for which an answer is shared
         began = time.monotonic()
-        with urllib.request.urlopen((folder / "url-0").read_text(), timeout=10) as answer:
+        with urllib.request.urlopen((folder / "url-0").read_text(), timeout=PATIENCE) as answer:
             assert b"torch_train_steps_total" in answer.read()
         took.append(time.monotonic() - began)
     return took
@@ -426,18 +426,18 @@ def watch(prometheus: Prometheus, folder: Path) -> Watched:
             watched.ups[moment] = {labels["rank"]: float(value) for labels, value in prometheus.query("up")}
             return watched.ups[moment] == expected
 
-        assert eventually(up, PATIENCE), (moment, watched.ups)
+        assert eventually(up), (moment, watched.ups)
         watched.files[moment] = files()
 
     comes("before", {"0": 1, "1": 1})
     (folder / f"go-{MIDDLE}").touch()
-    assert eventually(lambda: second.status() == psutil.STATUS_STOPPED, PATIENCE)
+    assert eventually(lambda: second.status() == psutil.STATUS_STOPPED)
     watched.scrapes["stopped"] = scraping(folder)
     comes("stopped", {"0": 1, "1": 0})
     second.send_signal(signal.SIGCONT)
     comes("going on", {"0": 1, "1": 1})
     (folder / f"go-{LATE}").touch()
-    assert eventually(lambda: second.status() == psutil.STATUS_ZOMBIE, PATIENCE)
+    assert eventually(lambda: second.status() == psutil.STATUS_ZOMBIE)
     watched.scrapes["killed"] = scraping(folder)
     comes("killed", {"0": 1, "1": 0})
     (folder / "end").touch()
@@ -457,8 +457,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
             process.start()
         last = len(SCENES) - 1
         try:
-            assert eventually(lambda: all((directory / f"report-{rank}").exists() for rank in range(2)), 2 * PATIENCE)
-            assert eventually(lambda: all(len(read(directory / f"report-{rank}")) == last for rank in range(2)), 2 * PATIENCE)
+            assert eventually(lambda: all((directory / f"report-{rank}").exists() for rank in range(2)))
+            assert eventually(lambda: all(len(read(directory / f"report-{rank}")) == last for rank in range(2)))
             watched = watch(prometheus, directory)
             processes[0].join(PATIENCE)
         finally:

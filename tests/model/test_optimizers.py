@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
+from tests.support.tools import PATIENCE
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -172,11 +173,11 @@ def test_threads_ask_while_the_model_changes() -> None:
                 index.refresh()
                 new = sgd(getattr(model, f"adapter{change}"))
                 assert optimizers.number(new) is not None
-                assert answers[change % 3].done() or asked[change % 3].wait(timeout=60)
+                assert answers[change % 3].done() or asked[change % 3].wait(PATIENCE)
                 asked[change % 3].clear()
         finally:
             over.set()
-        assert set().union(*(answer.result(timeout=60) for answer in answers)) == {(True, False)}
+        assert set().union(*(answer.result(PATIENCE) for answer in answers)) == {(True, False)}
 
 
 def test_two_trainings_in_two_threads() -> None:
@@ -188,7 +189,7 @@ def test_two_trainings_in_two_threads() -> None:
 
     def train(name: str) -> None:
         optimizer = sgd(models[name])
-        ready.wait(timeout=60)
+        ready.wait(PATIENCE)
         for _ in range(steps[name]):
             optimizer.zero_grad()
             models[name](batch()).square().mean().backward()

@@ -18,7 +18,7 @@ import pytest
 from tests.support.models import Perceptron
 from tests.support.programs import Starter
 from tests.support.scrape import errors
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 
 
@@ -30,7 +30,7 @@ def started(**options: object) -> Exporter:
 def get(exporter: Exporter, path: str) -> bytes:
     """What is served."""
     assert exporter.port is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}{path}", timeout=PATIENCE) as answer:
         return answer.read()  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ def test_a_name_service_that_hangs_does_not_hold_up_the_start(monkeypatch: pytes
     over, known = threading.Event(), socket.getaddrinfo
 
     def hang(host: object, *arguments: object, **options: object) -> object:
-        return known(host, *arguments, **options) if host != socket.gethostname() else over.wait(20)  # type: ignore[arg-type]
+        return known(host, *arguments, **options) if host != socket.gethostname() else over.wait(PATIENCE)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     start = time.monotonic()
@@ -132,7 +132,7 @@ def test_the_end_waits_for_one_more_scrape() -> None:
     def scrape() -> None:
         for _ in range(2):  # the first may get what was scraped within the second before
             time.sleep(1.1)
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
             connection.request("GET", "/metrics")
             seen.append(connection.getresponse().read().decode())
             connection.close()
@@ -147,7 +147,7 @@ def test_the_end_waits_for_one_more_scrape() -> None:
     client.join()
     assert 'state="finished"} 1.0' in seen[-1]
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE)
 
 
 def test_lingering_ends_without_a_scrape() -> None:
@@ -172,7 +172,7 @@ def test_the_last_values_are_left_for_node_exporter(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     """Writing to a pipe without a reader stands for a file server that is gone: the end comes within two seconds."""
     exporter = started(textfile_dir=tmp_path)
-    exporter._outputs._renderer.render = lambda *_: threading.Event().wait(20)  # type: ignore[union-attr,method-assign]
+    exporter._outputs._renderer.render = lambda *_: threading.Event().wait(PATIENCE)  # type: ignore[union-attr,method-assign]
     start = time.monotonic()
     exporter.close()
     assert time.monotonic() - start < 2.5
@@ -219,8 +219,8 @@ def test_the_text_file_does_not_wait_for_a_scrape(tmp_path: Path) -> None:
     url = exporter.url or ""
     closing = threading.Thread(target=exporter.close)
     closing.start()
-    assert eventually(lambda: bool(list(tmp_path.glob("*.prom"))), 5)
+    assert eventually(lambda: bool(list(tmp_path.glob("*.prom"))))
     assert closing.is_alive()
-    urllib.request.urlopen(url, timeout=5).close()
-    closing.join(5)
+    urllib.request.urlopen(url, timeout=PATIENCE).close()
+    closing.join(PATIENCE)
     assert not closing.is_alive()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.resources.readings import ABSENT, KEPT, SHARE, Paced, Rising, attempt
 
 
@@ -144,7 +145,7 @@ def test_two_threads_add_to_one_sum() -> None:
     first = Held({"a": 10.0}, go=done)
     with ThreadPoolExecutor() as pool:
         one = pool.submit(total, first)
-        assert first.begun.wait(5)
+        assert first.begun.wait(PATIENCE)
         other = pool.submit(total, {"a": 11.0, "b": 5.0})
         other.add_done_callback(lambda _: done.set())
     assert (one.result(), other.result()) == (10, 16)
@@ -211,13 +212,13 @@ def test_threads_share_one_reading() -> None:
 
     def read() -> object:
         begun.set()
-        assert go.wait(5)
+        assert go.wait(PATIENCE)
         return source.read()
 
     value = Paced(read, source.clock, source.clock)
     with ThreadPoolExecutor() as pool:
         one = pool.submit(value)
-        assert begun.wait(5)
+        assert begun.wait(PATIENCE)
         other = pool.submit(value)
         go.set()
     assert (one.result(), other.result(), source.reads) == ("only", "only", 1)

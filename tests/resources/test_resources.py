@@ -22,7 +22,7 @@ from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron
 from tests.support.real_prometheus import Prometheus, prometheus
 from tests.support.scrape import errors, key, values
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.collectors import REGISTRY
 
@@ -77,9 +77,7 @@ def test_the_demo_shows_every_resource_that_this_machine_has(tmp_path: Path) -> 
         demo = start("--port", "0")
         port = int(demo.url.rpartition(":")[2].partition("/")[0])
         with prometheus(tmp_path, port) as real:
-            assert eventually(lambda: real.is_scraping() and stored(real) >= RESOURCES - absent_here(), 60), RESOURCES - stored(
-                real
-            )
+            assert eventually(lambda: real.is_scraping() and stored(real) >= RESOURCES - absent_here()), RESOURCES - stored(real)
             assert stored(real) == RESOURCES - absent_here()
             assert real.value("process_resident_memory_bytes") > 50e6
             assert 0.0 <= real.value("torch_host_cpu_ratio") <= 1.0
@@ -177,7 +175,7 @@ def test_each_change_of_a_web_configuration_that_is_refused_is_told(tmp_path: Pa
 
             def told(expected: int = number) -> bool:
                 with contextlib.suppress(urllib.error.HTTPError):
-                    urllib.request.urlopen(exporter.url or "", timeout=10)
+                    urllib.request.urlopen(exporter.url or "", timeout=PATIENCE)
                 return sum(str(file) in record.getMessage() for record in caplog.records) >= expected
 
             assert eventually(told)

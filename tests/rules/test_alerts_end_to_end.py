@@ -348,7 +348,7 @@ def _go_wrong(servers: Servers, folder: Path, endpoint: str, stack: contextlib.E
         run.warm()
     processes = sum(run.fault.ranks for run in runs.values())
     there = 'count(count by (run, rank) (torch_train_state{state="training"} == 1))'
-    assert eventually(lambda: servers.prometheus.query(there) and servers.prometheus.value(there) == processes, 60)
+    assert eventually(lambda: servers.prometheus.query(there) and servers.prometheus.value(there) == processes)
     time.sleep(3 * SCRAPE)  # alerts without `for` had their chance
     assert servers.active() == set()
     runs |= {name: start(name) for name, case in CASES.items() if case.fault.late}
@@ -368,10 +368,10 @@ def test_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
     """To whom it should be, once for the run however many ranks and layers it is about; alerts that notify nobody are known."""
     receiver = CASES[run].told[alert]
     if receiver == NOBODY:
-        assert eventually(lambda: (run, alert) in servers.known(), PATIENCE)
+        assert eventually(lambda: (run, alert) in servers.known())
         assert not any(told[1:] == (alert, run) for told in servers.webhook.firing())
     else:
-        assert eventually(lambda: (receiver, alert, run) in servers.webhook.firing(), PATIENCE)
+        assert eventually(lambda: (receiver, alert, run) in servers.webhook.firing())
 
 
 SOON = {
@@ -391,7 +391,7 @@ SOON = {
 @pytest.mark.parametrize(("run", "alert"), SOON, ids=str)
 def test_how_soon_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
     """Within two scrapes, an evaluation of the rules and `for`; two seconds more for a machine on which two dozen runs train."""
-    assert eventually(lambda: (run, alert) in servers.known(), PATIENCE)
+    assert eventually(lambda: (run, alert) in servers.known())
     late = servers.known()[run, alert] - servers.began[run] - SOON[run, alert]
     assert late < 2 * SCRAPE + EVALUATION + 2.0
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support.catalogue import CATALOGUE
-from tests.support.tools import REPOSITORY, find
+from tests.support.tools import PATIENCE, REPOSITORY, find
 from torch_grad_exporter.metrics.families import Kind
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
@@ -31,7 +31,7 @@ def promtool(*arguments: object) -> None:
     command = [find("promtool"), *map(str, arguments)]
     # It would spend a third of its time on collecting garbage.
     environment = os.environ | {"GOGC": "off", "GOMEMLIMIT": "700MiB"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

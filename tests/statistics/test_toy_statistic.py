@@ -20,6 +20,7 @@ from tests.statistics.test_device_chunks import NARROW, ON_DEVICE
 from tests.statistics.test_statistics import INF, NAN, Bare, plan_of, some, sparse
 from tests.support.scrape import errors, value, values
 from tests.support.statistics import by_position, elements
+from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot
 from torch_grad_exporter.collectors import REGISTRY
@@ -111,7 +112,7 @@ COLLECTOR = Declaration("toy", (METRICS,), _make)
 def scraped(exporter: Exporter) -> dict[tuple[str, str], float]:
     """The toy's series in `/metrics`, by column and layer."""
     assert exporter.url is not None
-    with urllib.request.urlopen(exporter.url, timeout=30) as response:
+    with urllib.request.urlopen(exporter.url, timeout=PATIENCE) as response:
         families = text_string_to_metric_families(response.read().decode())
     samples = [sample for family in families if family.name.startswith("toy_") for sample in family.samples]
     return {(sample.name.removeprefix("toy_"), sample.labels["layer"]): sample.value for sample in samples}

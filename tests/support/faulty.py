@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.made_hardware import Hardware, installed
+from tests.support.tools import PATIENCE
 from torch_grad_exporter import Exporter, start_exporter
 
 PACE = 0.15
@@ -124,7 +125,7 @@ class Run:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGKILL)
-            process.join(10)
+            process.join(PATIENCE)
 
 
 CONTEXT = mp.get_context("forkserver")

@@ -33,6 +33,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ExponentialHistogramDataPoint, HistogramDataPoint, Metric, NumberDataPoint
 
+from tests.support.tools import PATIENCE
 from torch_grad_exporter.metrics.families import Family
 
 PATH, TYPE = "/v1/metrics", "application/x-protobuf"
@@ -375,11 +376,11 @@ class Liar:
     def __exit__(self, *_: object) -> None:
         # A client whose connection ends comes again at once, and must find no server.
         self._full.set()
-        self._threads[0].join(5)
+        self._threads[0].join(PATIENCE)
         self._socket.close()
         self.over.set()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(PATIENCE)
 
 
 def refused() -> str:
@@ -403,7 +404,7 @@ def black_hole(liar: Liar, connection: socket.socket) -> None:
 def deaf(liar: Liar, connection: socket.socket) -> None:
     """Takes nothing, so that a large request does not even leave."""
     del connection
-    liar.over.wait(30)
+    liar.over.wait(PATIENCE)
 
 
 def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, socket.socket], None]:

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.tools import REPOSITORY, eventually, find
+from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
 from torch_grad_exporter.outputs.http.listener import open_listener
 
 SHIPPED = REPOSITORY / "dashboards" / "alertmanager" / "alertmanager.yaml"
@@ -97,23 +97,23 @@ class Alertmanager:
         request = urllib.request.Request(
             f"{self.url}/api/v2/alerts", json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             assert response.status == 200
 
     def alerts(self) -> list[Mapping[str, Any]]:
         """All alerts that it has, with `labels`, `receivers` and `status`, of which `inhibitedBy` is a part."""
-        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=PATIENCE) as response:
             alerts: list[Mapping[str, Any]] = json.load(response)
             return alerts
 
     def metric(self, series: str) -> float:
         """One of its own metrics, as it is written in /metrics; 0 where it is not there."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE) as response:
             found = re.search(rf"^{re.escape(series)} (\S+)$", response.read().decode(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=PATIENCE) as response:
             return bool(response.status == 200)
         return False
 
@@ -158,7 +158,7 @@ def alertmanager(directory: Path, configuration: str | Path) -> Iterator[Alertma
     with subprocess.Popen(command, cwd=program.parents[2]) as process:
         try:
             running = Alertmanager(port)
-            assert eventually(running.is_ready, 60)
+            assert eventually(running.is_ready)
             yield running
         finally:
             process.terminate()

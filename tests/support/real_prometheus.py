@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.tools import find
+from tests.support.tools import PATIENCE, find
 from torch_grad_exporter.outputs.http.listener import open_listener
 
 CONFIGURATION = """
@@ -36,7 +36,7 @@ class Prometheus:
         return float(value)
 
     def get(self, path: str, **parameters: str) -> object:
-        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as response:
+        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=PATIENCE) as response:
             return json.load(response)["data"]
 
     def query(self, expression: str) -> list[tuple[dict[str, str], str]]:

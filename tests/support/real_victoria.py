@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.tools import eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.outputs.http.listener import open_listener
 
 AROUND_NOW = 300.0
@@ -43,7 +43,7 @@ class Victoria:
     def push(self, body: bytes) -> tuple[int, bytes]:
         """Sends an `ExportMetricsServiceRequest`; the status and the content of the answer."""
         request = urllib.request.Request(self.endpoint, body, {"Content-Type": "application/x-protobuf"})
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.status, response.read()
 
     def stored(self, selector: str = '{__name__!=""}') -> list[Series]:
@@ -75,7 +75,7 @@ class Victoria:
         return False
 
     def _get(self, path: str, **parameters: str) -> str:
-        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as response:
+        with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=PATIENCE) as response:
             return str(response.read(), "utf-8")
 
 

@@ -12,6 +12,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
+PATIENCE = 120.0
+"""Seconds after which something hangs. A test waits for an event, and no longer; only one that fails waits for so long."""
+
+FOREVER = 10 * PATIENCE
+"""Seconds that a test gives to what must not be waited for: whoever waits for it is caught by `PATIENCE`."""
+
 
 def find(name: str) -> Path:
     """A command that `make tools` puts into the repository, else from PATH; the test fails without it."""
@@ -22,8 +28,11 @@ def find(name: str) -> Path:
     return Path(found)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether the condition comes true within the time."""
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Whether the condition comes true within the time.
+
+    It may be that an attempt takes no longer than it should: load slows down some attempts, a wait that is too long all of them.
+    """
     give_up_at = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > give_up_at:

@@ -26,7 +26,7 @@ from tests.dashboards.lint.model import (
     selectors,
     walk,
 )
-from tests.support.tools import find
+from tests.support.tools import PATIENCE, find
 from torch_grad_exporter.metrics.families import Kind
 
 Found = Iterator[tuple[str, str]]
@@ -49,7 +49,7 @@ def what_is_wrong(expressions: Iterable[str]) -> dict[int, str]:
         path = Path(directory, "queries.yml")
         path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")
         command = [find("promtool"), "check", "rules", "--lint=none", path]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     wrong = {int(n): text for n, text in re.findall(r'"lint:query:(\d+)": (.*)', done.stdout + done.stderr)}
     assert bool(wrong) == bool(done.returncode), done.stdout + done.stderr
     return wrong

@@ -24,7 +24,7 @@ from benchmarks.abuse_mirror import Mirror
 from benchmarks.abuse_victim import State, Victim, kept
 from benchmarks.scraped import SERIES, SERIES_PER_LAYER
 from benchmarks.scraper import Scraper, Scrapes, outcome
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.outputs.http.message import MAX_HEAD, Request, RequestError, complete_head, parse
 
 SEND_BUFFER = Path("/proc/sys/net/ipv4/tcp_wmem")
@@ -180,7 +180,7 @@ def test_the_mirror_serves_what_it_has_seen(victim: Victim) -> None:
 
 def lines(url: str) -> list[bytes]:
     """A scrape."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
         return list(answer)
 
 
@@ -218,7 +218,7 @@ def answering(*answers: bytes) -> Iterator[str]:
         thread = threading.Thread(target=serve, name="answering")
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-        thread.join(30)
+        thread.join(PATIENCE)
 
 
 def test_what_becomes_of_a_scrape_is_told() -> None:

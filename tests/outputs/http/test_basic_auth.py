@@ -15,7 +15,7 @@ from pathlib import Path
 import bcrypt
 import pytest
 
-from tests.support.tools import eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.outputs.http.admission import TokenBucket
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth, Verdict, matches
 from torch_grad_exporter.outputs.http.listener import open_listener
@@ -255,12 +255,12 @@ def test_one_check_runs_at_a_time_and_no_other_client_waits_for_it() -> None:
 
     def wait() -> None:
         entered.set()
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(PATIENCE)
 
     checks.before = wait
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(auth.judge, basic("bob", "sesame"), USERS)
-        assert entered.wait(30)
+        assert entered.wait(PATIENCE)
         assert [auth.judge(basic("bob", f"guess{i}"), USERS).wait for i in range(8)] == [1.0] * 8
         assert auth.judge(basic("alice", "secret"), USERS) == PASSES
         may_go_on.set()
@@ -349,7 +349,7 @@ def test_a_real_prometheus_lets_the_same_credentials_in(tmp_path: Path) -> None:
     command = [*(f"--{k}={v}" for k, v in options.items()), f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
     with subprocess.Popen([find("prometheus"), *command]) as process:
         try:
-            assert eventually(lambda: status(port, basic("alice", "secret")) == 200, 60)
+            assert eventually(lambda: status(port, basic("alice", "secret")) == 200)
             theirs = [status(port, header) == 200 for header in CREDENTIALS]
         finally:
             process.terminate()
@@ -360,7 +360,10 @@ def test_a_real_prometheus_lets_the_same_credentials_in(tmp_path: Path) -> None:
 
 def status(port: int, authorization: str) -> int:
     """The status that a server answers with, 0 where there is none."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as client, contextlib.suppress(OSError):
+    with (
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client,
+        contextlib.suppress(OSError),
+    ):
         client.request("GET", "/-/healthy", headers={"Authorization": authorization} if authorization else {})
         return client.getresponse().status
     return 0

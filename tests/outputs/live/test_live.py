@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import Key, errors, key, values
-from tests.support.tools import REPOSITORY, eventually
+from tests.support.tools import PATIENCE, REPOSITORY, eventually
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter import Exporter, start_exporter
@@ -132,7 +132,7 @@ class Made:
 
     def scrape(self) -> list[Family]:
         self.scrapes += 1
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
         return self.families
@@ -180,7 +180,7 @@ class Trained:
     scrapes: dict[int, dict[Any, float]]
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.exporter.port or 0, timeout=30)) as client:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.exporter.port or 0, timeout=PATIENCE)) as client:
             client.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             answer = client.getresponse()
             return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
@@ -877,7 +877,7 @@ def test_a_page_whose_scrape_hangs_delays_no_other() -> None:
 
 def status(server: MetricsServer, path: str) -> int:
     """The status of a request."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as client:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as client:
         client.request("GET", path)
         return client.getresponse().status
 
@@ -957,11 +957,11 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
 
     def look() -> None:
         inside.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE)
 
     loop = recorder(look, lambda: None, on_error=lambda _error: None, interval=0.001)
     loop.start()
-    assert inside.wait(10)
+    assert inside.wait(PATIENCE)
     began = time.monotonic()
     loop.close(0.05)
     assert time.monotonic() - began < 5

@@ -32,7 +32,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportR
 from tests.support import otlp_receiver as liars
 from tests.support.certificates import authority
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Liar, Receiver, expected, refused, retry_info
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.collectors.gradients import GRAD_CAPTURES, GRAD_NORM, GRAD_NORM_DISTRIBUTION
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.otlp.delivery import TRIES, Delivery, DeliveryError, RejectedError
@@ -332,7 +332,7 @@ def test_closing_ends_a_pause(protocol: str) -> None:
         sending = pool.submit(failure, way)
         assert eventually(lambda: len(receiver.received) == 1)
         way.close()
-        assert "503" in sending.result(30) or "RESOURCE_EXHAUSTED" in sending.result(30)
+        assert "503" in sending.result(PATIENCE) or "RESOURCE_EXHAUSTED" in sending.result(PATIENCE)
 
 
 def check_tries(protocol: str, answers: list[tuple[Answer, float]]) -> None:
@@ -470,7 +470,7 @@ def test_no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), Liar(treat) as liar, closing(http(f"{liar.endpoint}?key=secret", timeout=10)) as way:
         way.send(BODY)
         assert "secret" not in caplog.text
-        assert requests.post(f"{liar.endpoint}/of-another", timeout=10).ok
+        assert requests.post(f"{liar.endpoint}/of-another", timeout=PATIENCE).ok
         assert "/of-another" in caplog.text
 
 

@@ -111,9 +111,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         port = urlsplit(demo.url).port
         assert port is not None
         with prometheus(folders["prometheus"], port, run="both") as real:
-            assert eventually(real.is_scraping, 60)
-            assert eventually(lambda: bool(real.query("torch_train_steps_total > 30")), 60)
-            assert eventually(lambda: any(one.values[-1] > 30 for one in store.stored("torch_train_steps_total")), 60)
+            assert eventually(real.is_scraping)
+            assert eventually(lambda: bool(real.query("torch_train_steps_total > 30")))
+            assert eventually(lambda: any(one.values[-1] > 30 for one in store.stored("torch_train_steps_total")))
             assert demo.interrupt() == 0, demo.errors
             assert eventually(lambda: ended(store)), demo.errors
             stored = last(store.stored(), lambda one: one.samples)

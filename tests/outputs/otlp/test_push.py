@@ -34,7 +34,7 @@ from tests.support.certificates import authority
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.otlp_receiver import Answer, GrpcReceiver, HttpReceiver, Key, Liar, Point, Receiver, expected, refused
 from tests.support.scrape import errors, values
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.collectors.gradients import GRAD_NORM
 from torch_grad_exporter.collectors.training import TRAIN_LOSS, TRAIN_STATE
@@ -203,11 +203,11 @@ def test_the_end_is_pushed_before_a_scrape_is_waited_for() -> None:
         url = training.exporter.url or ""
         ending = threading.Thread(target=training.exporter.close)
         ending.start()
-        assert eventually(lambda: bool(receiver.received), 10)
+        assert eventually(lambda: bool(receiver.received))
         assert ending.is_alive()
         assert receiver.latest("torch_train_state", state="finished") == 1
-        urllib.request.urlopen(url, timeout=5).close()
-        ending.join(10)
+        urllib.request.urlopen(url, timeout=PATIENCE).close()
+        ending.join(PATIENCE)
         assert not ending.is_alive()
 
 
@@ -216,7 +216,7 @@ def test_the_first_export_does_not_wait_for_the_interval(monkeypatch: pytest.Mon
     assert push_module.FIRST_SECONDS == 2
     monkeypatch.setattr(push_module, "FIRST_SECONDS", 0.1)
     with HttpReceiver() as receiver, closing(Training(receiver.endpoint, otlp_interval=3600)) as training:
-        assert eventually(lambda: bool(receiver.received), 10)
+        assert eventually(lambda: bool(receiver.received))
         time.sleep(0.5)
         assert len(receiver.received) == 1
         assert training.failures() == 0
@@ -342,7 +342,7 @@ class Hanging:
 
     def send(self, body: bytes) -> None:
         type(self).sending += 1
-        self.over.wait(60)
+        self.over.wait(PATIENCE)
         type(self).sending -= 1
 
     def close(self) -> None:
@@ -563,7 +563,7 @@ def test_what_hangs_costs_what_had_arrived_before_it_nothing() -> None:
 
     def react(number: int) -> None:
         if number == 1:
-            released.wait(20)
+            released.wait(PATIENCE)
             too_late.set()
 
     ways, counting = Ways(react), Counting()
@@ -571,7 +571,7 @@ def test_what_hangs_costs_what_had_arrived_before_it_nothing() -> None:
     push.start()
     assert eventually(lambda: len(failures) == 1)
     released.set()
-    assert too_late.wait(5)
+    assert too_late.wait(PATIENCE)
     assert eventually(lambda: len(ways.taken) > 8)
     push.close(5)
     assert [str(one) for one in failures] == ["a request did not finish within 1.02 s"]
@@ -588,12 +588,12 @@ def test_the_end_waits_for_the_request_that_is_on_its_way_alone() -> None:
     def react(number: int) -> None:
         if number == 0:
             begun.set()
-            ended.wait(5)
+            ended.wait(PATIENCE)
 
     ways, counting = Ways(react), Counting()
     push, failures = ways.push(counting)
     push.start()
-    assert begun.wait(5)
+    assert begun.wait(PATIENCE)
     push.end()
     ended.set()
     push.close(5)
@@ -799,7 +799,7 @@ def test_forked_children_send_nothing() -> None:
             assert process.stdin is not None
             assert process.stdout is not None
             assert process.stderr is not None
-            assert eventually(lambda: all(len(one.received) > 2 for one in receivers), 60)
+            assert eventually(lambda: all(len(one.received) > 2 for one in receivers))
             process.stdin.write("go\n")
             process.stdin.flush()
             lines = [process.stdout.readline(), process.stdout.readline()]
@@ -808,7 +808,7 @@ def test_forked_children_send_nothing() -> None:
             assert eventually(lambda: all(len(one.received) > n + 2 for one, n in zip(receivers, counts, strict=True)))
             process.stdin.write("go\n")
             process.stdin.flush()
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE) == 0
             counts = [len(one.received) for one in receivers]
             assert not eventually(lambda: [len(one.received) for one in receivers] != counts, 0.5)
             process.stdin.write("go\n")

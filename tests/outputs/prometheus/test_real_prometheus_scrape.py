@@ -61,7 +61,7 @@ def test_prometheus_stores_what_was_served(tmp_path: Path, protocol: str, units:
         health=dict,
     )
     with contextlib.closing(server), prometheus(tmp_path, server.port, protocol) as real:
-        assert eventually(real.is_scraping, 60)
+        assert eventually(real.is_scraping)
         stored = real.query('{__name__=~"norm|busy_.*|time_.*"}')
         metadata = real.get("/api/v1/metadata")
     found = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tools import find
+from tests.support.tools import PATIENCE, find
 from torch_grad_exporter import files
 from torch_grad_exporter.files import NEW, write
 from torch_grad_exporter.outputs.prometheus.textfile import text_file
@@ -29,7 +29,7 @@ def test_promtool_takes_it(tmp_path: Path) -> None:
     """What lies there is what `promtool check metrics` accepts."""
     path = text_file(str(tmp_path), "a", 0)
     write(path, CONTENT)
-    subprocess.run([find("promtool"), "check", "metrics"], input=path.read_bytes(), check=True, timeout=30)
+    subprocess.run([find("promtool"), "check", "metrics"], input=path.read_bytes(), check=True, timeout=PATIENCE)
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
