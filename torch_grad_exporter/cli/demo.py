@@ -7,14 +7,14 @@ outside, so that one can see how each fault shows in the metrics.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -26,8 +26,7 @@ from torch_grad_exporter.outputs.prometheus import series
 
 HEADS = 4
 LEARNING_RATE = 1e-3
-WARMUP_STEPS = 100
-HORIZON_STEPS = 10_000  # The cosine's length where the demo has no end.
+HORIZON_STEPS = 10_000  # Half of the cosine's period where the demo has no end.
 EXPLODE_STEPS = 5
 
 
@@ -148,16 +147,6 @@ def draw(corpus: Tensor, batch_size: int, context: int, generator: torch.Generat
     return corpus[starts + torch.arange(context + 1)].long()
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warmup, then a cosine down to a tenth; `steps` 0 means a run without an end."""
-    horizon = steps or HORIZON_STEPS
-    warmup = min(WARMUP_STEPS, math.ceil(horizon / 10))
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
-
-
 class Trouble:
     """Injects the chosen faults into the training, and prints when each begins."""
 
@@ -201,77 +190,50 @@ def _vanish(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * 1e-9)  # type: ignore[no-untyped-call] # torch leaves it untyped
 
 
-class Progress(Protocol):
-    """Shows how far the training is."""
-
-    def advance(self, loss: Tensor) -> None:
-        """One more step, with its loss."""
-
-    def say(self, text: str) -> None:
-        """One line on standard output, without spoiling the display."""
-
-    def close(self) -> None:
-        """Ends the display."""
-
-
-class _Bar:
-    """A tqdm progress bar. Reads the loss twice a second: on a GPU, reading it means waiting for it."""
-
-    def __init__(self, steps: int) -> None:
-        from tqdm import tqdm  # noqa: PLC0415 - optional
-
-        self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
-        self._shown = 0.0
-
-    def advance(self, loss: Tensor) -> None:
-        self._bar.update()
-        now = time.monotonic()
-        if now - self._shown >= 0.5:
-            self._shown = now
-            self._bar.set_postfix(loss=f"{loss.item():.3f}")
-
-    def say(self, text: str) -> None:
-        with self._bar.external_write_mode():
-            print(text, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _Lines:
-    """A plain line every second, where tqdm is not installed."""
+class Progress:
+    """Shows how far the training is: a bar of tqdm, or where that is not installed a line every second."""
 
     def __init__(self, steps: int) -> None:
         self._end = f"/{steps}" if steps else ""
         self._step = 0
         self._shown = time.monotonic()
+        try:
+            from tqdm import tqdm  # noqa: PLC0415 - optional
+        except ImportError:
+            self._bar = None
+        else:
+            self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
 
     def advance(self, loss: Tensor) -> None:
+        """One more step, with its loss, which is read once a second: on a GPU, reading it means waiting for it."""
         self._step += 1
+        if self._bar is not None:
+            self._bar.update()
         now = time.monotonic()
         if now - self._shown >= 1.0:
             self._shown = now
-            self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
+            if self._bar is not None:
+                self._bar.set_postfix(loss=f"{loss.item():.3f}")
+            else:
+                self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        """One line on standard output, without spoiling the bar."""
+        with contextlib.nullcontext() if self._bar is None else self._bar.external_write_mode():
+            print(text, flush=True)
 
     def close(self) -> None:
-        pass
-
-
-def _progress(steps: int) -> Progress:
-    try:
-        return _Bar(steps)
-    except ImportError:
-        return _Lines(steps)
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter, progress: Progress) -> None:
     """An ordinary training loop, with one line for the exporter."""
     trouble = Trouble(model, options.inject, progress.say)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
+    horizon = options.steps or HORIZON_STEPS
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon, eta_min=LEARNING_RATE / 10)
     generator = torch.Generator().manual_seed(options.seed)
     for step in range(1, options.steps + 1) if options.steps else itertools.count(1):
         trouble.begin(step)
@@ -304,13 +266,11 @@ def run(options: Options) -> int:
     interrupted = False
     with exporter:
         print(_introduction(model, corpus, options, exporter.url), flush=True)
-        progress = _progress(options.steps)
-        try:
-            train(model, corpus, options, exporter, progress)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            progress.close()
+        with contextlib.closing(Progress(options.steps)) as progress:
+            try:
+                train(model, corpus, options, exporter, progress)
+            except KeyboardInterrupt:
+                interrupted = True
         print(summary(exporter.collect()), flush=True)
     return 130 if interrupted and options.steps else 0
 
