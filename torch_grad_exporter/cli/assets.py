@@ -110,7 +110,7 @@ def _with_job(path: str, text: str, job: str) -> str:
 
 
 def _with_job_chosen(text: str, job: str) -> str:
-    """A dashboard whose variable `job` begins with this job instead of with all of them."""
+    """A dashboard whose variable `job` begins with this job instead of with all jobs."""
     dashboard = json.loads(text)
     for variable in dashboard["templating"]["list"]:
         if variable["name"] == "job":

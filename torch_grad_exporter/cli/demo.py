@@ -92,44 +92,27 @@ class Options:
     serving: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Block(nn.Module):
-    """Attention over what came before, then an MLP with ReLU, each added to the residual stream."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm_mlp = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        """The residual stream, shape (batch, time, width), after this block."""
-        batch, time_, width = stream.shape
-        heads = self.qkv(self.norm_attention(stream)).view(batch, time_, 3, HEADS, width // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.project(mixed.transpose(1, 2).reshape(batch, time_, width))
-        added: Tensor = self.down(F.relu(self.up(self.norm_mlp(stream))))
-        return stream + added
-
-
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text at each of its bytes."""
+    """Predicts the next byte of a text at each of its bytes, from those before it."""
 
     def __init__(self, *, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits of shape (batch, time, 256) from bytes of shape (batch, time)."""
         stream = self.bytes(text) + self.positions.weight[: text.shape[1]]
-        logits: Tensor = self.head(self.norm(self.blocks(stream)))
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
+        for block in self.blocks:
+            stream = block(stream, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(stream))
         return logits
 
 
@@ -152,7 +135,7 @@ class Trouble:
 
     def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
         middle = model.blocks[(len(model.blocks) - 1) // 2]
-        assert isinstance(middle, Block)  # noqa: S101 - tells the type checker
+        assert isinstance(middle, nn.TransformerEncoderLayer)  # noqa: S101 - tells the type checker
         self._middle = middle
         self._injections = injections
         self._say = say
@@ -168,7 +151,7 @@ class Trouble:
                 self._middle.register_forward_hook(_vanish)
             elif injection.kind == "dead":
                 with torch.no_grad():
-                    self._middle.up.bias.fill_(-1e4)
+                    self._middle.linear1.bias.fill_(-1e4)
             elif injection.kind == "stall":
                 time.sleep(injection.seconds)
 
@@ -178,7 +161,7 @@ class Trouble:
             if injection.kind == "nan" and injection.step == step:
                 # A classic: a penalty on the distance to a copy of the weight. It is 0, and so harmless in
                 # the loss, but the square root's slope at 0 is infinite, and infinity times 0 is NaN.
-                weight = self._middle.down.weight
+                weight = self._middle.linear2.weight
                 loss = loss + (weight - weight.detach()).square().sum().sqrt()
             if injection.kind == "explode" and injection.step <= step < injection.step + EXPLODE_STEPS:
                 loss = loss * 1e4

@@ -53,8 +53,8 @@ class Registry:
     def register(self, declaration: Declaration, *, replace: bool = False) -> contextlib.ExitStack:
         """Adds a collector: exporters that are started from now on have it, until the result is closed; those that run keep it.
 
-        Raises `ValueError` where the name is none, or another collector has it or one of the metrics. `replace`: it stands in for the one of
-        its name meanwhile.
+        Raises `ValueError` for a wrong name, and where another collector has the name or one of the metrics. `replace`: until it is
+        closed, it takes the place of the collector of its name.
         """
         if not re.fullmatch(r"[a-z][a-z0-9_]*", declaration.name):
             raise ValueError(f"{declaration.name!r} is no name of a collector; use lower case and underscores")
