@@ -86,11 +86,10 @@ class RuleContext:
         at = self.values.one(spec)
         return None if at is None else self.now - at
 
-    @property
-    def young(self) -> bool:
-        """Whether the exporter was started within `YOUNG`."""
+    def younger(self, seconds: float) -> bool:
+        """Whether the exporter was started less than so many seconds ago."""
         age = self.age(TRAIN_START_TIMESTAMP)
-        return age is not None and age < YOUNG
+        return age is not None and age < seconds
 
     def increase(self, spec: Spec, seconds: float) -> Table:
         """By how much a counter has grown within so many seconds.
@@ -105,17 +104,16 @@ class RuleContext:
         return table.since(known)
 
     def lately(self, spec: Spec, seconds: float) -> Table:
-        """The same, but in a young process the whole count."""
-        return self.values.table(spec) if self.young else self.increase(spec, seconds)
+        """As `increase`, but the whole count while the process is younger than `YOUNG`."""
+        return self.values.table(spec) if self.younger(YOUNG) else self.increase(spec, seconds)
 
     def since(self, seconds: float) -> str:
         """Since when `lately` counts, in words."""
-        return "since the start" if self.young else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(YOUNG) else f"in the last {span(seconds)}"
 
     def within(self, seconds: float) -> str:
         """Since when `increase` counts, in words."""
-        age = self.age(TRAIN_START_TIMESTAMP)
-        return "since the start" if age is not None and age < seconds else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(seconds) else f"in the last {span(seconds)}"
 
     def growth(self, spec: Spec, seconds: float) -> float:
         """The largest increase of any row, 0 if there is none."""
