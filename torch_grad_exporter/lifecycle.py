@@ -83,7 +83,7 @@ class BackgroundThread:
         return not self.running
 
 
-class BackgroundLoop:
+class BackgroundLoop(BackgroundThread):
     """Calls each of `work` again and again in a `BackgroundThread`, until it is stopped, and then `last`.
 
     An iteration begins `pause` seconds after the end of the one before, or at once after a `wake`; with `None` only after a `wake`.
@@ -110,11 +110,7 @@ class BackgroundLoop:
         # Of all that threads can wait for, this alone may be woken by a handler that interrupts a thread which wakes it, and in a
         # forked child whatever the parent's threads were at.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = BackgroundThread(role, self._run)
-
-    def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` where there are no more threads to be had."""
-        self._thread.start()
+        super().__init__(role, self._run)
 
     def wake(self) -> None:
         """Makes an iteration begin at once, or after the one under way; before `start`, the first one."""
@@ -129,15 +125,6 @@ class BackgroundLoop:
     def stopping(self) -> bool:
         """Whether `stop` was called, for work that takes its time."""
         return self._stopping
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread has started and not ended."""
-        return self._thread.running
-
-    def join(self, seconds: float | None = None) -> bool:
-        """As `BackgroundThread.join`."""
-        return self._thread.join(seconds)
 
     def close(self, seconds: float) -> bool:
         """Stops it and waits for its end, for so long at most; whether it has ended, else it is left behind. Idempotent."""

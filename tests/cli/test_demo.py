@@ -182,7 +182,7 @@ def test_a_running_demo_is_scraped_and_ctrl_c_ends_it_cleanly(start: Start) -> N
     late = 2 + 0.5 * scrape.total(f"{durations}_count") / scrape.total(f"{durations}_sum")
     assert -2 <= steps - scrape.total("torch_train_tokens_total") / (2 * 16) <= late
     assert abs(scrape.total("torch_train_samples_total") - steps * 2) <= 2 * 2
-    assert {"blocks.0.up", "blocks.1.down", "head"} <= scrape.layers("torch_grad_norm")
+    assert {"blocks.0.linear1", "blocks.1.linear2", "head"} <= scrape.layers("torch_grad_norm")
     assert demo_.interrupt() == 0
     assert int(demo_.summary("optimizer steps").replace(",", "")) >= steps
     assert "Traceback" not in demo_.errors
@@ -218,7 +218,7 @@ def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> 
     assert scrape.total("torch_grad_nonfinite_steps_total") == 1
     assert scrape.total("torch_grad_nonfinite_steps_total", outcome="skipped") == 1
     # The weight of the first block's second linear layer, 64 inputs by 16 outputs, and nothing else.
-    assert scrape.total("torch_grad_nonfinite_elements_total", layer="blocks.0.down", kind="nan") == 64 * 16
+    assert scrape.total("torch_grad_nonfinite_elements_total", layer="blocks.0.linear2", kind="nan") == 64 * 16
     assert scrape.total("torch_grad_nonfinite_elements_total") == 64 * 16
     assert 0.0 < scrape.total("torch_train_loss") < 10.0
 
@@ -238,17 +238,17 @@ def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
     demo_ = start("--inject", "vanish@3")
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 10)
     global_norm = scrape.total("torch_grad_global_norm")
-    assert 0.0 < scrape.total("torch_grad_norm", layer="blocks.0.up") < 1e-7 * global_norm
-    assert scrape.total("torch_grad_norm", layer="blocks.1.up") > 1e-3 * global_norm
+    assert 0.0 < scrape.total("torch_grad_norm", layer="blocks.0.linear1") < 1e-7 * global_norm
+    assert scrape.total("torch_grad_norm", layer="blocks.1.linear1") > 1e-3 * global_norm
 
 
 def test_dead_units_show_in_their_layer(start: Start) -> None:
     """Every unit of one layer is dead over all samples; its counterpart in the other block is not."""
     demo_ = start("--inject", "dead@1")
-    scrape = demo_.scrape_until(lambda s: bool(s.rows("torch_grad_dead_ratio", layer="blocks.0.up")))
-    assert scrape.rows("torch_grad_dead_ratio", layer="blocks.0.up") == [1.0]
-    assert scrape.rows("torch_grad_zero_units_ratio", layer="blocks.0.up") == [1.0]
-    assert scrape.total("torch_grad_dead_ratio", layer="blocks.1.up") < 0.5
+    scrape = demo_.scrape_until(lambda s: bool(s.rows("torch_grad_dead_ratio", layer="blocks.0.linear1")))
+    assert scrape.rows("torch_grad_dead_ratio", layer="blocks.0.linear1") == [1.0]
+    assert scrape.rows("torch_grad_zero_units_ratio", layer="blocks.0.linear1") == [1.0]
+    assert scrape.total("torch_grad_dead_ratio", layer="blocks.1.linear1") < 0.5
 
 
 def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> None:

@@ -447,7 +447,7 @@ RULES = (
     ),
     Fault(
         "the last rule says how long a metric is remembered",
-        "rules/declaration.py",
+        "rules/watch.py",
         "seconds[spec] = max(back, seconds.get(spec, 0.0))",
         "seconds[spec] = back",
         ("rules/test_problems.py", "test_extensions.py"),

@@ -821,21 +821,21 @@ def test_a_counter_is_forgotten_after_the_alerts_window(metrics: dict[str, Any],
 def test_the_memories_are_bounded() -> None:
     """A day of two memories in 15 seconds keeps what rules ask for and no more; of each layer 400 bytes."""
     watch, count = Watch(), 1000
-    rows = LabelRows(tuple((f"layer{place}",) for place in range(count)))
-    families = [Family(spec, np.ones(count), rows) for spec in memory._LAYERS if len(spec.labels) == 1]
-    kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in rows.rows))
-    families.append(Family(c.GRAD_NONFINITE_ELEMENTS, np.ones(2 * count), kinds))
+    names = LabelRows(tuple((f"layer{place}",) for place in range(count)))
+    kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in names.rows))
+    layers = [spec for spec in memory.REMEMBERED if "layer" in spec.labels]
+    rows = {spec: kinds if "kind" in spec.labels else names for spec in layers}
+    families = [Family(spec, np.ones(len(labels)), labels) for spec, labels in rows.items()]
     values = Values([*families, family(c.TRAIN_LOSS_SPIKES, 1.0), family(c.EXPORTER_CAPTURES, 1.0)])
     for second in range(0, 86_400, 15):
         watch.remember(values, NOW + second)
         watch.remember(values, NOW + second + 1)
-    bounds = [600 / 15 + 2, 600 / 60 + 2, 3600 / 60 + 2]
-    for kept, bound in zip(watch._memories._all, bounds, strict=True):
-        assert len(kept._moments) <= bound
-        assert kept._moments[0][0] >= NOW + 86_400 - kept.seconds - 2 * 60
-    tables = [table for _, tables in watch._memories._all[1]._moments for table in tables.values()]
+    for spec, kept in watch._memories.items():
+        assert len(kept._moments) <= memory.REMEMBERED[spec] / (60 if spec in layers else 15) + 2
+        assert kept._moments[0][0] >= NOW + 86_400 - memory.REMEMBERED[spec] - 2 * 60
+    tables = [table for spec in layers for _, table in watch._memories[spec]._moments]
     assert sum(table.numbers.nbytes for table in tables) <= 400 * count
-    assert all(table.rows is rows.rows or table.rows is kinds.rows for table in tables)
+    assert all(table.rows is names.rows or table.rows is kinds.rows for table in tables)
 
 
 def test_the_slowest_step_of_a_day_is_forgotten_then() -> None:

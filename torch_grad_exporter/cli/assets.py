@@ -52,7 +52,7 @@ class Options:
     force: bool = False
 
 
-def write(options: Options) -> tuple[str, str, str]:
+def write(options: Options) -> str:
     """Writes all files and returns what to do with them. A file that is there with another content is only replaced by force."""
     files = collect(options.prometheus_job, options.runbook_url)
     try:
@@ -61,9 +61,9 @@ def write(options: Options) -> tuple[str, str, str]:
         raise AssetsError(f"cannot write to {options.out}: {error}") from error
     out = options.out
     return (
-        f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000",
-        f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}",
-        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}",
+        f"See it:     docker compose -f {out / 'compose.yaml'} up -d, then open http://localhost:3000\n"
+        f"Alerts:     put the addresses for alerts into files, see {out / 'alertmanager' / 'secrets' / 'README.md'}\n"
+        f"Elsewhere:  load {out / 'prometheus'} and {out / 'grafana'}, or kubectl apply --server-side -f {out / 'kubernetes'}"
     )
 
 
@@ -110,7 +110,7 @@ def _with_job(path: str, text: str, job: str) -> str:
 
 
 def _with_job_chosen(text: str, job: str) -> str:
-    """A dashboard whose variable `job` begins with this job instead of with all of them."""
+    """A dashboard whose variable `job` begins with this job instead of with all jobs."""
     dashboard = json.loads(text)
     for variable in dashboard["templating"]["list"]:
         if variable["name"] == "job":

@@ -7,14 +7,14 @@ outside, so that one can see how each fault shows in the metrics.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -26,8 +26,7 @@ from torch_grad_exporter.outputs.prometheus import series
 
 HEADS = 4
 LEARNING_RATE = 1e-3
-WARMUP_STEPS = 100
-HORIZON_STEPS = 10_000  # The cosine's length where the demo has no end.
+HORIZON_STEPS = 10_000  # Half of the cosine's period where the demo has no end.
 EXPLODE_STEPS = 5
 
 
@@ -93,44 +92,27 @@ class Options:
     serving: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Block(nn.Module):
-    """Attention over what came before, then an MLP with ReLU, each added to the residual stream."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm_mlp = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        """The residual stream, shape (batch, time, width), after this block."""
-        batch, time_, width = stream.shape
-        heads = self.qkv(self.norm_attention(stream)).view(batch, time_, 3, HEADS, width // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.project(mixed.transpose(1, 2).reshape(batch, time_, width))
-        added: Tensor = self.down(F.relu(self.up(self.norm_mlp(stream))))
-        return stream + added
-
-
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text at each of its bytes."""
+    """Predicts the next byte of a text at each of its bytes, from those before it."""
 
     def __init__(self, *, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits of shape (batch, time, 256) from bytes of shape (batch, time)."""
         stream = self.bytes(text) + self.positions.weight[: text.shape[1]]
-        logits: Tensor = self.head(self.norm(self.blocks(stream)))
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
+        for block in self.blocks:
+            stream = block(stream, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(stream))
         return logits
 
 
@@ -148,22 +130,12 @@ def draw(corpus: Tensor, batch_size: int, context: int, generator: torch.Generat
     return corpus[starts + torch.arange(context + 1)].long()
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warmup, then a cosine down to a tenth; `steps` 0 means a run without an end."""
-    horizon = steps or HORIZON_STEPS
-    warmup = min(WARMUP_STEPS, math.ceil(horizon / 10))
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
-
-
 class Trouble:
     """Injects the chosen faults into the training, and prints when each begins."""
 
     def __init__(self, model: ByteTransformer, injections: tuple[Injection, ...], say: Callable[[str], None]) -> None:
         middle = model.blocks[(len(model.blocks) - 1) // 2]
-        assert isinstance(middle, Block)  # noqa: S101 - tells the type checker
+        assert isinstance(middle, nn.TransformerEncoderLayer)  # noqa: S101 - tells the type checker
         self._middle = middle
         self._injections = injections
         self._say = say
@@ -179,7 +151,7 @@ class Trouble:
                 self._middle.register_forward_hook(_vanish)
             elif injection.kind == "dead":
                 with torch.no_grad():
-                    self._middle.up.bias.fill_(-1e4)
+                    self._middle.linear1.bias.fill_(-1e4)
             elif injection.kind == "stall":
                 time.sleep(injection.seconds)
 
@@ -189,7 +161,7 @@ class Trouble:
             if injection.kind == "nan" and injection.step == step:
                 # A classic: a penalty on the distance to a copy of the weight. It is 0, and so harmless in
                 # the loss, but the square root's slope at 0 is infinite, and infinity times 0 is NaN.
-                weight = self._middle.down.weight
+                weight = self._middle.linear2.weight
                 loss = loss + (weight - weight.detach()).square().sum().sqrt()
             if injection.kind == "explode" and injection.step <= step < injection.step + EXPLODE_STEPS:
                 loss = loss * 1e4
@@ -201,77 +173,50 @@ def _vanish(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * 1e-9)  # type: ignore[no-untyped-call] # torch leaves it untyped
 
 
-class Progress(Protocol):
-    """Shows how far the training is."""
-
-    def advance(self, loss: Tensor) -> None:
-        """One more step, with its loss."""
-
-    def say(self, text: str) -> None:
-        """One line on standard output, without spoiling the display."""
-
-    def close(self) -> None:
-        """Ends the display."""
-
-
-class _Bar:
-    """A tqdm progress bar. Reads the loss twice a second: on a GPU, reading it means waiting for it."""
-
-    def __init__(self, steps: int) -> None:
-        from tqdm import tqdm  # noqa: PLC0415 - optional
-
-        self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
-        self._shown = 0.0
-
-    def advance(self, loss: Tensor) -> None:
-        self._bar.update()
-        now = time.monotonic()
-        if now - self._shown >= 0.5:
-            self._shown = now
-            self._bar.set_postfix(loss=f"{loss.item():.3f}")
-
-    def say(self, text: str) -> None:
-        with self._bar.external_write_mode():
-            print(text, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _Lines:
-    """A plain line every second, where tqdm is not installed."""
+class Progress:
+    """Shows how far the training is: a bar of tqdm, or where that is not installed a line every second."""
 
     def __init__(self, steps: int) -> None:
         self._end = f"/{steps}" if steps else ""
         self._step = 0
         self._shown = time.monotonic()
+        try:
+            from tqdm import tqdm  # noqa: PLC0415 - optional
+        except ImportError:
+            self._bar = None
+        else:
+            self._bar = tqdm(total=steps or None, unit=" steps", dynamic_ncols=True)
 
     def advance(self, loss: Tensor) -> None:
+        """One more step, with its loss, which is read once a second: on a GPU, reading it means waiting for it."""
         self._step += 1
+        if self._bar is not None:
+            self._bar.update()
         now = time.monotonic()
         if now - self._shown >= 1.0:
             self._shown = now
-            self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
+            if self._bar is not None:
+                self._bar.set_postfix(loss=f"{loss.item():.3f}")
+            else:
+                self.say(f"step {self._step}{self._end}, loss {loss.item():.3f}")
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        """One line on standard output, without spoiling the bar."""
+        with contextlib.nullcontext() if self._bar is None else self._bar.external_write_mode():
+            print(text, flush=True)
 
     def close(self) -> None:
-        pass
-
-
-def _progress(steps: int) -> Progress:
-    try:
-        return _Bar(steps)
-    except ImportError:
-        return _Lines(steps)
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter, progress: Progress) -> None:
     """An ordinary training loop, with one line for the exporter."""
     trouble = Trouble(model, options.inject, progress.say)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
+    horizon = options.steps or HORIZON_STEPS
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon, eta_min=LEARNING_RATE / 10)
     generator = torch.Generator().manual_seed(options.seed)
     for step in range(1, options.steps + 1) if options.steps else itertools.count(1):
         trouble.begin(step)
@@ -304,13 +249,11 @@ def run(options: Options) -> int:
     interrupted = False
     with exporter:
         print(_introduction(model, corpus, options, exporter.url), flush=True)
-        progress = _progress(options.steps)
-        try:
-            train(model, corpus, options, exporter, progress)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            progress.close()
+        with contextlib.closing(Progress(options.steps)) as progress:
+            try:
+                train(model, corpus, options, exporter, progress)
+            except KeyboardInterrupt:
+                interrupted = True
         print(summary(exporter.collect()), flush=True)
     return 130 if interrupted and options.steps else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import textwrap
 import warnings
@@ -18,7 +19,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
@@ -229,11 +230,8 @@ def _scale(figure: Figure, axes: Axes, image: ScalarMappable, grid: Grid, *, uni
     """The colours, with arrows where values lie beyond them."""
     (low, top), values = bounds, grid.values[np.isfinite(grid.values)]
     slack = 1e-3 * (low if grid.log else top - low)  # codes are rounded
-    beyond = (
-        bool((values < low - slack).any()),
-        bool((values > top + slack * top / low if grid.log else values > top + slack).any()),
-    )
-    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[beyond]
+    below, above = (values < low - slack).any(), (values > top + (slack * top / low if grid.log else slack)).any()
+    extend = "both" if below and above else "min" if below else "max" if above else "neither"
     bar = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.03, aspect=max(5.0, 6 * high), extend=extend, label=unit)
     if grid.log:
         _log_ticks(bar.ax.yaxis, low, top, high)
@@ -313,18 +311,9 @@ def _values(axes: Axes, values: FloatArray, *, log: bool) -> None:
 
 def _log_ticks(axis: Axis, low: float, high: float, inches: float) -> None:
     """Ticks that have room on an axis so long, and no labels between them."""
-    decades = math.log10(high / low)
-    if decades <= 1.8:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        plain = low >= 1e-3 and high < 1e5
-        axis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{value:g}") if plain else LogFormatterSciNotation(minor_thresholds=(99, 99))
-        )
-    else:
-        every = math.ceil(decades / (4 * inches))
-        first = math.ceil(math.log10(low) / every)
-        axis.set_major_locator(FixedLocator([10.0 ** (every * k) for k in range(first, math.floor(math.log10(high) / every) + 1)]))
-        axis.set_major_formatter(LogFormatterSciNotation())
+    short = math.log10(high / low) <= 1.8
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,), numticks=max(2, int(4 * inches))))
+    axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(99, 99)))
     axis.set_minor_locator(NullLocator())
 
 
@@ -360,11 +349,8 @@ def _about(grid: Grid, view: str) -> Iterable[str]:
 
 def _prefix(names: Sequence[str]) -> str:
     """What all names begin with, up to a point."""
-    if len(names) < 2:
-        return ""
-    first, last = min(names), max(names)
-    same = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[: first.rfind(".", 0, same) + 1]
+    same = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 - by characters, up to the last point
+    return same[: same.rfind(".") + 1]
 
 
 def short(name: str, most: int = 40) -> str:

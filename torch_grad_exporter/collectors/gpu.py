@@ -62,12 +62,11 @@ _Found = dict[Spec, dict[_Row, float]]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """One value of a device: the functions of NVML, of which the first that answers counts, and how the answer is read."""
+    """One value of a device: the calls of NVML, see `Library.ask`, and how the answer is read."""
 
     spec: Spec
-    functions: tuple[str, ...]
-    arguments: tuple[str, ...] = ()
-    """Names of the constants that follow the device."""
+    calls: tuple[tuple[str, ...], ...]
+    """Of each the function, then the names of the constants that follow the device."""
     field: str = ""
     """The field of the answer, where that is a structure."""
     times: float = 1.0
@@ -80,19 +79,22 @@ class _Question:
 _REASONS = ("power", "thermal", "sync_boost", "board_limit", "reliability")
 _KINDS = ("corrected", "uncorrected")
 
+_TEMPERATURE = "NVML_TEMPERATURE_GPU"
+
 QUESTIONS = (
-    _Question(GPU_UTILIZATION, ("nvmlDeviceGetUtilizationRates",), field="gpu", over=100),
-    _Question(GPU_POWER, ("nvmlDeviceGetPowerUsage",), over=1e3),
-    # NVIDIA means to remove the first one.
-    _Question(GPU_TEMPERATURE, ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"), ("NVML_TEMPERATURE_GPU",)),
-    _Question(GPU_SM_CLOCK, ("nvmlDeviceGetClockInfo",), ("NVML_CLOCK_SM",), times=1e6),
-    _Question(GPU_ENERGY, ("nvmlDeviceGetTotalEnergyConsumption",), over=1e3),
+    _Question(GPU_UTILIZATION, (("nvmlDeviceGetUtilizationRates",),), "gpu", over=100),
+    # Older drivers know only the second call, and count what they keep for themselves as used.
+    _Question(GPU_MEMORY_USED, (("nvmlDeviceGetMemoryInfo", "nvmlMemory_v2"), ("nvmlDeviceGetMemoryInfo",)), "used"),
+    _Question(GPU_POWER, (("nvmlDeviceGetPowerUsage",),), over=1e3),
+    # NVIDIA means to remove the first call.
+    _Question(GPU_TEMPERATURE, (("nvmlDeviceGetTemperature", _TEMPERATURE), ("nvmlDeviceGetTemperatureV", _TEMPERATURE))),
+    _Question(GPU_SM_CLOCK, (("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),), times=1e6),
+    _Question(GPU_ENERGY, (("nvmlDeviceGetTotalEnergyConsumption",),), over=1e3),
     *(
         _Question(
             GPU_THROTTLED,
-            ("nvmlDeviceGetViolationStatus",),
-            (f"NVML_PERF_POLICY_{reason.upper()}",),
-            field="violationTime",  # In nanoseconds.
+            (("nvmlDeviceGetViolationStatus", f"NVML_PERF_POLICY_{reason.upper()}"),),
+            "violationTime",  # In nanoseconds.
             over=1e9,
             label=(reason,),
         )
@@ -101,14 +103,13 @@ QUESTIONS = (
     *(
         _Question(
             GPU_ECC_ERRORS,
-            ("nvmlDeviceGetTotalEccErrors",),
-            (f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}", "NVML_VOLATILE_ECC"),
+            (("nvmlDeviceGetTotalEccErrors", f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}", "NVML_VOLATILE_ECC"),),
             label=(kind,),
         )
         for kind in _KINDS
     ),
 )
-SPECS = dict.fromkeys((GPU_UTILIZATION, GPU_MEMORY_USED, *(question.spec for question in QUESTIONS)))
+SPECS = dict.fromkeys(question.spec for question in QUESTIONS)
 
 
 class GpuCollector:
@@ -247,11 +248,8 @@ class GpuCollector:
 
 def _values(library: Library, gpu: Gpu) -> Iterator[tuple[Spec, tuple[str, ...], float]]:
     """The values of a device from NVML: metric, further labels, value in the metric's unit."""
-    if (used := library.memory_used(gpu)) is not None:
-        yield GPU_MEMORY_USED, (), used
     for question in QUESTIONS:
-        answers = (library.ask(function, gpu, *question.arguments) for function in question.functions)
-        if (found := next((answer for answer in answers if answer is not None), None)) is not None:
+        if (found := library.ask(gpu, *question.calls)) is not None:
             number = getattr(found, question.field) if question.field else found
             yield question.spec, question.label, number * question.times / question.over
 

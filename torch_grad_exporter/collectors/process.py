@@ -102,25 +102,6 @@ def standard_registry(proc: str = "/proc") -> prometheus_client.CollectorRegistr
     return registry
 
 
-class StandardFamilies:
-    """What a registry of `prometheus_client` has, as families under our own declarations; unknown names are left out."""
-
-    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
-        self._registry = registry
-        self._rows = LabelledRows()
-
-    def collect(self) -> Iterator[Family]:
-        """The families as of now; none of a metric that the registry does not have, as `process_*` without /proc."""
-        found: defaultdict[str, list[Sample]] = defaultdict(list)
-        for metric in self._registry.collect():
-            for sample in metric.samples:
-                found[sample.name].append(sample)
-        for spec in STANDARD.specs:
-            if samples := found.get(spec.name):
-                values = {tuple(sample.labels.get(name, "") for name in spec.labels): sample.value for sample in samples}
-                yield self._rows.family(spec, values)
-
-
 class PsutilFamilies:
     """What psutil reads of a process and its children; what cannot be read here has no series.
 
@@ -170,17 +151,25 @@ class ProcessCollector:
         standard: prometheus_client.CollectorRegistry | None = None,
         psutil_families: PsutilFamilies | None = None,
     ) -> None:
-        self._sources: list[StandardFamilies | PsutilFamilies] = [StandardFamilies(standard or standard_registry())]
+        self._standard = standard or standard_registry()
+        self._rows = LabelledRows()
         # Where there is no /proc, psutil does not even find this process.
         if psutil_families is None and (process := attempt(psutil.Process, ABSENT)) is not None:
             psutil_families = PsutilFamilies(process)
-        if psutil_families is not None:
-            self._sources.append(psutil_families)
+        self._psutil_families = psutil_families
 
     def collect(self) -> Iterator[Family]:
-        """The families as of now."""
-        for source in self._sources:
-            yield from source.collect()
+        """The families as of now; none of a metric that there is not, as `process_*` without /proc."""
+        found: defaultdict[str, list[Sample]] = defaultdict(list)
+        for metric in self._standard.collect():
+            for sample in metric.samples:
+                found[sample.name].append(sample)
+        for spec in STANDARD.specs:
+            if samples := found.get(spec.name):
+                values = {tuple(sample.labels.get(name, "") for name in spec.labels): sample.value for sample in samples}
+                yield self._rows.family(spec, values)
+        if self._psutil_families is not None:
+            yield from self._psutil_families.collect()
 
 
 COLLECTOR = Declaration("process", (STANDARD, METRICS), lambda _: ProcessCollector(), place=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -50,11 +50,11 @@ class Registry:
         for declaration in declarations:
             self.register(declaration)
 
-    def register(self, declaration: Declaration, *, replace: bool = False) -> Registration:
-        """Adds a collector: exporters that are started from now on have it, until the registration is closed.
+    def register(self, declaration: Declaration, *, replace: bool = False) -> contextlib.ExitStack:
+        """Adds a collector: exporters that are started from now on have it, until the result is closed; those that run keep it.
 
-        Raises `ValueError` where the name is none, or another collector has it or one of the metrics. `replace`: it stands in for the one of
-        its name meanwhile.
+        Raises `ValueError` for a wrong name, and where another collector has the name or one of the metrics. `replace`: until it is
+        closed, it takes the place of the collector of its name.
         """
         if not re.fullmatch(r"[a-z][a-z0-9_]*", declaration.name):
             raise ValueError(f"{declaration.name!r} is no name of a collector; use lower case and underscores")
@@ -62,7 +62,9 @@ class Registry:
             raise ValueError(f"there is a collector {declaration.name!r} already; choose another name")
         _catalogue((*(one for one in self if one.name != declaration.name), declaration))
         self._declared = (*self._declared, declaration)
-        return Registration(functools.partial(self._take_out, declaration))
+        registration = contextlib.ExitStack()
+        registration.callback(self._take_out, declaration)
+        return registration
 
     def _take_out(self, declaration: Declaration) -> None:
         self._declared = tuple(one for one in self._declared if one is not declaration)
@@ -100,17 +102,6 @@ class Registry:
         guards = {one: context.errors.boundary(source_of(one.name), limit=None) for one in self if one.name in chosen}
         made = {one.name: guard.result(one.make, context) for one, guard in guards.items()}
         return {name: collector for name, collector in made.items() if collector is not None}
-
-
-class Registration:
-    """What was registered, until it is closed. `remove` takes it out; it may be called again."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove = remove
-
-    def close(self) -> None:
-        """Takes it out again; exporters that run keep theirs. Idempotent."""
-        self._remove()
 
 
 def source_of(name: str) -> str:

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 UNLIMITED = 2**62
 """From here on a memory limit of version 1 is none: the kernel writes the largest number that a page's size divides."""
+
+
+_MEMBERSHIP = re.compile(r"^[^:\n]*:([^:\n]*):(.*)$", re.MULTILINE)
+"""A line of /proc/self/cgroup: number, controllers, path."""
+
+_MOUNTED = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*? - cgroup(2?) .*?(\S*)$", re.MULTILINE)
+"""A line of /proc/self/mountinfo: three numbers, root, mount point, options, `-`, kind, source, options of the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +161,14 @@ def _limited(value: int | None) -> int | None:
 
 def _paths(membership: str) -> dict[str, str]:
     """The paths of /proc/self/cgroup by controller; that of version 2 under the empty name."""
-    found: dict[str, str] = {}
-    for line in membership.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, separator, path = rest.partition(":")
-        if separator:
-            found |= dict.fromkeys(controllers.split(","), path)
-    return found
+    return {name: path for names, path in _MEMBERSHIP.findall(membership) for name in names.split(",")}
 
 
-def _mounts(table: str) -> Iterable[_Mount]:
+def _mounts(table: str) -> Iterator[_Mount]:
     """The mounted hierarchies in /proc/self/mountinfo."""
-    for line in table.splitlines():
-        before, separator, after = line.partition(" - ")
-        fields, (kind, *more) = before.split(" "), after.split(" ")
-        if not separator or len(fields) < 5 or kind not in ("cgroup", "cgroup2"):
-            continue
-        root, point = (PurePosixPath(_unescape(field)) for field in fields[3:5])
-        yield _Mount(root, point, 2 if kind == "cgroup2" else 1, frozenset(more[-1].split(",") if more else ()))
+    for root, point, second, options in _MOUNTED.findall(table):
+        places = PurePosixPath(_unescape(root)), PurePosixPath(_unescape(point))
+        yield _Mount(*places, 2 if second else 1, frozenset(options.split(",")))
 
 
 def _unescape(field: str) -> str:
@@ -192,11 +189,8 @@ def _below(root: PurePosixPath, path: str) -> tuple[str, ...] | None:
 
 def _statistic(path: Path, name: str) -> int | None:
     """One value of a file of names and numbers."""
-    for line in (_text(path) or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _integer(value)
-    return None
+    found = re.search(rf"^{name} (.*)$", _text(path) or "", re.MULTILINE)
+    return None if found is None else _integer(found[1])
 
 
 def _number(path: Path) -> int | None:

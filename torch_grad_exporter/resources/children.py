@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -55,7 +56,7 @@ class Descendants:
 
     def _listed(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
-        for parent in _with_those_added(self._process, found):
+        for parent in itertools.chain((self._process,), found):  # which grows meanwhile
             children = (attempt(partial(psutil.Process, pid), (psutil.Error,)) for pid in self._children(parent.pid))
             found += (child for child in children if child is not None)
         return found
@@ -72,23 +73,11 @@ class Descendants:
         return any(process.is_running() and attempt(process.ppid, (psutil.Error,)) in family for process in gone)
 
 
-def _with_those_added(first: psutil.Process, rest: list[psutil.Process]) -> Iterator[psutil.Process]:
-    """The first, then the rest, which grows meanwhile."""
-    yield first
-    yield from rest
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
+class CpuSeconds(NamedTuple):
     """CPU time of one process: its own, and that of its children which have ended and which it has waited for."""
 
     own: float
     waited_for: float
-
-    @property
-    def both(self) -> float:
-        """All of it."""
-        return self.own + self.waited_for
 
 
 NOTHING = CpuSeconds(0.0, 0.0)
@@ -119,20 +108,19 @@ class ChildrenCpu:
     def __call__(self, waited_for: float, children: Mapping[Hashable, CpuSeconds | None]) -> float:
         """The total as of a reading: what this process waited for, and every child; `None` for one that lets nothing be read."""
         now = {key: seconds or self._last.get(key, NOTHING) for key, seconds in children.items()}
-        gone = [seconds.both for key, seconds in self._last.items() if key not in now]
+        gone = [sum(seconds) for key, seconds in self._last.items() if key not in now]
         moved = [now[key].waited_for - self._last[key].waited_for for key in now if key in self._last]
         arrived = waited_for - self._waited_for + sum(moved)
         self._awaited = max(0.0, self._awaited + sum(gone) - arrived)
         if self._shown and not gone and None not in children.values():
             self._lost, self._awaited = self._lost + self._awaited, 0.0
         self._waited_for, self._last = waited_for, now
-        alive = sum(seconds.both for seconds in now.values())
+        alive = sum(map(sum, now.values()))
         self._total = max(self._total, waited_for + alive + self._awaited + self._lost)
         return self._total
 
 
-@dataclass(frozen=True, slots=True)
-class Children:
+class Children(NamedTuple):
     """All descendants of the process that run at one moment, and the CPU time of all there ever were, in seconds."""
 
     running: Sequence[psutil.Process]
@@ -156,31 +144,26 @@ class ChildrenReading:
         # A process is its own key: psutil compares them by pid and creation.
         seen = {process: child for process in processes if (child := _look_at(process)) is not None}
         waited_for = times.children_user + times.children_system
-        cpu_seconds = self._cpu(waited_for, {process: child.cpu for process, child in seen.items()})
-        return Children([process for process, child in seen.items() if child.running], cpu_seconds)
+        cpu_seconds = self._cpu(waited_for, {process: cpu for process, (_, cpu) in seen.items()})
+        return Children([process for process, (running, _) in seen.items() if running], cpu_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """One child at one moment. `None` is what could not be read."""
+def _look_at(process: psutil.Process) -> tuple[bool, CpuSeconds | None] | None:
+    """Whether a child runs, and its CPU time where that can be read.
 
-    running: bool
-    cpu: CpuSeconds | None = None
-
-
-def _look_at(process: psutil.Process) -> _Child | None:
-    """The child as of now; `None` if it has gone since it was listed, so that its time is with the process that waited for it."""
+    `None` if it has gone since it was listed, so that its time is with the process that waited for it.
+    """
     try:
         with process.oneshot():
             times = process.cpu_times()
             running = process.status() not in ENDED
     except psutil.ZombieProcess:
-        return _Child(running=False)
+        return False, None
     except psutil.NoSuchProcess:
         return None
     except ABSENT:
-        return _Child(running=True)
-    return _Child(running, CpuSeconds(times.user + times.system, times.children_user + times.children_system))
+        return True, None
+    return running, CpuSeconds(times.user + times.system, times.children_user + times.children_system)
 
 
 class ChildrenMemory:

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_grad_exporter.resources.cuda_visible_devices import SILENT, Installed
 
@@ -32,8 +32,6 @@ _REFUSED = ("NotSupported", "NoPermission", "FunctionNotFound", "ArgumentVersion
 
 _NO_SUCH = ("NotFound", "InvalidArgument", "NotSupported", "NoPermission")
 """When a device is looked up by its UUID."""
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +80,22 @@ class Library:
         with contextlib.suppress(self.error):
             self._module.nvmlShutdown()
 
-    def ask(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - numbers and structures of NVML
-        """What a function of NVML returns for a device, with arguments by name; `None` where there is no answer.
+    def ask(self, gpu: Gpu, *calls: tuple[str, ...]) -> Any | None:  # noqa: ANN401 - numbers and structures of NVML
+        """What the first call returns that the device, its driver and the package know; `None` where there is no answer.
 
-        A healthy device may still fail to give one value: only one that is lost raises, and a library that has gone.
+        A call is a function and the names of its further arguments. A healthy device may still fail to give one value: only one
+        that is lost raises, and a library that has gone.
         """
-        return self._unless_gone(lambda: self._understood(function, gpu, *constants))
-
-    def memory_used(self, gpu: Gpu) -> float | None:
-        """Bytes in use; `None` where there is no answer, and raises, as `ask`."""
-
-        def used() -> Any | None:  # noqa: ANN401 - as `ask`
-            second = self._understood("nvmlDeviceGetMemoryInfo", gpu, "nvmlMemory_v2")
-            # Older drivers count what they keep for themselves as used.
-            return second if second is not None else self._understood("nvmlDeviceGetMemoryInfo", gpu)
-
-        memory = self._unless_gone(used)
-        return None if memory is None else float(memory.used)
+        try:
+            for function, *constants in calls:
+                with contextlib.suppress(*self._stale):
+                    if (found := self._answer(function, gpu, *constants)) is not None:
+                        return found
+        except (*self.closed, *self._lost):
+            raise
+        except self.error:
+            pass
+        return None
 
     def probe(self, gpu: Gpu) -> None:
         """Raises if the device does not answer at all: every kind of device reports its memory."""
@@ -135,21 +132,6 @@ class Library:
         partitioned = self._answer("nvmlDeviceGetMigMode", gpu)
         model = _text(self._module.nvmlDeviceGetName(gpu.handle))
         return Installed(gpu.uuid, model, bool(partitioned and partitioned[0]))
-
-    def _unless_gone(self, read: Callable[[], _Value]) -> _Value | None:
-        try:
-            return read()
-        except (*self.closed, *self._lost):
-            raise
-        except self.error:
-            return None
-
-    def _understood(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
-        """As `ask`, but raises for all errors other than a refusal or a function that does not apply."""
-        try:
-            return self._answer(function, gpu, *constants)
-        except self._stale:
-            return None
 
     def _answer(self, function: str, gpu: Gpu, *constants: str) -> Any | None:  # noqa: ANN401 - as `ask`
         """As `ask`, but raises for all errors other than a refusal."""

@@ -37,12 +37,12 @@ def attempt(read: Callable[[], _Value], absent: tuple[type[Exception], ...]) -> 
 class Rising(Generic[_Key]):
     """The sum of several counters that come and go, as a counter that never falls. Any thread may call it.
 
-    A counter seen for the first time counts as a whole; one that is gone keeps what it had; what one has lost when
-    it starts again is not taken off. One that comes back adds what it has gained meanwhile, or as a whole if that is
-    less than it had: then it is another one. That holds for the `KEPT` that went last; older ones are new ones.
+    A new counter counts as a whole. One that is gone keeps its last value in the sum. One that falls has started again, and the
+    sum does not fall with it. One that comes back adds what it has gained, or counts as new if it has less than before. The last
+    `KEPT` that went are remembered; an older one counts as new.
 
-    Threads that read for themselves hand over in the order in which they read: an older reading after a newer one
-    would count the difference twice.
+    Readings must be handed over in the order in which they were taken: an older one after a newer one would count the difference
+    twice.
     """
 
     def __init__(self) -> None:

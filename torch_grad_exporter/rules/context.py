@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, Spec
-from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memories
+from torch_grad_exporter.rules.memory import HOUR, MINUTES_10, Memory
 from torch_grad_exporter.rules.values import Table, Values
 
 THRESHOLDS: Mapping[str, float] = {
@@ -77,43 +77,43 @@ class RuleContext:
     values: Values
     now: float
     state: str | None
-    memories: Memories
+    memories: Mapping[Spec, Memory]
+    slowest_step: float | None
+    """The slowest of a day."""
 
     def age(self, spec: Spec) -> float | None:
         """Seconds since the moment that is a metric's value."""
         at = self.values.one(spec)
         return None if at is None else self.now - at
 
-    @property
-    def young(self) -> bool:
-        """Whether the exporter was started within `YOUNG`."""
+    def younger(self, seconds: float) -> bool:
+        """Whether the exporter was started less than so many seconds ago."""
         age = self.age(TRAIN_START_TIMESTAMP)
-        return age is not None and age < YOUNG
+        return age is not None and age < seconds
 
     def increase(self, spec: Spec, seconds: float) -> Table:
         """By how much a counter has grown within so many seconds.
 
         What is not remembered for so long has grown from nothing if it began with the exporter, else from where it was first seen.
         """
-        table, memory = self.values.table(spec), self.memories.of(spec, seconds)
-        before = memory.before(spec, self.now - seconds)
+        table, memory = self.values.table(spec), self.memories[spec]
+        before = memory.before(self.now - seconds)
         known = before[1] if before else Table()
         if spec.older:
-            known = either(known, *(earlier for _, earlier in memory.between(spec, self.now - seconds, self.now)), table)
+            known = either(known, *memory.between(self.now - seconds, self.now), table)
         return table.since(known)
 
     def lately(self, spec: Spec, seconds: float) -> Table:
-        """The same, but in a young process the whole count."""
-        return self.values.table(spec) if self.young else self.increase(spec, seconds)
+        """As `increase`, but the whole count while the process is younger than `YOUNG`."""
+        return self.values.table(spec) if self.younger(YOUNG) else self.increase(spec, seconds)
 
     def since(self, seconds: float) -> str:
         """Since when `lately` counts, in words."""
-        return "since the start" if self.young else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(YOUNG) else f"in the last {span(seconds)}"
 
     def within(self, seconds: float) -> str:
         """Since when `increase` counts, in words."""
-        age = self.age(TRAIN_START_TIMESTAMP)
-        return "since the start" if age is not None and age < seconds else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(seconds) else f"in the last {span(seconds)}"
 
     def growth(self, spec: Spec, seconds: float) -> float:
         """The largest increase of any row, 0 if there is none."""
@@ -122,8 +122,8 @@ class RuleContext:
     def over(self, spec: Spec, seconds: float) -> FloatArray:
         """What a gauge was within so many seconds: a row for each moment, the last one now, a column for each row of its table."""
         table = self.values.table(spec)
-        earlier = self.memories.of(spec, seconds).between(spec, self.now - seconds, self.now)
-        return np.array([*(moment.at(table.rows) for _, moment in earlier), table.numbers], dtype=np.float64)
+        earlier = self.memories[spec].between(self.now - seconds, self.now)
+        return np.array([*(moment.at(table.rows) for moment in earlier), table.numbers], dtype=np.float64)
 
     def highest(self, spec: Spec, seconds: float) -> Table:
         """The largest number of each row within so many seconds."""
@@ -132,19 +132,18 @@ class RuleContext:
     def mean(self, spec: Spec, seconds: float) -> Table:
         """The mean of each row over the moments within so many seconds."""
         numbers = self.over(spec, seconds)
-        known = ~np.isnan(numbers)
-        counts = known.sum(axis=0)
-        means = np.where(known, numbers, 0.0).sum(axis=0) / np.maximum(counts, 1)
-        return Table(self.values.table(spec).rows, np.where(counts > 0, means, np.nan))
+        with np.errstate(invalid="ignore"):  # NaN where none is known
+            means = np.nansum(numbers, axis=0) / np.count_nonzero(~np.isnan(numbers), axis=0)
+        return Table(self.values.table(spec).rows, means)
 
     def remembers(self, spec: Spec, seconds: float) -> bool:
         """Whether a metric was there so many seconds ago."""
-        before = self.memories.of(spec, seconds).before(spec, self.now - seconds)
+        before = self.memories[spec].before(self.now - seconds)
         return before is not None and bool(before[1].rows)
 
     def was(self, spec: Spec, seconds: float) -> FloatArray:
         """The numbers so many seconds ago of the rows that there are now; NaN where that is not known."""
-        rows, before = self.values.table(spec).rows, self.memories.of(spec, seconds).before(spec, self.now - seconds)
+        rows, before = self.values.table(spec).rows, self.memories[spec].before(self.now - seconds)
         return np.full(len(rows), np.nan) if before is None else before[1].at(rows)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.context import Finding, Problem, RuleContext
@@ -58,31 +60,21 @@ class Rule:
                 yield Problem(self.name, found.severity, found.text, found.layer, found.others, self.first_steps)
 
 
-def rule(
-    name: str,
-    states: frozenset[str | None],
-    *alerts: Alert,
-    remembers: Mapping[Spec, float] | None = None,
-    first_steps: str = "",
-    why: str = "",
-    note: str = "",
-) -> Callable[[Judge], Rule]:
+class _More(TypedDict, total=False):
+    remembers: Mapping[Spec, float]
+    first_steps: str
+    why: str
+    note: str
+
+
+def rule(name: str, states: frozenset[str | None], *alerts: Alert, **more: Unpack[_More]) -> Callable[[Judge], Rule]:
     """Makes a rule of a function that judges it, see `Rule`."""
-    return lambda judge: Rule(
-        name=name,
-        alerts=alerts,
-        judge=judge,
-        states=states,
-        remembers=remembers or {},
-        first_steps=first_steps,
-        why=why,
-        note=note,
-    )
+    return lambda judge: Rule(name=name, alerts=alerts, judge=judge, states=states, **more)
 
 
-def server_rule(name: str, *alerts: Alert, first_steps: str, why: str = "", note: str = "") -> Rule:
+def server_rule(name: str, *alerts: Alert, **more: Unpack[_More]) -> Rule:
     """A rule that only a server which knows all ranks and their past can judge."""
-    return Rule(name=name, alerts=alerts, first_steps=first_steps, why=why, note=note)
+    return Rule(name=name, alerts=alerts, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +88,28 @@ class Group:
     rules: tuple[Rule, ...]
 
 
-def remembered(rules: Iterable[Rule]) -> Mapping[Spec, float]:
-    """The metrics whose past the rules need, each for the longest time that a rule needs."""
-    seconds: dict[Spec, float] = {}
-    for spec, back in (one for rule in rules for one in rule.remembers.items()):
-        seconds[spec] = max(back, seconds.get(spec, 0.0))
-    return seconds
+class Rules:
+    """Rules in their order. From any thread."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._rules: tuple[Rule, ...] = ()
+        for rule in rules:
+            self.register(rule)
+
+    def register(self, rule: Rule) -> contextlib.ExitStack:
+        """Adds a rule: exporters that are started from now on judge by it, until the result is closed.
+
+        Raises `ValueError` where another rule has its name.
+        """
+        if any(rule.name == other.name for other in self._rules):
+            raise ValueError(f"there is a rule {rule.name!r} already; choose another name")
+        self._rules = (*self._rules, rule)
+        registration = contextlib.ExitStack()
+        registration.callback(self._take_out, rule)
+        return registration
+
+    def _take_out(self, rule: Rule) -> None:
+        self._rules = tuple(one for one in self._rules if one is not rule)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self._rules)

@@ -3,36 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from torch_grad_exporter.collectors.cuda_memory import CUDA_ALLOC_RETRIES, CUDA_OOMS
-from torch_grad_exporter.collectors.exporter import EXPORTER_CAPTURES, EXPORTER_CAPTURES_SKIPPED, EXPORTER_OVERHEAD_SECONDS
-from torch_grad_exporter.collectors.gpu import GPU_ECC_ERRORS, GPU_THROTTLED, GPU_UTILIZATION
-from torch_grad_exporter.collectors.gradients import (
-    GRAD_CAPTURES,
-    GRAD_CLIP_COEFFICIENT,
-    GRAD_GLOBAL_NORM_SPIKES,
-    GRAD_NONFINITE_ELEMENTS,
-    GRAD_NONFINITE_STEPS,
-    GRAD_NORM,
-    GRAD_NORM_RECENT_MAX,
-    GRAD_NORM_SPIKES,
-    GRAD_SAMPLE_STEP,
-    GRAD_SHARD_NORM,
-)
-from torch_grad_exporter.collectors.training import (
-    TRAIN_LOSS_NONFINITE,
-    TRAIN_LOSS_SPIKES,
-    TRAIN_PHASE_SECONDS,
-    TRAIN_SAMPLES,
-    TRAIN_SKIPPED_STEPS,
-    TRAIN_SLOWEST_STEP,
-    TRAIN_STATE,
-    TRAIN_STEPS,
-    TRAIN_TOKENS,
-)
+from torch_grad_exporter.collectors import cuda_memory, exporter, gpu, gradients, training
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.values import Table, Values
 
@@ -41,58 +16,69 @@ MINUTES_5, MINUTES_10, MINUTES_15, MINUTES_30, HOUR, DAY = 300.0, 600.0, 900.0, 
 OFTEN, SELDOM = 15.0, 60.0
 """Seconds between two memories."""
 
-_MINUTES: tuple[Spec, ...] = (
-    TRAIN_STATE, TRAIN_STEPS, TRAIN_SAMPLES, TRAIN_TOKENS, TRAIN_PHASE_SECONDS, TRAIN_LOSS_NONFINITE,
-    TRAIN_LOSS_SPIKES, TRAIN_SKIPPED_STEPS, GRAD_NONFINITE_STEPS, GRAD_GLOBAL_NORM_SPIKES, GRAD_CLIP_COEFFICIENT,
-    GRAD_SAMPLE_STEP, CUDA_OOMS, CUDA_ALLOC_RETRIES, GPU_THROTTLED, GPU_UTILIZATION, EXPORTER_OVERHEAD_SECONDS,
-)  # fmt: skip
+REMEMBERED: Mapping[Spec, float] = {
+    **dict.fromkeys(
+        (
+            training.TRAIN_STATE, training.TRAIN_SAMPLES, training.TRAIN_TOKENS, training.TRAIN_PHASE_SECONDS,
+            training.TRAIN_LOSS_NONFINITE, training.TRAIN_LOSS_SPIKES, gradients.GRAD_GLOBAL_NORM_SPIKES,
+            gradients.GRAD_CLIP_COEFFICIENT, gradients.GRAD_SAMPLE_STEP, gradients.GRAD_NORM_SPIKES, gradients.GRAD_CAPTURES,
+            gradients.GRAD_NORM_RECENT_MAX, gradients.GRAD_NORM, gradients.GRAD_SHARD_NORM, gradients.GRAD_NONFINITE_ELEMENTS,
+            cuda_memory.CUDA_OOMS, cuda_memory.CUDA_ALLOC_RETRIES, gpu.GPU_THROTTLED, gpu.GPU_UTILIZATION,
+            exporter.EXPORTER_OVERHEAD_SECONDS,
+        ),
+        MINUTES_10,
+    ),
+    **dict.fromkeys(
+        (
+            training.TRAIN_STEPS, training.TRAIN_SKIPPED_STEPS, gradients.GRAD_NONFINITE_STEPS, gpu.GPU_ECC_ERRORS,
+            exporter.EXPORTER_CAPTURES, exporter.EXPORTER_CAPTURES_SKIPPED,
+        ),
+        HOUR,
+    ),
+}  # fmt: skip
+"""The metrics whose past the package's rules need, and for how many seconds."""
 
-_LAYERS: tuple[Spec, ...] = (
-    GRAD_NORM_SPIKES, GRAD_CAPTURES, GRAD_NORM_RECENT_MAX, GRAD_NORM, GRAD_SHARD_NORM, GRAD_NONFINITE_ELEMENTS,
-)  # fmt: skip
-"""Many rows each, so seldom, in half as many bits, and no more of them than minutes."""
-
-_AN_HOUR: tuple[Spec, ...] = (
-    TRAIN_STEPS, TRAIN_SKIPPED_STEPS, GRAD_NONFINITE_STEPS, GPU_ECC_ERRORS, EXPORTER_CAPTURES,
-    EXPORTER_CAPTURES_SKIPPED,
-)  # fmt: skip
+Moment = tuple[float, Table]
 
 
 class Memory:
-    """Remembers all rows of some metrics, once in `every` seconds, for `seconds` and a little longer. `now` is Unix time."""
+    """What a metric was: all its rows, now and then, for `seconds` and a little longer. `now` is Unix time.
 
-    def __init__(self, specs: Iterable[Spec], every: float, seconds: float, kind: type[np.floating] = np.float64) -> None:
-        self.specs = frozenset(specs)
-        self.seconds = seconds
-        self._every = every
-        self._kind = kind
-        self._moments: deque[tuple[float, Mapping[Spec, Table]]] = deque()
+    Metrics of layers have many rows: they are remembered seldom, and in half as many bits.
+    """
+
+    def __init__(self, spec: Spec, seconds: float) -> None:
+        layers = "layer" in spec.labels
+        self._spec = spec
+        self._seconds = seconds
+        self._every = SELDOM if layers or seconds > HOUR else OFTEN
+        self._kind: type[np.floating] = np.float32 if layers else np.float64
+        self._moments: deque[Moment] = deque()
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now, unless it did so just now."""
         if self._moments and now < self._moments[-1][0]:  # the clock was set back
             back = self._moments[-1][0] - now
-            self._moments = deque((at - back, tables) for at, tables in self._moments)
+            self._moments = deque((at - back, table) for at, table in self._moments)
         if self._moments and now - self._moments[-1][0] < self._every:
             return
-        tables = {spec: table for spec in self.specs if (table := values.table(spec)).rows}
-        with np.errstate(over="ignore"):  # copies: the originals may be views of much more
-            copies = {spec: Table(table.rows, table.numbers.astype(self._kind)) for spec, table in tables.items()}
-        self._moments.append((now, copies))
-        while len(self._moments) > 1 and self._moments[1][0] <= now - self.seconds:
+        table = values.table(self._spec)
+        with np.errstate(over="ignore"):  # a copy: the original may be a view of much more
+            self._moments.append((now, Table(table.rows, table.numbers.astype(self._kind))))
+        while len(self._moments) > 1 and self._moments[1][0] <= now - self._seconds:
             self._moments.popleft()
 
-    def before(self, spec: Spec, at: float) -> tuple[float, Table] | None:
+    def before(self, at: float) -> Moment | None:
         """The last moment up to then, and what the metric was."""
-        return next(((time, tables.get(spec, Table())) for time, tables in reversed(self._moments) if time <= at), None)
+        return next((moment for moment in reversed(self._moments) if moment[0] <= at), None)
 
-    def oldest(self, spec: Spec) -> tuple[float, Table] | None:
+    def oldest(self) -> Moment | None:
         """The first moment that is remembered, and what the metric was."""
-        return next(((time, tables.get(spec, Table())) for time, tables in self._moments), None)
+        return self._moments[0] if self._moments else None
 
-    def between(self, spec: Spec, first: float, last: float) -> Iterator[tuple[float, Table]]:
-        """The moments after the first time and before the last, the oldest one first."""
-        return ((time, tables[spec]) for time, tables in self._moments if first < time < last and spec in tables)
+    def between(self, first: float, last: float) -> list[Table]:
+        """What the metric was after the first time and before the last, the oldest one first."""
+        return [table for at, table in self._moments if first < at < last and table.rows]
 
 
 class Longest:
@@ -103,7 +89,7 @@ class Longest:
 
     def remember(self, values: Values, now: float) -> None:
         """Takes that of the last steps."""
-        slowest, hour = values.one(TRAIN_SLOWEST_STEP), int(now // HOUR)
+        slowest, hour = values.one(training.TRAIN_SLOWEST_STEP), int(now // HOUR)
         if slowest is not None:
             self._hours[hour] = max(slowest, self._hours.get(hour, 0.0))
         self._hours = {then: longest for then, longest in self._hours.items() if hour - DAY / HOUR <= then <= hour}
@@ -111,26 +97,3 @@ class Longest:
     def seconds(self) -> float | None:
         """It, if there was any."""
         return max(self._hours.values(), default=None)
-
-
-class Memories:
-    """All that is remembered. `more`: further metrics, and for how many seconds."""
-
-    def __init__(self, more: Mapping[Spec, float] | None = None) -> None:
-        self._all: tuple[Memory, ...] = (
-            Memory(_MINUTES, OFTEN, MINUTES_10),
-            Memory(_LAYERS, SELDOM, MINUTES_10, np.float32),
-            Memory(_AN_HOUR, SELDOM, HOUR),
-            *(Memory((spec,), OFTEN if seconds <= MINUTES_10 else SELDOM, seconds) for spec, seconds in (more or {}).items()),
-        )
-        self.slowest_step = Longest()
-
-    def remember(self, values: Values, now: float) -> None:
-        """Takes the numbers as of now."""
-        for memory in self._all:
-            memory.remember(values, now)
-        self.slowest_step.remember(values, now)
-
-    def of(self, spec: Spec, seconds: float) -> Memory:
-        """The one that reaches so far back for this metric."""
-        return next(memory for memory in self._all if spec in memory.specs and seconds <= memory.seconds)

@@ -174,7 +174,7 @@ def stalled(context: RuleContext) -> Iterator[Finding]:
     age = context.age(TRAIN_LAST_ACTIVITY_TIMESTAMP)
     last, start = context.values.one(TRAIN_LAST_STEP_TIMESTAMP), context.values.one(TRAIN_START_TIMESTAMP)
     first = None if last is None or start is None else last - start  # in place of the slowest step until there were two
-    slowest, of_a_day = context.values.one(TRAIN_SLOWEST_STEP), context.memories.slowest_step.seconds()
+    slowest, of_a_day = context.values.one(TRAIN_SLOWEST_STEP), context.slowest_step
     usual = first if slowest is None else slowest
     longest = usual if of_a_day is None else max(of_a_day, slowest or 0.0)
     evaluation = SLOWEST if context.state == "evaluating" else 0.0

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
 from torch_grad_exporter.rules import exporter, gradients, resources, training
 from torch_grad_exporter.rules.context import Problem, RuleContext
-from torch_grad_exporter.rules.declaration import Rule, remembered
-from torch_grad_exporter.rules.memory import MINUTES_10, Memories
-from torch_grad_exporter.rules.registry import Rules
+from torch_grad_exporter.rules.declaration import Rule, Rules
+from torch_grad_exporter.rules.memory import REMEMBERED, Longest, Memory
 from torch_grad_exporter.rules.values import Values
 
 GROUPS = (training.GROUP, gradients.GROUP, resources.GROUP, exporter.GROUP)
@@ -31,15 +30,21 @@ class Watch:
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._rules = tuple(rules)
-        self._memories = Memories(remembered(self._rules))
+        seconds = dict(REMEMBERED)
+        for spec, back in (one for rule in self._rules for one in rule.remembers.items()):
+            seconds[spec] = max(back, seconds.get(spec, 0.0))
+        self._memories = {spec: Memory(spec, back) for spec, back in seconds.items()}
+        self._slowest_step = Longest()
 
     def remember(self, values: Values, now: float) -> None:
         """Takes the numbers as of now, unless it did so just now."""
-        self._memories.remember(values, now)
+        for memory in self._memories.values():
+            memory.remember(values, now)
+        self._slowest_step.remember(values, now)
 
     def problems(self, values: Values, now: float) -> list[Problem]:
         """All of them, the worst first."""
-        context = RuleContext(values, now, values.state(), self._memories)
+        context = RuleContext(values, now, values.state(), self._memories, self._slowest_step.seconds())
         found = [problem for rule in self._rules for problem in rule.problems(context)]
         return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 
@@ -47,8 +52,8 @@ class Watch:
         """Steps, training examples and tokens per second over the last minute, or for as long as is remembered."""
         found: dict[str, float] = {}
         for name, spec in (("steps", TRAIN_STEPS), ("samples", TRAIN_SAMPLES), ("tokens", TRAIN_TOKENS)):
-            memory, table = self._memories.of(spec, MINUTES_10), values.table(spec)
-            before = memory.before(spec, now - seconds) or memory.oldest(spec)
+            memory, table = self._memories[spec], values.table(spec)
+            before = memory.before(now - seconds) or memory.oldest()
             if before is not None and now - before[0] >= LEAST_SECONDS and (more := table.since(before[1]).largest()) is not None:
                 found[name] = more / (now - before[0])
         return found
