@@ -186,7 +186,7 @@ class LayerTotals:
         squares = np.square(groups.combined(Column.NORM, counted=True))
         fits = np.isfinite(layers["squared_total"][rows] + squares)
         layers["squared_total"][rows[fits]] += squares[fits]
-        entered, entered_norms = enter_norms(layers, rows[finite], norms[finite], DECADE_BOUNDS)
+        entered, entered_norms = enter_norms(layers, rows, norms, DECADE_BOUNDS)
         self._exponential.observe((self.table.layers[row] for row in entered.tolist()), entered_norms)
         zscore, spike = self._baseline.judge(rows, norms)
         layers["zscore"][rows] = zscore

@@ -24,7 +24,6 @@ import numpy as np
 from torch_grad_exporter.aggregation.samples import values
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import UNOWNED
-from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.transfer.events import Local
 
@@ -149,7 +148,7 @@ class LocalTotals:
             if (mine & sample.present).any():
                 known = sample.sized and not (mine & dirty).any()
                 local = length(norms[(positions >= 0) & mine[positions]]) / sample.scale if known else None
-                reduced = length(sample.columns[mine & sample.present, Column.NORM])
+                reduced = length(sample.norms[mine & sample.present])
                 self._enter(number, local, reduced, event, new=number in settled.unmeasured)
 
     def _enter(self, number: int, local: float | None, reduced: float, event: Local, *, new: bool) -> None:

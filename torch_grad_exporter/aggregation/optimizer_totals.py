@@ -85,8 +85,7 @@ class OptimizerTotals:
         for cursor in self._cursors:
             cursor.optimizers.enter(rows, norm if fresh else np.array([np.nan]), after)
         if fresh:
-            finite = np.isfinite(norm)
-            entered, norms = enter_norms(self._totals, rows[finite], norm[finite], HALF_DECADE_BOUNDS)
+            entered, norms = enter_norms(self._totals, rows, norm, HALF_DECADE_BOUNDS)
             self._exponential.observe(entered.tolist(), norms)
             self._totals["spikes"][rows] += self._baseline.judge(rows, norm)[1]
 

@@ -79,7 +79,7 @@ class LayerIndex:
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
-        modules = list(self._modules())
+        modules = self._modules()
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
@@ -101,24 +101,27 @@ class LayerIndex:
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
         """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
-        for model, (_, reference) in enumerate(self._models):
-            module = reference()
-            if module is not None and root is None:
+        for model, _, module in self._roots():
+            if root is None:
                 self.replicas.search(model, module)
-            elif module is root is not None:
+            elif module is root:
                 self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
             self._table = self._planned(self._table.tracked, self._table.frozen)
 
     def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
-        roots = [] if self.fully_sharded else [(model, reference()) for model, (_, reference) in enumerate(self._models)]
-        behind = frozenset(model for model, root in roots if root is not None and is_behind(root.parameters()))
+        roots = [] if self.fully_sharded else self._roots()
+        behind = frozenset(model for model, _, root in roots if is_behind(root.parameters()))
         return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
-    def _modules(self) -> Iterator[torch.nn.Module]:
-        roots = [root for _, reference in self._models if (root := reference()) is not None]
-        return iter({id(module): module for root in roots for module in root.modules()}.values())
+    def _roots(self) -> list[tuple[int, str, torch.nn.Module]]:
+        """The models that exist, each with its number and name."""
+        known = enumerate(self._models)
+        return [(model, name, root) for model, (name, reference) in known if (root := reference()) is not None]
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [*{id(module): module for _, _, root in self._roots() for module in root.modules()}.values()]
 
     def _is_fully_sharded(self) -> bool:
         self.fully_sharded |= any(hasattr(type(module), "set_reshard_after_backward") for module in self._modules())
@@ -131,10 +134,7 @@ class LayerIndex:
     def _places(self, *, filtered: bool = True) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, int, str]]:
         """Each parameter's module, its name there, the parameter, the number of the model, and the layer."""
         seen: set[int] = set()
-        for model, (name, reference) in enumerate(self._models):
-            root = reference()
-            if root is None:
-                continue
+        for model, name, root in self._roots():
             labels = layer_names(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():

@@ -57,4 +57,5 @@ def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArr
 
 def length(norms: FloatArray) -> float:
     """The L2 norm of one vector from those of its parts, shape (n,)."""
-    return float(root_of_squares(norms, np.zeros(len(norms), dtype=np.int64), 1)[0])
+    with np.errstate(invalid="ignore"):  # a NaN stays one
+        return float(root_of_squares(norms, np.zeros(len(norms), dtype=np.int64), 1)[0])
