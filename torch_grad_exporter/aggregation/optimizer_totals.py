@@ -95,12 +95,11 @@ class OptimizerTotals:
             if UNOWNED in self._row_of and optimizer != OBSERVED:
                 self._row_of[optimizer] = self._row_of.pop(UNOWNED)
             else:
-                self._row_of[optimizer] = len(self._totals)
                 index = np.append(np.arange(len(self._totals)), -1)
-                self._totals = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER))
-                self._baseline.move(index)
+                totals, baseline = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER)), self._baseline.moved(index)
                 for cursor in self._cursors:
-                    cursor.optimizers.move(index)
+                    cursor.optimizers = cursor.optimizers.moved(index)
+                self._totals, self._baseline, self._row_of[optimizer] = totals, baseline, len(index) - 1
         return self._row_of[optimizer]
 
     def snapshot(self) -> tuple[tuple[int, ...], Records, bool, tuple[Counts, ...] | None]:
