@@ -79,7 +79,6 @@ LEFT_OUT = {
     ),
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
-    "model.name_tree": "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
@@ -100,6 +99,10 @@ UNREACHED = {
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
     "capture.build.Capture.watch_optimizers": "the start",
+    **dict.fromkeys(
+        (f"model.folding._Module.{name}" for name in ("shown", "rows", "row_of")),
+        "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
+    ),
     "model.watched.WatchedModels.any_of": "the start of another exporter",
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
@@ -145,10 +148,7 @@ UNREACHED = {
     "statistics.device.norms": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
     "statistics.layout.Layout.of": "the start",
-    **dict.fromkeys(
-        (f"statistics.layout.{name}" for name in ("Layout.scaled", "fits_float32", "zero_rows")),
-        "accelerators, tests/statistics/test_device_chunks.py",
-    ),
+    "statistics.layout.Layout.scaled": "accelerators, tests/statistics/test_device_chunks.py",
     "statistics.layout.homogeneous": "a statistic from outside, tests/statistics/test_toy_statistic.py",
     "transfer.transfer._Buffer.free": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._Buffer.lend": "accelerators, tests/transfer/test_transfer.py",
@@ -161,8 +161,8 @@ UNREACHED = {
     "torch_compat.composed_wrapper": "several ranks, tests/model/test_replicas.py",
     "torch_compat.default_store": "several ranks, tests/distributed/test_ranks.py",
     "torch_compat.without_prefix": "several ranks, tests/distributed/test_store.py",
-    "model.wrappers.within": "several ranks, tests/model/test_replicas.py",
-    "model.wrappers.anywhere": "several ranks, tests/model/test_replicas.py",
+    "model.reduction.within": "several ranks, tests/model/test_replicas.py",
+    "model.reduction.anywhere": "several ranks, tests/model/test_replicas.py",
 }  # fmt: skip
 """Seams that no training here reaches, and what does."""
 

@@ -17,7 +17,7 @@ ROW = np.zeros(1, dtype=np.int64)
 
 def judged(baselines: Baselines, series: Iterable[float]) -> list[tuple[float, bool]]:
     """The z-score and the verdict on each sample of one row."""
-    baselines.move(np.array([-1]))
+    baselines = baselines.moved(np.array([-1]))
     found = []
     for sample in series:
         zscore, spike = baselines.judge(ROW, np.array([sample]))
@@ -157,7 +157,7 @@ def test_rows_do_not_touch_each_other() -> None:
     found: list[list[tuple[float, bool]]] = [[] for _ in range(6)]
     for step in range(300):
         if step == 50:
-            baselines.move(np.array([0, 1, 2, -1, -1, -1]))
+            baselines = baselines.moved(np.array([0, 1, 2, -1, -1, -1]))
         rows = np.flatnonzero(generator.random(6 if step >= 50 else 3) < 0.7)
         samples = np.exp(generator.normal(0.0, 0.5, len(rows))) * 100.0**rows * np.where(generator.random(len(rows)) < 0.02, 1e4, 1)
         for row, sample, zscore, spike in zip(rows, samples, *baselines.judge(rows, samples), strict=True):

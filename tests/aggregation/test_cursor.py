@@ -159,7 +159,7 @@ def test_rows_that_move_keep_their_peaks_and_new_ones_are_empty() -> None:
     peaks = Peaks(3)
     peaks.enter([0, 1], np.array([1.0, -5.0]), np.array([2.0, NAN]))
     peaks.enter([1, 2], np.array([4.0, 3.0]), np.array([-1.0, np.inf]))
-    peaks.move(np.array([2, -1, 1]))
+    peaks = peaks.moved(np.array([2, -1, 1]))
     assert np.array_equal(peaks.take(), [[3, NAN, -5], [NAN, NAN, -1]], equal_nan=True)
     peaks.enter([1], np.array([7.0]), np.array([NAN]))
     assert np.array_equal(peaks.take(), [[NAN, 7, NAN], [NAN] * 3], equal_nan=True)

@@ -154,8 +154,8 @@ AGGREGATION = (
     Fault(
         "a new layer is judged by the past of a removed one",
         "aggregation/layer_totals.py",
-        "self._baseline.move(index)",
-        "self._baseline.move(np.maximum(index, 0))",
+        "self._baseline.moved(index)",
+        "self._baseline.moved(np.maximum(index, 0))",
         ("aggregation/test_gradients.py",),
         ("aggregation/test_rows_of_removed_layers.py", "aggregation/test_totals_by_model.py"),
     ),

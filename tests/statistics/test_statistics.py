@@ -44,7 +44,7 @@ def rows_of(
 ) -> dict[int, np.ndarray]:
     """The measured columns of each position."""
     (measured,) = statistics.measure(table, list(enumerate(gradients)), sample)
-    rows = measured.vector.numpy().reshape(-1, measured.packing.width)
+    rows = measured.packing.rows(measured.vector.numpy(), len(measured.positions))
     return dict(zip(measured.positions.tolist(), rows, strict=True))
 
 
@@ -392,7 +392,8 @@ def test_transposed_convolutions_count_output_channels() -> None:
     table = plan_of(layer)
     statistics = EagerStatistics(9, WITH_MOMENTS)
     (measured,) = statistics.measure(table, [(0, layer.weight.grad), (1, layer.bias.grad)], 1)
-    rows = dict(zip(measured.positions.tolist(), measured.vector.numpy().reshape(-1, measured.packing.width), strict=True))
+    found = measured.packing.rows(measured.vector.numpy(), len(measured.positions))
+    rows = dict(zip(measured.positions.tolist(), found, strict=True))
     assert rows[0][Column.ZERO_UNITS] == len(ignored)
     assert dict(zip(measured.positions.tolist(), measured.units.tolist(), strict=True)) == {0: 6, 1: 0}
     assert_agrees(rows[0], layer.weight.grad, table, 0)

@@ -7,6 +7,7 @@ so that it estimates a normal distribution's standard deviation (Hampel, 1974; R
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,9 +57,11 @@ class Baselines:
         self._factor = factor
         self._floor = floor
 
-    def move(self, index: IntArray) -> None:
-        """Has the rows with these numbers from now on, in this order; -1 is a new one, which is empty."""
-        self._rows = moved(self._rows, index, _empty(1))
+    def moved(self, index: IntArray) -> Baselines:
+        """Those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
+        found = copy.copy(self)
+        found._rows = moved(self._rows, index, _empty(1))
+        return found
 
     def judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Judges one sample for each of `rows` and then takes in those that are finite and no spike.

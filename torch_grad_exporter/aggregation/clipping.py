@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.statistics.combine import length
 
 AGREE = 1e-3
 """Largest relative difference of probes that still agree: rounding to bfloat16 moves a norm less."""
@@ -45,7 +46,7 @@ def compare(before: FloatArray, after: FloatArray, measured: BoolArray, *, full:
 
     `full`: that was all of them. Where the norm of the whole is not finite there is nothing to compare.
     """
-    whole, seen = _norm(before), _norm(after[measured])
+    whole, seen = length(before), length(after[measured])
     if not measured.any() or not 0 < whole < math.inf:
         return Clipping(None)
     if not math.isfinite(seen):  # then that of the whole is not, either
@@ -82,14 +83,6 @@ def is_unscaling(ratio: float) -> bool:
         return False
     exponent = math.log2(ratio)
     return abs(exponent - round(exponent)) < 1e-6
-
-
-def _norm(parts: FloatArray) -> float:
-    """The L2 norm of a vector whose parts have these norms, shape (parts,), without overflow."""
-    with np.errstate(all="ignore"):  # NaN and Infinity are detected here
-        largest = float(parts.max(initial=0.0))
-        scale = largest if 0 < largest < math.inf else 1.0
-        return float(np.sqrt(np.square(parts / scale).sum()) * scale)
 
 
 def _ratios(before: FloatArray, after: FloatArray, measured: BoolArray) -> FloatArray:

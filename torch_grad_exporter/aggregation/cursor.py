@@ -39,9 +39,11 @@ class Peaks:
         values, kept = np.stack((first, second)), self._values[:, rows]
         self._values[:, rows] = np.where(np.isfinite(values) & ~(np.abs(values) <= np.abs(kept)), values, kept)
 
-    def move(self, index: IntArray) -> None:
-        """Has the rows with these numbers from now on, in this order; -1 is a new one, which is empty."""
-        self._values = np.pad(self._values, ((0, 0), (0, 1)), constant_values=np.nan)[:, index]
+    def moved(self, index: IntArray) -> Peaks:
+        """Those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
+        found = Peaks()
+        found._values = np.pad(self._values, ((0, 0), (0, 1)), constant_values=np.nan)[:, index]
+        return found
 
     def take(self) -> FloatArray:
         """The peaks, shape (2, rows); from now on all rows are empty."""

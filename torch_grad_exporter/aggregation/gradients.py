@@ -138,7 +138,7 @@ class GradientAggregation:
         settled = self._settlement.settle(ended)
         self._layers.publish(settled)
         self._optimizers.publish(settled)
-        self._local.publish(settled.sample, settled.closed.owners, settled.shown, settled.unmeasured)
+        self._local.publish(settled)
         self._pending.count(settled.shown, sized=settled.sample.sized)
         self._probes.choose(settled)
 

@@ -87,19 +87,21 @@ class LayerTotals:
         if table is self._table:
             return
         row_of = {label: row for row, label in enumerate(self._modules)}
-        self._modules = self._kept(table)
-        self._remove({label: row for label, row in row_of.items() if label not in self._modules})
-        index = np.array([row_of.get(label, -1) for label in self._modules], dtype=np.int64)
-        self._values = moved(self._values, index, new_layers(1))
-        self._declared = np.pad(self._declared, ((0, 1), (0, 0)), constant_values=np.nan)[index]
-        self._baseline.move(index)
-        for cursor in self._cursors:
-            cursor.layers.move(index)
+        modules = self._kept(table)
+        index = np.array([row_of.get(label, -1) for label in modules], dtype=np.int64)
+        found = moved(self._values, index, new_layers(1))
         summed = np.zeros(len(table.layers), dtype=np.bool_)
         summed[table.layer_of[table.counts & (table.elements > 0)]] = True
         for name, flags in (("shown", table.shown), ("sharded", table.sharded), ("summed", summed)):
-            self._values[name][: len(summed)] = flags
-        self._table = table
+            found[name][: len(summed)] = flags
+        declared = np.pad(self._declared, ((0, 1), (0, 0)), constant_values=np.nan)[index]
+        baseline = self._baseline.moved(index)
+        peaks = [(cursor, cursor.layers.moved(index)) for cursor in self._cursors]
+        self._remove({label: row for label, row in row_of.items() if label not in modules})
+        # All at once, at the end: what raises before leaves everything as it was.
+        self._table, self._modules, self._values, self._declared, self._baseline = table, modules, found, declared, baseline
+        for cursor, of_layers in peaks:
+            cursor.layers = of_layers
 
     def _kept(self, table: ParameterTable) -> dict[str, set[str]]:
         """The labels that have a row with this table, with their modules, in the order of the rows."""
@@ -186,7 +188,7 @@ class LayerTotals:
         squares = np.square(groups.combined(Column.NORM, counted=True))
         fits = np.isfinite(layers["squared_total"][rows] + squares)
         layers["squared_total"][rows[fits]] += squares[fits]
-        entered, entered_norms = enter_norms(layers, rows[finite], norms[finite], DECADE_BOUNDS)
+        entered, entered_norms = enter_norms(layers, rows, norms, DECADE_BOUNDS)
         self._exponential.observe((self.table.layers[row] for row in entered.tolist()), entered_norms)
         zscore, spike = self._baseline.judge(rows, norms)
         layers["zscore"][rows] = zscore

@@ -17,16 +17,14 @@ The mean of ratios is not the ratio of means, so each is averaged over samples o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.samples import Sample, values
+from torch_grad_exporter.aggregation.samples import values
+from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import UNOWNED
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.combine import root_of_squares
+from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.transfer.events import Local
 
 MEMORY = 0.98
@@ -135,24 +133,23 @@ class LocalTotals:
         """The event of the capture that is pending; `None`: that one is new, and has none so far."""
         self._event = event
 
-    def publish(self, sample: Sample, owners: IntArray, shown: Iterable[int], new: Iterable[int]) -> None:
-        """The sample is the last one of what these optimizers own. `new`: those of whom its sizes were not known before."""
-        event, fresh = self._event, frozenset(new)
+    def publish(self, settled: Settled) -> None:
+        """Makes the sample the last one of what the stepping optimizers own."""
+        sample, owners, event = settled.sample, settled.closed.owners, self._event
         if event is None or event.round != sample.captured.round:
-            for number in self._norms.keys() & set(shown):
-                self._norms[number] = None
+            self._norms |= dict.fromkeys(self._norms.keys() & settled.shown)
             return
-        positions, norms = _arrived(event)
+        positions = np.concatenate([np.zeros(0, dtype=np.int64), *(part.positions for part in event.parts)])
+        norms = np.concatenate([np.zeros(0), *(values(part.ticket.ready()) for part in event.parts)])
         dirty = np.zeros(len(owners), dtype=np.bool_)
         dirty[-1 - positions[(positions < 0) & (norms != 0)]] = True
-        for number in shown:
+        for number in settled.shown:
             mine = (owners == number) & event.reduced
             if (mine & sample.present).any():
-                local = _length(norms[(positions >= 0) & mine[positions]]) / sample.scale
-                reduced = _length(sample.columns[mine & sample.present, Column.NORM])
-                self._enter(
-                    number, local if sample.sized and not (mine & dirty).any() else None, reduced, event, new=number in fresh
-                )
+                known = sample.sized and not (mine & dirty).any()
+                local = length(norms[(positions >= 0) & mine[positions]]) / sample.scale if known else None
+                reduced = length(sample.norms[mine & sample.present])
+                self._enter(number, local, reduced, event, new=number in settled.unmeasured)
 
     def _enter(self, number: int, local: float | None, reduced: float, event: Local, *, new: bool) -> None:
         if UNOWNED in self._norms and number != UNOWNED and len(self._norms) == 1:
@@ -163,15 +160,3 @@ class LocalTotals:
         if local is not None and batch is not None and new:
             # The ranks' own sizes are not known here: taken for equal.
             scale.add(local * local, reduced * reduced, batch=batch, whole=batch * event.ranks)
-
-
-def _arrived(event: Local) -> tuple[IntArray, FloatArray]:
-    """The positions and norms of all devices."""
-    none: BoolArray = np.zeros(0, dtype=np.bool_)
-    positions = np.concatenate([none.astype(np.int64), *(part.positions for part in event.parts)])
-    return positions, np.concatenate([none.astype(np.float64), *(values(part.ticket.ready()) for part in event.parts)])
-
-
-def _length(parts: FloatArray) -> float:
-    """The L2 norm of a vector whose parts have these norms."""
-    return float(root_of_squares(parts, np.zeros(len(parts), dtype=np.int64), 1)[0])

@@ -85,8 +85,7 @@ class OptimizerTotals:
         for cursor in self._cursors:
             cursor.optimizers.enter(rows, norm if fresh else np.array([np.nan]), after)
         if fresh:
-            finite = np.isfinite(norm)
-            entered, norms = enter_norms(self._totals, rows[finite], norm[finite], HALF_DECADE_BOUNDS)
+            entered, norms = enter_norms(self._totals, rows, norm, HALF_DECADE_BOUNDS)
             self._exponential.observe(entered.tolist(), norms)
             self._totals["spikes"][rows] += self._baseline.judge(rows, norm)[1]
 
@@ -96,12 +95,11 @@ class OptimizerTotals:
             if UNOWNED in self._row_of and optimizer != OBSERVED:
                 self._row_of[optimizer] = self._row_of.pop(UNOWNED)
             else:
-                self._row_of[optimizer] = len(self._totals)
                 index = np.append(np.arange(len(self._totals)), -1)
-                self._totals = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER))
-                self._baseline.move(index)
+                totals, baseline = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER)), self._baseline.moved(index)
                 for cursor in self._cursors:
-                    cursor.optimizers.move(index)
+                    cursor.optimizers = cursor.optimizers.moved(index)
+                self._totals, self._baseline, self._row_of[optimizer] = totals, baseline, len(index) - 1
         return self._row_of[optimizer]
 
     def snapshot(self) -> tuple[tuple[int, ...], Records, bool, tuple[Counts, ...] | None]:

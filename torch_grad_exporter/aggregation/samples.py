@@ -45,6 +45,12 @@ class Sample:
             sample.unscale(float(values(captured.scale.ready())[0]))
         return sample
 
+    @property
+    def norms(self) -> FloatArray:
+        """The norm of each gradient, shape (parameters,)."""
+        norms: FloatArray = self.columns[:, Column.NORM]
+        return norms
+
     def nonfinite(self, wanted: BoolArray | None = None) -> bool:
         """Whether any gradient, of the wanted parameters only, has a NaN or Inf."""
         columns = self.columns if wanted is None else self.columns[wanted]

@@ -114,12 +114,12 @@ class Settlement:
         mine = {optimizer: sample.present & (closed.owners == optimizer) for optimizer in closed.stepped}
         if not sample.unscaled:
             self._reveal_scale(sample, after, measured, mine)
-        before = norms_of(sample)
+        before = sample.norms
         return {o: clipping.compare(before[own], after[own], measured[own], full=full) for o, own in mine.items()}
 
     def _reveal_scale(self, sample: Sample, after: FloatArray, measured: BoolArray, mine: dict[int, BoolArray]) -> None:
         """Divides by the scale that the norms themselves reveal. Each sample's is its own: the next one's may have grown."""
-        before = norms_of(sample)
+        before = sample.norms
         found = {o: clipping.revealed_scale(before[own], after[own], measured[own]) for o, own in mine.items()}
         scales = {optimizer: scale for optimizer, scale in found.items() if scale is not None}
         by_hand = {optimizer: scale for optimizer, scale in scales.items() if scale != 1}
@@ -127,12 +127,6 @@ class Settlement:
         if scales:
             # Clipping makes a scale seem larger than it is.
             sample.unscale(min((by_hand or scales).values()))
-
-
-def norms_of(sample: Sample) -> FloatArray:
-    """The norm of each gradient of a sample, shape (parameters,)."""
-    norms: FloatArray = sample.columns[:, Column.NORM]
-    return norms
 
 
 @dataclass(slots=True)
@@ -149,7 +143,7 @@ class Probes:
         if self.decisions.table is not table:
             self._by_group = {}
         magnitudes = np.abs(sample.columns[:, [Column.MIN, Column.MAX]])
-        sizes = (norms_of(sample), np.fmax.reduce(magnitudes, axis=1))
+        sizes = (sample.norms, np.fmax.reduce(magnitudes, axis=1))
         for group in np.unique(groups[sample.present]).tolist():
             self._by_group[group] = _largest(np.flatnonzero((groups == group) & sample.present), *sizes)
         disagree = any(verdict.disagree for verdict in settled.clippings.values())

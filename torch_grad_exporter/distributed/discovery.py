@@ -7,6 +7,7 @@ Files and the job's store may hang; so daemon threads, which `Discovery` owns, d
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -252,10 +253,12 @@ class Discovery:
     ) -> None:
         self._target = target
         self._ranks = ranks
-        self._entries: tuple[TargetFile | RankList, ...] = tuple(entry for entry in (file, ranks) if entry is not None)
-        self._guard = Guard(on_error)
+        entries, guard = [entry for entry in (file, ranks) if entry is not None], Guard(on_error)
         self._leave = False
-        self._threads = [self._thread(entry, interval) for entry in self._entries]
+        self._threads = [
+            BackgroundLoop("discovery", one.refresh, guard=guard, pause=interval, last=functools.partial(self._end, one))
+            for one in entries
+        ]
 
     def start(self) -> None:
         """Starts a thread for each entry: one may hang. Raises `RuntimeError` where there are no more threads to be had."""
@@ -281,11 +284,8 @@ class Discovery:
 
     def after_fork_in_child(self) -> None:
         """The entries are the parent's."""
-        self._entries, self._threads = (), []
+        self._threads = []
 
-    def _thread(self, entry: TargetFile | RankList, interval: float) -> BackgroundLoop:
-        def close() -> None:
-            if not self._leave:
-                entry.close()
-
-        return BackgroundLoop("discovery", entry.refresh, guard=self._guard, pause=interval, last=close)
+    def _end(self, entry: TargetFile | RankList) -> None:
+        if not self._leave:
+            entry.close()

@@ -84,7 +84,7 @@ class _Module:
 
     @functools.cached_property
     def _families(self) -> list[tuple[str, str, dict[str, int]]]:
-        """The children whose names differ in one number, with what surrounds it: of several numbers the one that varies most."""
+        """The children whose names differ in one number, with what is around it: of several numbers the one that varies most."""
         alike: dict[str, list[list[str]]] = defaultdict(list)
         for part in self.children:
             pieces = _NUMBER.split(part)

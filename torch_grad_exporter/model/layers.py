@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.names import LayerFilter, layer_names
-from torch_grad_exporter.model.parameters import ParameterTable, Place, TrackedParameter, make_table
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, make_table
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
 from torch_grad_exporter.torch_compat import children_in, parameters_in
@@ -69,7 +69,7 @@ class LayerIndex:
 
     def changed(self) -> list[torch.nn.Parameter]:
         """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
-        return [] if self._is_current() else [place.parameter for place in self._trained()]
+        return [] if self._is_current() else [parameter for _, _, parameter, _, _ in self._places() if _is_trained(parameter)]
 
     def _is_current(self) -> bool:
         """Whether the models are unchanged since the last scan."""
@@ -79,16 +79,16 @@ class LayerIndex:
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
-        modules = list(self._modules())
+        modules = self._modules()
         self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
-        for place in self._places():
-            layers.add(place.layer)
-            if not _is_trained(place):
-                continue
-            same = self._known.get(id(place.parameter))
-            found.append(same if same is not None and same.stands_at(place) else TrackedParameter.at(place))
+        for module, attribute, parameter, model, layer in self._places():
+            layers.add(layer)
+            if _is_trained(parameter):
+                now = TrackedParameter.at(module, attribute, parameter, model, layer)
+                same = self._known.get(now.identity)
+                found.append(same if same is not None and same.same_as(now) else now)
         # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
         frozen = frozenset(layers.difference(one.layer for one in found))
@@ -101,24 +101,27 @@ class LayerIndex:
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
         """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
         before = self.replicas.state
-        for model, (_, reference) in enumerate(self._models):
-            module = reference()
-            if module is not None and root is None:
+        for model, _, module in self._roots():
+            if root is None:
                 self.replicas.search(model, module)
-            elif module is root is not None:
+            elif module is root:
                 self.replicas.search_in_forward(model, root)
         if self.replicas.state != before:
             self._table = self._planned(self._table.tracked, self._table.frozen)
 
     def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
-        roots = [] if self.fully_sharded else [(model, reference()) for model, (_, reference) in enumerate(self._models)]
-        behind = frozenset(model for model, root in roots if root is not None and is_behind(root.parameters()))
+        roots = [] if self.fully_sharded else self._roots()
+        behind = frozenset(model for model, _, root in roots if is_behind(root.parameters()))
         return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
-    def _modules(self) -> Iterator[torch.nn.Module]:
-        roots = [root for _, reference in self._models if (root := reference()) is not None]
-        return iter({id(module): module for root in roots for module in root.modules()}.values())
+    def _roots(self) -> list[tuple[int, str, torch.nn.Module]]:
+        """The models that exist, each with its number and name."""
+        known = enumerate(self._models)
+        return [(model, name, root) for model, (name, reference) in known if (root := reference()) is not None]
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [*{id(module): module for _, _, root in self._roots() for module in root.modules()}.values()]
 
     def _is_fully_sharded(self) -> bool:
         self.fully_sharded |= any(hasattr(type(module), "set_reshard_after_backward") for module in self._modules())
@@ -126,18 +129,12 @@ class LayerIndex:
 
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
-        return list(dict.fromkeys(place.layer for place in self._places(filtered=False)))
+        return list(dict.fromkeys(layer for *_, layer in self._places(filtered=False)))
 
-    def _trained(self) -> Iterator[Place]:
-        """The places of the parameters that are to be tracked."""
-        return (place for place in self._places() if _is_trained(place))
-
-    def _places(self, *, filtered: bool = True) -> Iterator[Place]:
+    def _places(self, *, filtered: bool = True) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, int, str]]:
+        """Each parameter's module, its name there, the parameter, the number of the model, and the layer."""
         seen: set[int] = set()
-        for model, (name, reference) in enumerate(self._models):
-            root = reference()
-            if root is None:
-                continue
+        for model, name, root in self._roots():
             labels = layer_names(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
@@ -146,12 +143,12 @@ class LayerIndex:
                     seen.add(id(parameter))
                     layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
                     if not filtered or self._filter.accepts(layer):
-                        yield Place(parameter, module, attribute, model, layer)
+                        yield module, attribute, parameter, model, layer
 
 
-def _is_trained(place: Place) -> bool:
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter is to be tracked: not frozen, and initialised."""
-    return place.parameter.requires_grad and not is_lazy(place.parameter)
+    return parameter.requires_grad and not is_lazy(parameter)
 
 
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:

@@ -8,7 +8,7 @@ everything else belongs to the training thread. Optimizers are held weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,8 @@ class Optimizers:
         if known is not None and known.table is table and known.groups == groups:
             return known.concerned
         try:
-            concerned = _owns_of(table, optimizer) or _owns(optimizer, self._index.changed())
+            changed = self._index.changed()
+            concerned = _owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed)
         except (RuntimeError, LookupError):  # another thread is changing a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
@@ -210,21 +211,19 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple((id(group), len(group), *map(id, (group[:1] + group[-1:]))) for group in every)
 
 
+def _owns(optimizer: torch.optim.Optimizer, identities: Iterable[int], parameters: Sequence[torch.nn.Parameter | None]) -> bool:
+    """Whether an optimizer owns a parameter with one of these identities, or copies of all the parameters."""
+    return not _parameters(optimizer).isdisjoint(identities) or _has_copies(optimizer, parameters)
+
+
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer owns any parameter of the table, though it may be out of its place now, or copies of all."""
-    owned = _parameters(optimizer)
-    return any(tracked.identity in owned for tracked in table.tracked) or _has_copies(optimizer, parameters_of(table.tracked))
-
-
-def _owns(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether an optimizer owns any of the parameters, or copies of all of them."""
-    owned = _parameters(optimizer)
-    return any(id(parameter) in owned for parameter in parameters) or (bool(parameters) and _has_copies(optimizer, parameters))
+    """The same of the table's parameters, though they may be out of their places now."""
+    return _owns(optimizer, (tracked.identity for tracked in table.tracked), parameters_of(table.tracked))
 
 
 def _has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:
     """Whether the optimizer owns a copy in another type of each parameter: a half-precision model's master weights."""
     copies = [p for group in optimizer.param_groups for p in group["params"]]
-    return len(copies) == len(parameters) and all(
+    return 0 < len(copies) == len(parameters) and all(
         p is not None and p.shape == c.shape and p.dtype != c.dtype for p, c in zip(parameters, copies, strict=True)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -15,17 +17,6 @@ from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
 from torch_grad_exporter.model.units import UnitLayout, unit_layout
 from torch_grad_exporter.torch_compat import local, parameters_in
-
-
-@dataclass(slots=True)
-class Place:
-    """A parameter and the place where it stands: `module._parameters[attribute]`."""
-
-    parameter: torch.nn.Parameter
-    module: torch.nn.Module
-    attribute: str
-    model: int
-    layer: str
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -49,21 +40,19 @@ class TrackedParameter:
     """Whether another rank has the same part and counts it in sums over ranks."""
 
     @classmethod
-    def at(cls, place: Place) -> TrackedParameter:
-        """The parameter that stands there now."""
-        parameter = place.parameter
-        elements, sharded, copy = _part(parameter)
+    def at(cls, module: torch.nn.Module, attribute: str, parameter: torch.nn.Parameter, model: int, layer: str) -> TrackedParameter:
+        """The parameter that stands at `module._parameters[attribute]` now."""
         return cls(
             identity=id(parameter),
-            module=weakref.ref(place.module),
-            attribute=place.attribute,
-            model=place.model,
-            layer=place.layer,
+            module=weakref.ref(module),
+            attribute=attribute,
+            model=model,
+            layer=layer,
             shape=tuple(parameter.shape),
-            elements=elements,
-            units=unit_layout(place.module, parameter),
-            sharded=sharded,
-            copy=copy,
+            elements=local(parameter).numel() * (2 if parameter.is_complex() else 1),
+            units=unit_layout(module, parameter),
+            sharded=is_sharded(parameter),
+            copy=is_copy(parameter),
         )
 
     def parameter(self) -> torch.nn.Parameter | None:
@@ -77,11 +66,12 @@ class TrackedParameter:
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 
-    def stands_at(self, place: Place) -> bool:
-        """Whether this is the parameter of that place, under the same label."""
-        same_place = (self.attribute, self.layer, self.shape) == (place.attribute, place.layer, tuple(place.parameter.shape))
-        part = (self.elements, self.sharded, self.copy)
-        return same_place and self.module() is place.module and part == _part(place.parameter)
+    def same_as(self, other: TrackedParameter) -> bool:
+        """Whether both are the same parameter at the same place, under the same label, with the same part on this rank."""
+        return self.module() is other.module() and _about(self) == _about(other)
+
+
+_about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name != "module"))
 
 
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
@@ -138,9 +128,7 @@ def make_table(
     labels = fold([t.layer for t in tracked], max_layers)
     layers = tuple(dict.fromkeys(labels))
     index = {label: position for position, label in enumerate(layers)}
-    members: dict[str, set[str]] = {}
-    for label, one in zip(labels, tracked, strict=True):
-        members.setdefault(label, set()).add(one.layer)
+    sharing = Counter(dict(zip((one.layer for one in tracked), labels, strict=True)).values())
     sharded, shown = np.zeros((2, len(layers)), dtype=np.bool_)
     copies = [
         one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
@@ -155,14 +143,9 @@ def make_table(
         layer_of=np.array([index[label] for label in labels], dtype=np.int64),
         elements=np.array([t.elements for t in tracked], dtype=np.int64),
         units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
-        folded=sum(len(names) for names in members.values() if len(names) > 1),
+        folded=sum(count for count in sharing.values() if count > 1),
         sharded=sharded,
         counts=counts,
         shown=shown,
         frozen=frozen,
     )
-
-
-def _part(parameter: torch.Tensor) -> tuple[int, bool, bool]:
-    """What this rank has of a parameter: how many elements, whether others have more of it, and whether others count them."""
-    return local(parameter).numel() * (2 if parameter.is_complex() else 1), is_sharded(parameter), is_copy(parameter)

@@ -1,19 +1,20 @@
-"""Reductions: what `DistributedDataParallel` does with the gradients of the next backward. Reads attributes only.
+"""What `DistributedDataParallel` is around, or within, and what it does with the gradients of the next backward.
 
-Whether a backward reduces is decided in the forward before it: under `no_sync()` it does not, and where a module within the
-wrapper is called without the wrapper nothing is reduced, either.
+Reads attributes only. Found are the class of that name, around a module, and the composable `replicate`, which changes a module in
+place: they make the gradients of ranks equal. Whether a backward reduces is decided in the forward before it: under `no_sync()`
+it does not, and where a module within the wrapper is called without the wrapper nothing is reduced, either.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_grad_exporter.model import wrappers
-from torch_grad_exporter.torch_compat import reduced_parameters, takes_the_mean
+from torch_grad_exporter.torch_compat import active_wrapper, composed_wrapper, reduced_parameters, takes_the_mean
 
 MOST = 64
 """Forwards that are remembered without a backward."""
@@ -44,11 +45,11 @@ class Reductions:
         """A training forward of a root has begun, outside of a backward."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
-        around = wrappers.around(root)
-        found = [wrapper for _, wrapper in wrappers.within(root)] if around is None else [around]
+        wrapper = around(root)
+        found = [one for _, one in within(root)] if wrapper is None else [wrapper]
         self.wrapped = bool(found)
         del self._forwards[:-MOST]
-        self._forwards += [(weakref.ref(wrapper), wrapper.require_backward_grad_sync) for wrapper in found]
+        self._forwards += [(weakref.ref(one), one.require_backward_grad_sync) for one in found]
 
     def coming(self) -> Reduction | None:
         """What the backward that begins now reduces; `None` if it runs through no wrapper, as far as known. To be called once."""
@@ -66,3 +67,32 @@ class Reductions:
 
 def _ranks(wrapper: DistributedDataParallel) -> int:
     return torch.distributed.get_world_size(wrapper.process_group) if takes_the_mean(wrapper) else 0
+
+
+def around(root: torch.nn.Module) -> DistributedDataParallel | None:
+    """The wrapper whose forward is running, or that the root, or what was compiled to be it, is itself."""
+    return active_wrapper() or wrapper_of(root)
+
+
+def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """The wrapper that a module is, or that replicates it in place; that one is made in the module's first forward."""
+    module = getattr(module, "_orig_mod", module)
+    if isinstance(module, DistributedDataParallel):
+        return module
+    wrapper: DistributedDataParallel | None = composed_wrapper(module)
+    return wrapper
+
+
+def within(root: torch.nn.Module) -> list[tuple[torch.nn.Module, DistributedDataParallel]]:
+    """The modules below the root, or the root, that a wrapper replicates, each with its wrapper."""
+    return [(module, wrapper) for module in root.modules() if (wrapper := wrapper_of(module)) is not None]
+
+
+def anywhere(root: torch.nn.Module) -> DistributedDataParallel | None:
+    """A wrapper that contains the root. Visits every object of the process, which takes a tenth of a second."""
+    for one in gc.get_objects():
+        # Not `isinstance`, which asks an object for its `__class__`: some answer with a side effect.
+        if issubclass(type(one), DistributedDataParallel) and any(module is root for module in one.modules()):
+            found: DistributedDataParallel = one
+            return found
+    return None

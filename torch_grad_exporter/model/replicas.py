@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.model import wrappers
+from torch_grad_exporter.model import reduction
 
 
 class Ranks(enum.Enum):
@@ -64,13 +64,15 @@ class Replicas:
 
     def search_in_forward(self, model: int, root: torch.nn.Module) -> None:
         """Searches for a wrapper of a model whose root's forward is running, on the training thread."""
-        if model not in self._wrapped and not self._found(model, wrappers.around(root)):
-            self._parts.update(part for module, wrapper in wrappers.within(root) if _is_later(wrapper) for part in module.modules())
+        if model not in self._wrapped and not self._found(model, reduction.around(root)):
+            self._parts.update(
+                part for module, wrapper in reduction.within(root) if _is_later(wrapper) for part in module.modules()
+            )
 
     def search(self, model: int, root: torch.nn.Module) -> None:
         """Searches once for a wrapper of a model of which no forward was seen, because only its parts are called."""
         if model not in self._copied:
-            self._found(model, wrappers.wrapper_of(root) or wrappers.anywhere(root))
+            self._found(model, reduction.wrapper_of(root) or reduction.anywhere(root))
 
     def _found(self, model: int, wrapper: Any) -> bool:  # noqa: ANN401 - a wrapper
         self._copied[model] = wrapper is not None and _is_later(wrapper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +25,7 @@ class UnitLayout:
     @property
     def count(self) -> int:
         """Number of output units."""
-        count = 1
-        for dim in self.dims:
-            count *= self.shape[dim]
-        return count
+        return math.prod(self.shape[dim] for dim in self.dims)
 
     def rows(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient as (units, elements of a unit); a view wherever the layout allows it."""

@@ -53,3 +53,9 @@ def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArr
     np.maximum.at(largest, group, norms)
     scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
     return np.sqrt(np.bincount(group, np.square(norms / scale[group]), groups)) * scale
+
+
+def length(norms: FloatArray) -> float:
+    """The L2 norm of one vector from those of its parts, shape (n,)."""
+    with np.errstate(invalid="ignore"):  # a NaN stays one
+        return float(root_of_squares(norms, np.zeros(len(norms), dtype=np.int64), 1)[0])

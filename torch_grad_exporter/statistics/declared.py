@@ -54,7 +54,8 @@ HostMeasure = Callable[[FloatArray], FloatArray]
 """From a block of several gradients of equal size, shape (gradients, elements), to shape (gradients, columns), float64.
 
 The block is read-only, contiguous, float32 or float64, and gone afterwards. A large gradient comes in several blocks, whose
-values are combined as the columns say; it has at least one element. What is raised costs the sample.
+values are combined as the columns say; it has at least one element. What is raised costs the sample. The training thread calls it,
+and the worker for a zero that a sparse gradient does not store.
 """
 
 DeviceMeasure = Callable[[torch.Tensor, torch.dtype], torch.Tensor]

@@ -20,7 +20,7 @@ import torch
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, resolved
 from torch_grad_exporter.statistics.blocks import arranged, slices
-from torch_grad_exporter.statistics.layout import Layout, expected, homogeneous, zero_rows
+from torch_grad_exporter.statistics.layout import Layout, expected, homogeneous
 
 TEMPORARY_BYTES = 1 << 26
 """Of a temporary, at most. Not bounded: a sparse gradient made dense or coalesced, and a few bytes for each output unit."""
@@ -59,8 +59,6 @@ def measure(batch: Batch, layout: Layout, accumulate: torch.dtype, most: int = C
         low, high = _extremes(chunk, accumulate)
         rows.append(_row(chunk, low, high, layout, accumulate))
         magnitudes.append(torch.maximum(-low, high))
-    if batch.implied_zeros:
-        rows += torch.split(zero_rows(layout, batch.implied_zeros, rows[0]), 1)
     units = joined(magnitudes, dim=1)
     if batch.units and units.numel() > batch.rows * len(batch.tensors):  # of one tensor, whose units come in parts
         units = units.reshape(batch.rows, -1).amax(dim=1)

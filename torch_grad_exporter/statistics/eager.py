@@ -144,11 +144,13 @@ class EagerStatistics:
         positions, elements, units = (
             np.concatenate([getattr(group, name) for group in groups]) for name in ("positions", "elements", "units")
         )
-        packing = self._packing(self.layout, pieces, where)
+        implied = np.concatenate([group.implied for group in groups])
+        packing = self._packing(self.layout, pieces, where, implied if implied.any() else None)
         return Measurement(positions, elements, units, joined([part.rows for part in parts]).reshape(-1), packing)
 
-    def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device) -> Packing:
-        return Packing(layout, pieces, scaled=where.type not in self._on_host and self._wide(where) is torch.float32)
+    def _packing(self, layout: Layout, pieces: IntArray | None, where: torch.device, implied: IntArray | None = None) -> Packing:
+        scaled = where.type not in self._on_host and self._wide(where) is torch.float32
+        return Packing(layout, pieces, scaled, implied)
 
     def _read_on_host(self, group: Group, parts: Sequence[Batch]) -> Reading:
         columns, zero, alive = host.measure(parts, self._scratch, self.layout)

@@ -26,7 +26,8 @@ class Group:
     """Which gradients of one device are measured together, those with output units first; without the gradients themselves.
 
     `members`: the parameters with output units, and how many. `positions`, `elements`, `units`: shape (n,), in the order of
-    the batches: the gradients' positions in the table, and how many elements and output units each has.
+    the batches: the gradients' positions in the table, and how many elements and output units each has. `implied`: how many of the
+    elements are zeros that a sparse gradient does not store.
     """
 
     device: torch.device
@@ -34,15 +35,16 @@ class Group:
     positions: IntArray
     elements: IntArray
     units: IntArray
+    implied: IntArray
 
     @classmethod
     def of(cls, device: torch.device, table: ParameterTable, ordered: Sequence[Batch]) -> Group:
         """The group of these batches."""
         positions = [position for batch in ordered for position in batch.positions]
-        sizes = [(batch.elements + batch.implied_zeros, batch.rows if batch.units else 0) for batch in ordered]
-        elements, units = np.repeat(np.array(sizes, dtype=np.int64), [len(batch.positions) for batch in ordered], axis=0).T
+        sizes = [(one.elements + one.implied_zeros, one.rows if one.units else 0, one.implied_zeros) for one in ordered]
+        elements, units, implied = np.repeat(np.array(sizes, dtype=np.int64), [len(one.positions) for one in ordered], axis=0).T
         members = tuple((table.tracked[p], int(n)) for p, n in zip(positions, units, strict=True) if n)
-        return cls(device, members, np.array(positions, dtype=np.int64), elements, units)
+        return cls(device, members, np.array(positions, dtype=np.int64), elements, units, implied)
 
 
 Grouped = list[tuple[Group, tuple[Batch, ...]]]

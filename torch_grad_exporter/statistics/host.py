@@ -17,7 +17,6 @@ from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.statistics import Column, squares
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.blocks import Scratch, blocks
-from torch_grad_exporter.statistics.declared import ColumnSpec
 from torch_grad_exporter.statistics.layout import Layout, expected
 
 
@@ -37,19 +36,21 @@ class _Found:
     apart: list[list[FloatArray]] = field(default_factory=list)
     """By statistic that is measured apart, what it gave for each block."""
 
-    def of_tensors(self, values: Sequence[float], reduction: np.ufunc = np.add) -> FloatArray:
-        """The values of each tensor's blocks reduced to one, shape (all tensors,)."""
-        array: FloatArray = np.array(values, dtype=np.float64)
-        starts = itertools.accumulate(self.counts[:-1], initial=0)
-        return array if len(array) == len(self.counts) else np.asarray(reduction.reduceat(array, list(starts)))
+    def norms(self, batches: Sequence[Batch], scratch: Scratch, magnitudes: FloatArray | None = None) -> FloatArray:
+        """The norm of each tensor, shape (all tensors,)."""
+        total: FloatArray = np.array(self.squares, dtype=np.float64)
+        if len(total) > len(self.counts):
+            total = np.add.reduceat(total, list(itertools.accumulate(self.counts[:-1], initial=0)))
+        return squares.norms(batches, scratch, total, magnitudes)
 
-    def combined(self, columns: Sequence[ColumnSpec], values: FloatArray) -> FloatArray:
-        """The values of each tensor's blocks, shape (all blocks, columns), combined to shape (all tensors, columns)."""
-        if len(values) == len(self.counts):
-            return values
-        tensor = np.repeat(np.arange(len(self.counts)), self.counts)
-        parts = [column.combine.groups(one, tensor, len(self.counts)) for column, one in zip(columns, values.T, strict=True)]
-        return np.stack(parts, axis=1)
+    def columns(self, layout: Layout) -> FloatArray:
+        """The rows of all tensors but for their norms and what is not finite, shape (all tensors, columns)."""
+        columns = np.zeros((len(self.zeros), layout.width))
+        columns[:, Column.ZEROS], columns[:, Column.MIN], columns[:, Column.MAX] = self.zeros, self.low, self.high
+        for one, values in zip(layout.apart, self.apart, strict=True):
+            columns[:, layout.places(one)] = np.concatenate(values)
+        tensors = len(self.counts)
+        return columns if len(columns) == tensors else layout.combined(columns, np.repeat(np.arange(tensors), self.counts), tensors)
 
 
 def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple[FloatArray, BoolArray, BoolArray]:
@@ -59,19 +60,13 @@ def measure(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> tuple
     """
     with np.errstate(all="ignore"):  # NaN, infinities and sums beyond the type are detected here
         found = _looked_at(batches, scratch, layout)
-        columns = np.zeros((len(found.counts), layout.width))
-        columns[:, Column.ZEROS] = found.of_tensors(found.zeros)
-        columns[:, Column.MIN] = found.of_tensors(found.low, np.minimum)
-        columns[:, Column.MAX] = found.of_tensors(found.high, np.maximum)
-        for one, values in zip(layout.apart, found.apart, strict=True):
-            columns[:, layout.places(one)] = found.combined(one.columns, np.concatenate(values))
+        columns = found.columns(layout)
         magnitudes = np.abs(columns[:, Column.MIN : Column.MAX + 1]).max(axis=1)
-        columns[:, Column.NORM] = squares.norms(batches, scratch, found.of_tensors(found.squares), magnitudes)
+        columns[:, Column.NORM] = found.norms(batches, scratch, magnitudes)
         zero = np.concatenate([*found.zero_rows, np.zeros(0, dtype=np.bool_)])
         alive = ~zero
         if not np.isfinite(magnitudes).all():
             alive &= ~_count_nonfinite(batches, scratch, columns)
-        _imply_zeros(batches, layout, columns)
     return columns, zero, alive
 
 
@@ -85,7 +80,7 @@ def norms(batches: Sequence[Batch], scratch: Scratch, *, float64: bool) -> Float
                 found.squares += squares.squares(block.reshape(len(block), -1)).tolist()
                 count += 1
             found.counts += [count] * len(batch.tensors)
-        return squares.norms(batches, scratch, found.of_tensors(found.squares))
+        return found.norms(batches, scratch)
 
 
 def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _Found:
@@ -141,14 +136,6 @@ def _count_nonfinite(batches: Sequence[Batch], scratch: Scratch, columns: FloatA
             parts.append(np.asarray(mask.reshape(-1, block.shape[2]).any(axis=1)))
         nan_rows += _whole(batch, parts, np.logical_or)
     return np.concatenate(nan_rows)
-
-
-def _imply_zeros(batches: Sequence[Batch], layout: Layout, columns: FloatArray) -> None:
-    """Adds what sparse gradients do not store."""
-    for batch, here in squares.placed(batches):
-        if batch.implied_zeros:
-            both = np.concatenate((columns[here], layout.of_zeros(batch.implied_zeros)[None]))
-            columns[here] = layout.combined(both, np.zeros(2, dtype=np.int64), 1)
 
 
 def _by_tensor(mask: BoolArray, found: int) -> list[int]:

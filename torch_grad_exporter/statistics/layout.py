@@ -117,12 +117,14 @@ class Packing:
 
     `pieces`: shape (gradients,), how many rows follow each other for each gradient, which were measured piece by piece; `None`: one
     for each. `scaled`: each row is followed by a number by whose power what is proportional to the gradient is to be
-    multiplied: devices without float64 could not hold the products.
+    multiplied: devices without float64 could not hold the products. `implied`: shape (gradients,), elements of zero that were not
+    measured with each, as those that a sparse gradient does not store; `None`: none of any.
     """
 
     layout: Layout
     pieces: IntArray | None = None
     scaled: bool = False
+    implied: IntArray | None = None
 
     @property
     def width(self) -> int:
@@ -138,27 +140,10 @@ class Packing:
                 rows, scale = rows[:, :-1].astype(np.float64), rows[:, -1]
                 for place, power in self.layout.scaled():
                     rows[:, place] *= scale**power
-            if self.pieces is None:
-                return rows
-            return self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
-
-
-def fits_float32(count: int) -> tuple[int, ...]:
-    """A count as summands that float32 holds exactly."""
-    rest = count % (1 << 24)
-    return tuple(part for part in (count - rest, rest) if part)
-
-
-def zero_rows(layout: Layout, count: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows that combine to that of so many elements of zero, shape (1 or 2, n), on the device, of the type and the width of `like`.
-
-    Filled by launches alone: nothing is copied from the host.
-    """
-    counts = fits_float32(count) if like.dtype is torch.float32 else (count,)
-    rows = like.new_zeros((len(counts), like.shape[1]))
-    rows[:, layout.width :] = 1  # the scale
-    for row, some in zip(rows, counts, strict=True):
-        for place, value in enumerate(layout.of_zeros(some).tolist()):
-            if value:
-                row[place].fill_(value)
-    return rows
+            if self.pieces is not None:
+                rows = self.layout.combined(rows, np.repeat(np.arange(gradients), self.pieces), gradients)
+            if self.implied is not None:
+                missing = np.flatnonzero(self.implied)
+                zeros = [self.layout.of_zeros(count) for count in self.implied[missing].tolist()]
+                rows = self.layout.combined(np.stack([*rows, *zeros]), np.append(np.arange(gradients), missing), gradients)
+            return rows
