@@ -282,7 +282,7 @@ class ConnectionLoop:
             self._send(connection, plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", (("Retry-After", "1"),)))
 
     def _send(self, connection: Connection, response: Response) -> None:
-        extra = () if self._web_config is None else self._web_config.current.settings.headers
+        extra = () if self._web_config is None else self._web_config.current.headers
         connection.outgoing = [memoryview(response.head(extra))]
         if connection.body_wanted:
             connection.outgoing.append(memoryview(response.body))
