@@ -173,18 +173,17 @@ def _collector_context(
 # What shows them
 
 
-def _run(checked: Checked, announcement: Announcement) -> Run:
-    return Run(checked.run, checked.rank, checked.identity.world_size, hostname(), __version__, targets=announcement.body)
-
-
-def _view(run: Run, training: TrainingSide, host: HostSide, scrape: Scrape, errors: ErrorLog, *, dead_window: int) -> View:
+def _view(
+    checked: Checked, training: TrainingSide, host: HostSide, scrape: Scrape, errors: ErrorLog, *, targets: Callable[[], bytes]
+) -> View:
     clock = training.clock
     return View(
-        run,
+        Run(checked.run, checked.rank, checked.identity.world_size, hostname(), __version__),
         host,
         lambda: max(clock.counts().steps.values(), default=0),
         scrape,
-        dead_from=dead_from(dead_window),
+        targets=targets,
+        dead_from=dead_from(checked.settings.dead_window),
         now=time.time,
         on_error=functools.partial(errors.count, "history"),
     )
@@ -255,8 +254,7 @@ class Exporter:
         )
         self._instruments: Instruments | None = None
         announcement = _announcement(checked, self._errors)
-        run = _run(checked, announcement)
-        self._view = _view(run, self._training, self._host, self._scrape, self._errors, dead_window=checked.settings.dead_window)
+        self._view = _view(checked, self._training, self._host, self._scrape, self._errors, targets=announcement.body)
         self._outputs: Outputs | None = None
         # An armed round references parameters; a model that is dropped meanwhile must be freed.
         self._models = WatchedModels(checked.models.values(), gone=self._release)
