@@ -188,10 +188,11 @@ class Exporter:
     def _make_view(self, checked: Checked, announcement: Announcement) -> View:
         clock = self._training.clock
         return View(
-            Run(self.run, self.rank, checked.identity.world_size, hostname(), __version__, targets=announcement.body),
+            Run(self.run, self.rank, checked.identity.world_size, hostname(), __version__),
             self._host,
             lambda: max(clock.counts().steps.values(), default=0),
             self._scrape,
+            targets=announcement.body,
             dead_from=dead_from(self.settings.dead_window),
             now=time.time,
             on_error=functools.partial(self._errors.count, "history"),

@@ -19,7 +19,7 @@ from benchmarks.costs.scrape import Layers, trained
 from benchmarks.costs.timing import times
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.outputs.http.message import Request
-from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Moment
+from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Moment, Window
 
 LAYERS = 300
 RECORDS = 5_000
@@ -71,7 +71,7 @@ def _fill(exporter: Exporter) -> None:
 
 def _actions(exporter: Exporter) -> dict[str, Callable[[], object]]:
     page, history = exporter._view.page, exporter._view.history
-    stride = history.run(whole=True).stride
+    stride = history.run(Window(whole=True)).stride
     live = exporter._view.live
 
     def get(name: str, query: str = "") -> Callable[[], object]:
@@ -79,7 +79,7 @@ def _actions(exporter: Exporter) -> dict[str, Callable[[], object]]:
 
     def new(name: str, query: str) -> object:
         # As the page asks: from the last record that it has.
-        return get(name, f"{query}view=recent&since={history.run(whole=False, since=10**12).first - 1}")()
+        return get(name, f"{query}view=recent&since={history.run(Window(whole=False, since=10**12)).first - 1}")()
 
     def fresh_state() -> object:
         live._taken = 0.0  # as if the scrape before were too old

@@ -20,7 +20,7 @@ from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.outputs.live.history import SCALARS, History, Moment
+from torch_grad_exporter.outputs.live.history import SCALARS, History, Moment, Window
 from torch_grad_exporter.outputs.live.recorder import Moments
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.transfer.events import Decisions, Mailbox, Observed
@@ -105,7 +105,7 @@ def test_history_push_and_page_side_by_side() -> None:
             for family in found.values():
                 deltas.arrived(family, slice(0, len(family.row_numbers)))
             pushed.append(float(found["torch_grad_captures_total"].values[1]))
-    assert history.quantity("norm", whole=False).values[:, 1] == pytest.approx(norms.reshape(-1, 3).max(axis=1), rel=1e-6)
+    assert history.grid("norm", Window(whole=False))[1].values[:, 1] == pytest.approx(norms.reshape(-1, 3).max(axis=1), rel=1e-6)
     losses = [float(one.scalars[SCALARS.index("loss")]) for one in last]
     assert losses == pytest.approx(norms.reshape(-1, 3).mean(axis=1), rel=1e-6)
     assert pushed == [7.0] * 30

@@ -465,7 +465,7 @@ CONFIG = (
     ),
     Fault(
         "a model's name may not begin with another's",
-        "config/checked.py",
+        "config/kinds.py",
         'if any(other.startswith(f"{name}.") for other in models if name):',
         "if any(other.startswith(name) for other in models if name and other != name):",
         ("config/test_bad_input.py", "config/test_settings.py"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.capture.parts import CaptureOptions
+from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
@@ -78,7 +79,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=environment
     )
     place, store = identity(environment), JobStore()
-    models = _models(given["model"])
+    models = kinds.models(given["model"])
     rank = place.rank if settings.rank is None else settings.rank
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, chosen.optimizers)
@@ -94,26 +95,6 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         arguments=chosen,
         push=push,
     )
-
-
-def _models(model: object) -> dict[str, torch.nn.Module]:
-    """The models by name, the empty one for a single module; raises on what cannot be watched."""
-    models = {"": model} if isinstance(model, torch.nn.Module) else model
-    if not isinstance(models, Mapping):
-        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
-    if not models:
-        raise ValueError("model={}: expected at least one module in the mapping")
-    for name, module in models.items():
-        if not isinstance(name, str) or not isinstance(module, torch.nn.Module):
-            raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
-        if not name and len(models) > 1:
-            raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
-    for name in models:
-        if any(other.startswith(f"{name}.") for other in models if name):
-            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
-    if len({id(module) for module in models.values()}) != len(models):
-        raise ValueError("model: the same module stands under two names; name it once")
-    return dict(models)
 
 
 def _index(

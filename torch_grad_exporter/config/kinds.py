@@ -266,6 +266,26 @@ def given(takes: str, check: Callable[[object], object] = lambda value: value) -
     return Kind(takes, "", check)
 
 
+def models(model: object) -> dict[str, torch.nn.Module]:
+    """The models by name, the empty one for a single module; raises on what cannot be watched."""
+    models = {"": model} if isinstance(model, torch.nn.Module) else model
+    if not isinstance(models, Mapping):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
+    if not models:
+        raise ValueError("model={}: expected at least one module in the mapping")
+    for name, module in models.items():
+        if not isinstance(name, str) or not isinstance(module, torch.nn.Module):
+            raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
+        if not name and len(models) > 1:
+            raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
+    for name in models:
+        if any(other.startswith(f"{name}.") for other in models if name):
+            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
+    if len({id(module) for module in models.values()}) != len(models):
+        raise ValueError("model: the same module stands under two names; name it once")
+    return dict(models)
+
+
 def optimizers() -> Kind[dict[str, torch.optim.Optimizer]]:
     """One optimizer or several; those without a name get that of their class."""
 

@@ -36,7 +36,7 @@ from torch_grad_exporter.outputs.http.loop import ConnectionLoop
 from torch_grad_exporter.outputs.http.message import MAX_HEAD, Request, RequestError, Response, complete_head, parse, plain
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError, SharedScrape
-from torch_grad_exporter.outputs.http.web_config import Loaded, WebConfigFile, WebSettings
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile, WebSettings
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 NORM = Spec("norm", Kind.GAUGE, "A norm.", ("layer",))
@@ -461,7 +461,7 @@ class StuckDisk:
 
     training: Training
     looks: int = 0
-    current: Loaded = field(default_factory=lambda: Loaded(WebSettings(), None))
+    current: WebSettings = field(default_factory=WebSettings)
     authenticates: bool = False
 
     def due(self, _now: float) -> bool:
@@ -603,9 +603,9 @@ class Troubled:
         return False
 
     @property
-    def current(self) -> Loaded:
+    def current(self) -> WebSettings:
         self.trip("current")
-        return Loaded(WebSettings(), None)
+        return WebSettings()
 
     def trip(self, part: str) -> None:
         if self.fails == part:

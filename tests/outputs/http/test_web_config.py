@@ -334,7 +334,7 @@ def test_relative_paths_are_relative_to_the_file(directory: Path, monkeypatch: p
     found = WebConfigFile(os.path.relpath(path, directory.parent))
     monkeypatch.chdir("/")
     assert found.path == str(path)
-    assert list(found.current.settings.tls.files) == [str(directory / "server.crt"), str(directory / "server.key")]
+    assert [*found._seen] == [str(path), str(directory / "server.crt"), str(directory / "server.key")]
 
 
 def context_of(directory: Path, options: str) -> ssl.SSLContext:
@@ -380,7 +380,7 @@ def test_what_authenticates_is_known(directory: Path) -> None:
 def test_headers_and_users(directory: Path) -> None:
     """Blank headers are left out, a number is text, and so is a user's name that looks like one."""
     text = http("X-XSS-Protection: 0\nContent-Security-Policy: ''\nX-Frame-Options: sameorigin\nX-Content-Type-Options: nosniff\n")
-    settings = load(directory, text + users(f"0x10: {HASH}\n")).current.settings
+    settings = load(directory, text + users(f"0x10: {HASH}\n")).current
     assert settings.headers == (("X-XSS-Protection", "0"), ("X-Frame-Options", "sameorigin"))
     assert settings.users == {"0x10": HASH}
 
@@ -391,7 +391,7 @@ def test_headers_and_users(directory: Path) -> None:
 )
 def test_intervals_are_read_as_go_reads_them(directory: Path, text: str, seconds: float) -> None:
     """A duration with one unit or several is so many seconds."""
-    found = load(directory, limit(f"interval: {text}\nburst: 7\n")).current.settings.rate_limit
+    found = load(directory, limit(f"interval: {text}\nburst: 7\n")).current.rate_limit
     assert found is not None
     assert found == RateLimit(pytest.approx(seconds), 7)
 

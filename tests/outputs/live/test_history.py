@@ -27,6 +27,7 @@ from torch_grad_exporter.outputs.live.history import (
     Part,
     Together,
     Track,
+    Window,
 )
 
 NAN, INF = math.nan, math.inf
@@ -254,12 +255,12 @@ class Made:
 
 def layer_records(history: History) -> list[float]:
     """The steps of the layers' records."""
-    return history.grid("norm", whole=False)[1].steps.tolist()
+    return history.grid("norm", Window(whole=False))[1].steps.tolist()
 
 
 def run_records(history: History) -> list[float]:
     """The steps of the run's records."""
-    return history.run(whole=False).steps.tolist()
+    return history.run(Window(whole=False)).steps.tolist()
 
 
 def test_a_record_a_second_however_often_it_looks() -> None:
@@ -271,7 +272,7 @@ def test_a_record_a_second_however_often_it_looks() -> None:
         history.record_if_due()
     assert made.asked == len(run_records(history)) == len(layer_records(history))
     assert 10 <= made.asked <= 11
-    times = history.run(whole=False).times
+    times = history.run(Window(whole=False)).times
     assert np.diff(times).min() >= 1.0
 
 
@@ -302,7 +303,7 @@ def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.Monke
         made.names = ["base", f"task_{number}"]
         made.step()
         history.record_if_due()
-        names, part = history.grid("norm", whole=False)
+        names, part = history.grid("norm", Window(whole=False))
         assert len(names) <= 12
         assert names[0] == "base"
         assert names[-1] == f"task_{number}"
@@ -311,9 +312,9 @@ def test_layers_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.Monke
         steps = np.arange(1, number + 2)
         own = np.where(steps[:, None] == np.arange(first, number + 1) + 1, 1000.0 * steps[:, None] + len(QUANTITIES), np.nan)
         assert np.array_equal(part.values, np.column_stack([1000.0 * steps, own]), equal_nan=True)
-        assert np.array_equal(history.grid("norm", whole=True)[1].values, part.values, equal_nan=True)
+        assert np.array_equal(history.grid("norm", Window(whole=True))[1].values, part.values, equal_nan=True)
         forgotten = number > 0 and first > seen
-        assert history.grid("norm", whole=False, since=number)[1].first == (0 if forgotten and number else number)
+        assert history.grid("norm", Window(whole=False, since=number))[1].first == (0 if forgotten and number else number)
         seen = first
     assert seen > 25
 
@@ -330,7 +331,7 @@ def test_a_clock_that_is_set_back_stops_no_records() -> None:
         history.record_if_due()
     assert run_records(history) == layer_records(history) == [1, 2, 3, 4, 5, 6]
     for whole in (True, False):
-        for part in (history.run(whole=whole), history.grid("norm", whole=whole)[1]):
+        for part in (history.run(Window(whole=whole)), history.grid("norm", Window(whole=whole))[1]):
             assert part.times.tolist() == [made.now - age for age in (5, 4, 3, 2, 1, 0)]
 
 
@@ -345,12 +346,12 @@ def test_who_asks_for_what_is_new_learns_that_the_clock_was_set_back() -> None:
     made.step()
     history.record_if_due()
     for whole in (True, False):
-        answer = history.run(whole=whole, since=2 if whole else 3, stride=1)
+        answer = history.run(Window(whole=whole, since=2 if whole else 3, stride=1))
         assert (answer.first, answer.times.tolist()) == (0, [made.now - age for age in (3, 2, 1, 0)])
     for _ in range(2):
         made.step()
         history.record_if_due()
-    assert [history.run(whole=whole, since=4, stride=1).steps.tolist() for whole in (True, False)] == [[5, 6]] * 2
+    assert [history.run(Window(whole=whole, since=4, stride=1)).steps.tolist() for whole in (True, False)] == [[5, 6]] * 2
 
 
 def test_a_column_of_the_layers_is_at_the_step_of_its_sample() -> None:
@@ -388,7 +389,7 @@ def test_a_norm_that_comes_after_its_step_is_of_the_next_record() -> None:
         made.steps, made.samples, made.now = made.steps + step, made.samples + sample, made.now + 1
         shown[:] = values, flags
         history.record_if_due()
-        return [None if math.isnan(norm) else norm for norm in history.run(whole=False).values[:, 1].tolist()]
+        return [None if math.isnan(norm) else norm for norm in history.run(Window(whole=False)).values[:, 1].tolist()]
 
     assert look(scalars(loss=1), step=True) == [None]
     assert look(scalars(norm=8), sample=True) == [None]
@@ -401,8 +402,8 @@ def test_a_norm_that_comes_after_its_step_is_of_the_next_record() -> None:
         made.now += 0.1
         shown[:] = NONE, NONE
         history.finish()
-        assert history.run(whole=False).values[3:, 1].tolist() == [INF, 3]
-    assert history.run(whole=False).steps.tolist() == [1, 2, 3, 3, 3]
+        assert history.run(Window(whole=False)).values[3:, 1].tolist() == [INF, 3]
+    assert history.run(Window(whole=False)).steps.tolist() == [1, 2, 3, 3, 3]
     assert history.samples == 4
 
 
@@ -415,16 +416,16 @@ def test_each_layer_and_quantity_is_in_its_place() -> None:
         history.record_if_due()
     for whole in (True, False):
         for place, quantity in enumerate(QUANTITIES):
-            found = history.grid(quantity, whole=whole)[1].values
+            found = history.grid(quantity, Window(whole=whole))[1].values
             np.testing.assert_array_equal(found, [[1000 * step + 4 * layer + place for layer in range(3)] for step in (1, 2, 3)])
         for layer, name in enumerate("xyz"):
-            found = history.layer(name, whole=whole).values
+            found = history.layer(name, Window(whole=whole)).values
             np.testing.assert_array_equal(found, [[1000 * step + 4 * layer + place for place in range(4)] for step in (1, 2, 3)])
-        np.testing.assert_array_equal(history.run(whole=whole).values, [[step] * len(SCALARS) for step in (1, 2, 3)])
+        np.testing.assert_array_equal(history.run(Window(whole=whole)).values, [[step] * len(SCALARS) for step in (1, 2, 3)])
     with pytest.raises(KeyError):
-        history.layer("w", whole=True)
+        history.layer("w", Window(whole=True))
     with pytest.raises(ValueError, match="not in tuple"):
-        history.grid("loss", whole=True)[1]
+        history.grid("loss", Window(whole=True))[1]
 
 
 def test_layers_that_come_and_go() -> None:
@@ -438,8 +439,8 @@ def test_layers_that_come_and_go() -> None:
     assert history.layers == ["a", "b", "new"]
     expected = [[1000, 1004, NAN], [2004, NAN, 2000], [NAN, 3000, 3004]]
     for whole in (True, False):
-        np.testing.assert_array_equal(history.grid("norm", whole=whole)[1].values, expected)
-    np.testing.assert_array_equal(history.layer("new", whole=True).values[:, 3], [NAN, 2003, 3007])
+        np.testing.assert_array_equal(history.grid("norm", Window(whole=whole))[1].values, expected)
+    np.testing.assert_array_equal(history.layer("new", Window(whole=True)).values[:, 3], [NAN, 2003, 3007])
 
 
 def allocated(layers: int, records: int) -> tuple[int, History]:
@@ -464,7 +465,7 @@ def test_the_history_of_300_layers_takes_6_megabytes() -> None:
     assert history.nbytes <= peak <= 9 * 2**20
     assert 5e6 < history.nbytes < 6e6
     assert len(layer_records(history)) == RECENT
-    assert len(history.grid("norm", whole=True)[1].steps) == 1000 // 4
+    assert len(history.grid("norm", Window(whole=True))[1].steps) == 1000 // 4
 
 
 @pytest.mark.parametrize(("layers", "limit"), [(2_000, LAYER_BYTES + 200_000), (100_000, LEAST * 16.5 * 100_000 + 200_000)])
@@ -472,7 +473,7 @@ def test_very_many_layers_have_fewer_records(layers: int, limit: int) -> None:
     """2,000 layers take 17 MB and 100,000 take 53 MB, and even these have the whole run in bins and the last records."""
     _, history = allocated(layers, 3)
     assert history.nbytes <= limit
-    part, recent = history.grid("norm", whole=True)[1], history.grid("norm", whole=False)[1]
+    part, recent = history.grid("norm", Window(whole=True))[1], history.grid("norm", Window(whole=False))[1]
     assert part.steps[-1] == recent.steps[-1] == 3
     assert len(part.steps) == len(recent.steps) == 3
 
@@ -487,7 +488,7 @@ def test_layers_that_come_later_stay_within_the_memory() -> None:
         history.record_if_due()
     assert history.nbytes <= LAYER_BYTES + 200_000
     assert history.layers[:2] == ["first", "layers.0"]
-    assert history.layer("first", whole=True).values[0].tolist() == [1000, 1001, 1002, 1003]
+    assert history.layer("first", Window(whole=True)).values[0].tolist() == [1000, 1001, 1002, 1003]
 
 
 def uniform(made: Made) -> Moment:
@@ -511,7 +512,7 @@ def test_who_reads_while_it_is_written_sees_whole_records() -> None:
     def read(number: int) -> None:
         while not over.is_set():
             # A bin's largest is its last one, which is the one at its step.
-            parts = [history.grid("norm", whole=view)[1] for view in (True, False)] + [history.run(whole=False)]
+            parts = [history.grid("norm", Window(whole=view))[1] for view in (True, False)] + [history.run(Window(whole=False))]
             wrong.extend(part for part in parts if not whole_records(part))
             reads[number] += 1
 

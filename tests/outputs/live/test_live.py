@@ -52,8 +52,8 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live import live as live_module
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment
-from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, Window, encoded
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
+from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, encoded
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
 from torch_grad_exporter.outputs.live.recorder import recorder
 from torch_grad_exporter.outputs.prometheus.text import Renderer
@@ -120,8 +120,8 @@ class Made:
     def __post_init__(self) -> None:
         self.may_go_on.set()
         self.history = History(self.moment, now=lambda: self.now)
-        run = Run("run", 0, 3, "node0", "0.1.0", targets=lambda: self.targets)
-        self.live = Live(run, self.history, self.scrape, now=lambda: self.now)
+        run = Run("run", 0, 3, "node0", "0.1.0")
+        self.live = Live(run, self.history, self.scrape, targets=lambda: self.targets, now=lambda: self.now)
         self.pages = Pages(self.live)
 
     def moment(self) -> Moment:

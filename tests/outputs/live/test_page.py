@@ -31,7 +31,7 @@ from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.collectors.training import TRAIN_LAST_STEP_TIMESTAMP
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
 from torch_grad_exporter.outputs.live.pages import CSP
@@ -151,7 +151,7 @@ def soon(page: Page, condition: Callable[[], bool]) -> None:
 
 def recorded(run: Run) -> int:
     """The columns of the heatmap so far."""
-    return len(run.exporter._view.history.grid("norm", whole=False)[1].times)
+    return len(run.exporter._view.history.grid("norm", Window(whole=False))[1].times)
 
 
 def pixels(page: Page, canvas: str = "#heatmap") -> np.ndarray:
@@ -432,7 +432,9 @@ def test_quantities(training: Callable[..., Run], open_page: Callable[..., Visit
     # The last record is of the last step alone, as a norm is the largest since the record before.
     for steps, reached in ((59, 59), (1, 60)):
         run.train(steps)
-        assert eventually(lambda at=reached: list(run.exporter._view.history.grid("norm", whole=False)[1].steps[-1:]) == [at])
+        assert eventually(
+            lambda at=reached: list(run.exporter._view.history.grid("norm", Window(whole=False))[1].steps[-1:]) == [at]
+        )
     page = open_page(run.page).page
     said = {
         "norm": ("torch_grad_norm", lambda value: f"norm {value:#.3g}"),
@@ -960,7 +962,7 @@ def test_weight_and_speed(training: Callable[..., Run], browser: Browser, record
     run.train(3)
     run.exporter._view.close()
     history = run.exporter._view.live._history = filled()
-    assert history.grid("norm", whole=True)[1].values.shape == (WHOLE, LAYERS)
+    assert history.grid("norm", Window(whole=True))[1].values.shape == (WHOLE, LAYERS)
     seconds = [math.inf]
     while seconds[-1] > MOST_SECONDS and len(seconds) <= 12:
         with visit(browser) as visited:

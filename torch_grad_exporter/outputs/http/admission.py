@@ -25,7 +25,7 @@ class Admission:
 
     def refusal(self, request: Request) -> Response | None:
         """The answer to a request that is refused, `None` for all others."""
-        settings = self._config.current.settings
+        settings = self._config.current
         wait = self._bucket.wait(settings.rate_limit)
         if wait:
             return _later("too many requests", wait)

@@ -223,9 +223,9 @@ class ConnectionLoop:
         except BlockingIOError:
             return
         except ssl.SSLWantReadError:
-            self._await(connection, selectors.EVENT_READ)
+            self._enter(connection, connection.phase, selectors.EVENT_READ)
         except ssl.SSLWantWriteError:
-            self._await(connection, selectors.EVENT_WRITE)
+            self._enter(connection, connection.phase, selectors.EVENT_WRITE)
 
     def _shake_hands(self, connection: Connection, secure: tls.Tls) -> None:
         sock = connection.sock if isinstance(connection.sock, ssl.SSLSocket) else self._secured(connection, secure)
@@ -251,8 +251,7 @@ class ConnectionLoop:
         if first != tls.HANDSHAKE:
             self._send(connection, plain(HTTPStatus.BAD_REQUEST, "this port serves HTTPS; the request was plain HTTP"))
             return None
-        self._selector.unregister(connection.sock)
-        connection.phase = Phase.WORKING
+        self._hand_over(connection)
         connection.sock = sock = secure.wrap(connection.sock)
         self._enter(connection, Phase.HANDSHAKE, selectors.EVENT_READ)
         return sock
@@ -275,14 +274,13 @@ class ConnectionLoop:
         if not connection.admitted:
             self._send(connection, plain(HTTPStatus.FORBIDDEN, "no name in the client's certificate is allowed here"))
             return
-        self._selector.unregister(connection.sock)
-        connection.phase = Phase.WORKING
+        self._hand_over(connection)
         connection.deadline = self._clock() + self._timeout
         if not self._dispatch(connection, request):
             self._send(connection, plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", (("Retry-After", "1"),)))
 
     def _send(self, connection: Connection, response: Response) -> None:
-        extra = () if self._web_config is None else self._web_config.current.settings.headers
+        extra = () if self._web_config is None else self._web_config.current.headers
         connection.outgoing = [memoryview(response.head(extra))]
         if connection.body_wanted:
             connection.outgoing.append(memoryview(response.body))
@@ -305,13 +303,12 @@ class ConnectionLoop:
         self._enter(connection, Phase.FAREWELL, selectors.EVENT_READ)
 
     def _enter(self, connection: Connection, phase: Phase, event: int) -> None:
-        if connection.phase is Phase.WORKING:
-            self._selector.register(connection.sock, event, connection)
-        else:
-            self._await(connection, event)
+        """Makes the selector report when the socket is ready for this."""
+        change = self._selector.register if connection.phase is Phase.WORKING else self._selector.modify
+        change(connection.sock, event, connection)
         connection.phase = phase
 
-    def _await(self, connection: Connection, event: int) -> None:
-        """Makes the selector report when the socket is ready for this."""
-        if self._selector.get_key(connection.sock).events != event:
-            self._selector.modify(connection.sock, event, connection)
+    def _hand_over(self, connection: Connection) -> None:
+        """Keeps the selector from the socket, which others work on."""
+        self._selector.unregister(connection.sock)
+        connection.phase = Phase.WORKING

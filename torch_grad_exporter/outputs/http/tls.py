@@ -63,35 +63,9 @@ class Pem:
     text: str = field(default="", repr=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsSettings:
-    """The section `tls_server_config`, with the names that OpenSSL uses; `place` is where it stands.
-
-    `ciphers` are those of TLS 1.2; none leave the choice to Python, as do no curves. `client_ca` is there exactly where
-    `verify` is not `CERT_NONE`. Without `allowed_sans` any certificate of the CA is accepted.
-    """
-
-    place: str
-    cert: Pem
-    key: Pem
-    verify: ssl.VerifyMode = ssl.CERT_NONE
-    client_ca: Pem | None = None
-    allowed_sans: frozenset[str] | None = None
-    min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
-    max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
-    ciphers: Sequence[str] = ()
-    server_preference: bool = True
-    curves: Sequence[str] = ()
-
-    @property
-    def files(self) -> list[str]:
-        """The files that it names."""
-        return [pem.path for pem in (self.cert, self.key, self.client_ca) if pem is not None and pem.path]
-
-
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What a connection needs: the context, and which clients are allowed."""
+    """What a connection needs: the context, and which clients are allowed: any, or those with one of these names."""
 
     context: ssl.SSLContext
     allowed_sans: frozenset[str] | None = None
@@ -111,28 +85,48 @@ class Tls:
         return not self.allowed_sans.isdisjoint(_names(certificate or {}))
 
 
-def load(settings: TlsSettings) -> Tls:
-    """Everything of a TLS section read and put together. Raises ValueError, naming the place and the fix."""
+def load(
+    cert: Pem,
+    key: Pem,
+    *,
+    place: str,
+    verify: ssl.VerifyMode,
+    client_ca: Pem | None,
+    allowed_sans: frozenset[str] | None,
+    versions: tuple[ssl.TLSVersion, ssl.TLSVersion],
+    ciphers: Sequence[str],
+    curves: Sequence[str],
+    server_preference: bool,
+) -> Tls:
+    """A TLS section, put together from what it names, with OpenSSL's names. Raises ValueError, naming the place and the fix.
+
+    `ciphers` are those of TLS 1.2; none leave the choice to Python, as do no curves. `client_ca` goes with a `verify`.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = settings.min_version
-    context.maximum_version = settings.max_version
+    context.minimum_version, context.maximum_version = versions
     context.options |= ssl.OP_NO_RENEGOTIATION
     # Each scrape is a connection of its own and asks for no ticket; sending one may only meet a client that has left.
     context.num_tickets = 0
     context.set_alpn_protocols(["http/1.1"])
-    if not settings.server_preference:
+    if not server_preference:
         context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
     try:
-        _choose(context, settings)
+        if ciphers:
+            context.set_ciphers(":".join(ciphers))
+        if len(curves) == 1:
+            context.set_ecdh_curve(curves[0])
+        elif curves:
+            newer: Any = context  # than what the types of our lowest Python know
+            newer.set_groups(":".join(curves))
     except (ssl.SSLError, ValueError) as error:
-        raise ValueError(f"{settings.place}: this Python's OpenSSL has not the ciphers or curves that are named: {error}") from None
-    _load_certificate(context, settings.cert, settings.key)
-    if settings.client_ca is not None:
-        context.verify_mode = settings.verify
+        raise ValueError(f"{place}: this Python's OpenSSL has not the ciphers or curves that are named: {error}") from None
+    _load_certificate(context, cert, key)
+    if client_ca is not None:
+        context.verify_mode = verify
         # What the file lists is trusted, be it a root, an authority below one or a client's own certificate: as in Go.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        _load_authorities(context, settings.client_ca)
-    return Tls(context, settings.allowed_sans)
+        _load_authorities(context, client_ca)
+    return Tls(context, allowed_sans)
 
 
 def close_notify(sock: ssl.SSLSocket) -> None:
@@ -146,16 +140,6 @@ def close_notify(sock: ssl.SSLSocket) -> None:
         raise
     except OSError:  # its answer is not there yet, or it is gone, or the handshake failed
         pass
-
-
-def _choose(context: ssl.SSLContext, settings: TlsSettings) -> None:
-    if settings.ciphers:
-        context.set_ciphers(":".join(settings.ciphers))
-    if len(settings.curves) == 1:
-        context.set_ecdh_curve(settings.curves[0])
-    elif settings.curves:
-        newer: Any = context  # than what the types of our lowest Python know
-        newer.set_groups(":".join(settings.curves))
 
 
 def _load_certificate(context: ssl.SSLContext, cert: Pem, key: Pem) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.errors import Guard, say
-from torch_grad_exporter.outputs.http import tls
+from torch_grad_exporter.outputs.http.tls import Tls
 
 _CHECK_SECONDS = 1.0
 
@@ -35,20 +35,15 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """A whole web configuration; `headers` go on every response, `users` are names and bcrypt hashes."""
+    """A whole web configuration with all that its files held.
 
-    tls: tls.TlsSettings | None = None
+    `tls`: `None` where plain HTTP is served; `headers` go on every response, `users` are names and bcrypt hashes.
+    """
+
+    tls: Tls | None = None
     headers: tuple[tuple[str, str], ...] = ()
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     rate_limit: RateLimit | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A configuration with all that its files held; `tls` is `None` where plain HTTP is served."""
-
-    settings: WebSettings
-    tls: tls.Tls | None
 
 
 class WebConfigFile:
@@ -66,7 +61,7 @@ class WebConfigFile:
     @property
     def authenticates(self) -> bool:
         """Whether clients have to say who they are, by password or certificate."""
-        return any(_protection(self.current.settings).values())
+        return any(_protection(self.current).values())
 
     def due(self, now: float) -> bool:
         """Whether it is time for a `reload`: once in a second at most. By one thread only."""
@@ -102,17 +97,21 @@ class WebConfigFile:
                 self._refused = False
                 say(_log, logging.WARNING, "%s: the web configuration is in force again as it stands in its files", self.path)
 
-    def _load(self) -> Loaded:
+    def _load(self) -> WebSettings:
         # Stamped before they are read: what changes meanwhile is then another change. If this fails, the files that were
         # watched before stay watched, and with them those that the new state names: one of them may appear later.
         self._seen = {path: _stamp(path) for path in (self.path, *self._seen)}
-        settings = _parse(self.path)
-        named = [] if settings.tls is None else settings.tls.files
-        self._seen = {self.path: self._seen[self.path], **{path: _stamp(path) for path in named}}
-        return Loaded(settings, None if settings.tls is None else tls.load(settings.tls))
+        named: dict[str, _Stamp] = {}
+
+        def names(path: str) -> None:
+            named[path] = self._seen[path] = _stamp(path)
+
+        settings = _parse(self.path, names)
+        self._seen = {self.path: self._seen[self.path], **named}
+        return settings
 
 
-def _parse(path: str) -> WebSettings:
+def _parse(path: str, names: Callable[[str], None]) -> WebSettings:
     try:
         import bcrypt  # noqa: F401, PLC0415 - optional; its absence is to show now and not at the first request
 
@@ -121,7 +120,7 @@ def _parse(path: str) -> WebSettings:
         raise ValueError(
             f"{path}: a web configuration needs the package {error.name}; install it with pip install 'torch-grad-exporter[web]'"
         ) from None
-    return web_yaml.parse(path)
+    return web_yaml.parse(path, names)
 
 
 def _stamp(path: str) -> _Stamp:
@@ -132,20 +131,20 @@ def _stamp(path: str) -> _Stamp:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
-def _refuse_weaker(path: str, old: Loaded, new: Loaded) -> None:
+def _refuse_weaker(path: str, old: WebSettings, new: WebSettings) -> None:
     """Raises ValueError where the new state protects less than the old one, or in another way."""
     if (old.tls is None) is not (new.tls is None):
         raise ValueError(f"{path}: TLS is not turned on or off while running; start the training again for that")
-    before, after = _protection(old.settings), _protection(new.settings)
+    before, after = _protection(old), _protection(new)
     lost = [name for name, there in before.items() if there and not after[name]]
     if lost:
         raise ValueError(f"{path}: {', '.join(lost)} not removed while running; start the training again for that")
 
 
 def _protection(settings: WebSettings) -> dict[str, bool]:
-    section = settings.tls
+    tls = settings.tls
     return {
         "basic_auth_users are": bool(settings.users),
-        "required client certificates are": section is not None and section.verify is ssl.CERT_REQUIRED,
-        "client_allowed_sans are": section is not None and section.allowed_sans is not None,
+        "required client certificates are": tls is not None and tls.context.verify_mode is ssl.CERT_REQUIRED,
+        "client_allowed_sans are": tls is not None and tls.allowed_sans is not None,
     }

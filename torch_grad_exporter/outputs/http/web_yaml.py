@@ -12,7 +12,7 @@ import difflib
 import re
 import ssl
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,9 +66,10 @@ _AMOUNT = re.compile(rf"(\d+\.?\d*|\.\d+)({'|'.join(_UNIT_SECONDS)})")
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value of the file at `path`; `name`: what it is called in errors, mostly its key."""
+    """A value of the file at `path`; `name`: what it is called in errors, mostly its key. `names`: takes a file that it names."""
 
     path: str
+    names: Callable[[str], None]
     node: yaml.Node
     name: str
 
@@ -92,10 +93,11 @@ class _Value:
             raise self.error(f"{self.name} takes keys with values, such as 'key: value'")
         found: dict[str, _Value] = {}
         for key, value in self.node.value:
-            name = _Value(self.path, key, f"a key in {self.name}").text()
+            place = replace(self, node=key, name=f"a key in {self.name}")
+            name = place.text()
             if name in found:
-                raise _Value(self.path, key, name).error(f"{name!r} stands twice in {self.name}; remove one of them")
-            found[name] = _Value(self.path, value, name)
+                raise place.error(f"{name!r} stands twice in {self.name}; remove one of them")
+            found[name] = replace(self, node=value, name=name)
         return found
 
     def keys(self, known: Collection[str]) -> dict[str, _Value]:
@@ -146,8 +148,11 @@ class _Value:
 _Keys = Mapping[str, _Value]
 
 
-def parse(path: str) -> WebSettings:
-    """The settings of a file; relative paths in it are relative to it. Raises ValueError with file, line and fix."""
+def parse(path: str, names: Callable[[str], None]) -> WebSettings:
+    """The settings of a file; relative paths in it are relative to it. Raises ValueError with file, line and fix.
+
+    `names` is called with each other file before that is read.
+    """
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -156,7 +161,7 @@ def parse(path: str) -> WebSettings:
         raise ValueError(f"{path}, line {line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError):
         raise ValueError(f"{path}: not valid YAML; it holds control characters, or is nested too deeply") from None
-    sections = {} if root is None else _Value(path, root, "a web configuration").keys(_SECTIONS)
+    sections = {} if root is None else _Value(path, names, root, "a web configuration").keys(_SECTIONS)
     section = sections.get
     return WebSettings(
         tls=_tls(tls_) if (tls_ := section("tls_server_config")) else None,
@@ -179,7 +184,7 @@ def _text_of(path: str) -> str:
         raise ValueError(f"{path}, line {line}: not UTF-8; save the file in UTF-8") from None
 
 
-def _tls(section: _Value) -> tls.TlsSettings | None:
+def _tls(section: _Value) -> tls.Tls | None:
     keys = section.keys(_TLS_KEYS)
     if not keys:
         return None
@@ -197,15 +202,14 @@ def _tls(section: _Value) -> tls.TlsSettings | None:
     if minimum > maximum:
         raise section.error("these versions and cipher_suites leave no version of TLS; raise max_version to TLS13")
     prefer = keys.get("prefer_server_cipher_suites")
-    return tls.TlsSettings(
+    return tls.load(
+        cert,
+        key,
         place=section.place,
-        cert=cert,
-        key=key,
         verify=verify,
         client_ca=authority,
         allowed_sans=_sans(keys["client_allowed_sans"], verify) if "client_allowed_sans" in keys else None,
-        min_version=minimum,
-        max_version=maximum,
+        versions=(minimum, maximum),
         ciphers=ciphers,
         server_preference=prefer is None or prefer.switch(),
         curves=_curves(keys["curve_preferences"]) if "curve_preferences" in keys else [],
@@ -219,7 +223,10 @@ def _pem(keys: _Keys, name: str) -> tls.Pem | None:
         raise found[1].error(f"{name} and {name}_file both stand here; remove one of them")
     for value in found:
         place, text = f"{value.place}: {value.name}", value.text()
-        return tls.Pem(place, text=text) if value.name == name else tls.Pem(place, path=str(Path(value.path).parent / text))
+        if value.name == name:
+            return tls.Pem(place, text=text)
+        value.names(path := str(Path(value.path).parent / text))
+        return tls.Pem(place, path=path)
     return None
 
 

@@ -239,6 +239,19 @@ class Moment:
     sharded: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is selected: the run in bins or its recent records, from number `since` on, and all bins if they are not of `stride`."""
+
+    whole: bool
+    since: int = 0
+    stride: int = 0
+
+    def of(self, track: Track) -> Part:
+        """That of a track; see `Track.recent` and `Track.whole`."""
+        return track.whole(self.since, self.stride) if self.whole else track.recent(self.since)
+
+
 class History:
     """Records moments. `record_if_due` belongs to one thread, everything else to any.
 
@@ -361,24 +374,24 @@ class History:
         self._sample_step = sampled if sampled > self._sample_step else max(self._sample_step, moment.steps)
         return self._sample_step
 
-    def run(self, *, whole: bool, since: int = 0, stride: int = 0) -> Part:
-        """The values of the run, `SCALARS`; see `Track.recent` and `Track.whole`."""
+    def run(self, window: Window) -> Part:
+        """The values of the run, `SCALARS`."""
         with self._lock:
-            return self._scalars.whole(since, stride) if whole else self._scalars.recent(since)
+            return window.of(self._scalars)
 
-    def grid(self, name: str, *, whole: bool, since: int = 0, stride: int = 0) -> tuple[list[str], Part]:
+    def grid(self, name: str, window: Window) -> tuple[list[str], Part]:
         """The layers, and one quantity of each: values of shape (n, layers). Raises `ValueError` where there is none of that name.
 
         Another record may forget layers: names and values that are read separately may not match.
         """
         place = QUANTITIES.index(name)
         with self._lock:
-            part = self._layers.whole(since, stride) if whole else self._layers.recent(since)
+            part = window.of(self._layers)
             return list(self._column), part.columns(slice(place, None, len(QUANTITIES)))
 
-    def layer(self, name: str, *, whole: bool) -> Part:
+    def layer(self, name: str, window: Window) -> Part:
         """All quantities of one layer: values of shape (n, quantities). Raises `KeyError` where there is no such layer."""
         with self._lock:
             column = self._column[name]
-            part = self._layers.whole() if whole else self._layers.recent()
+            part = window.of(self._layers)
         return part.columns(slice(column * len(QUANTITIES), (column + 1) * len(QUANTITIES)))

@@ -18,7 +18,7 @@ import numpy as np
 from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part
+from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part, Window
 from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
@@ -42,6 +42,8 @@ LONGER = 1.001
 FORMAT = "torch_grad_exporter history"
 VERSION = 1
 
+VIEWS = {"whole": Window(whole=True), "recent": Window(whole=False)}
+
 Json = dict[str, object]
 
 
@@ -51,32 +53,29 @@ class UnknownLayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which process the page shows. `targets`: the ranks as http_sd has them, as JSON."""
+    """Which process the page shows."""
 
-    name: str
+    run: str
     rank: int
     world_size: int
     host: str
     version: str
-    targets: Callable[[], bytes] = lambda: b"[]"
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What a request selects: the run in bins or its recent records, from number `since` on if the bins are still of `stride`."""
-
-    whole: bool
-    since: int = 0
-    stride: int = 0
 
 
 class Live:
-    """Answers of the page's interface, from any thread. `now` is Unix time."""
+    """Answers of the page's interface, from any thread. `targets`: the ranks as http_sd has them. `now` is Unix time."""
 
     def __init__(
-        self, run: Run, history: History, scrape: Callable[[], Iterable[Family]], *, now: Callable[[], float] = time.time
+        self,
+        run: Run,
+        history: History,
+        scrape: Callable[[], Iterable[Family]],
+        *,
+        targets: Callable[[], bytes] = lambda: b"[]",
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._run = run
+        self._targets = targets
         self._history = history
         self._scrape = scrape
         self._now = now
@@ -113,11 +112,7 @@ class Live:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
         found: Json = {
             "now": now,
-            "run": self._run.name,
-            "rank": self._run.rank,
-            "world_size": self._run.world_size,
-            "host": self._run.host,
-            "version": self._run.version,
+            **asdict(self._run),
             "state": state,
             "step": None if state is None else max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0),
             "ended": self._ended,
@@ -135,12 +130,12 @@ class Live:
 
     def run(self, window: Window) -> Json:
         """`api/v1/run`."""
-        part = self._history.run(whole=window.whole, since=window.since, stride=window.stride)
+        part = self._history.run(window)
         return {**_frame(part, window), **_columns(self._clipped(part), SCALARS)}
 
     def layers(self, quantity: str, window: Window) -> Json:
         """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
-        names, part = self._history.grid(quantity, whole=window.whole, since=window.since, stride=window.stride)
+        names, part = self._history.grid(quantity, window)
         codes, low, high = encoded(part.values, log=quantity in LOG)
         flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
         sharded = self._history.sharded
@@ -159,7 +154,7 @@ class Live:
     def layer(self, name: str) -> Json:
         """`api/v1/layer`. Raises `UnknownLayerError` where there is no such layer."""
         try:
-            parts = {view: self._history.layer(name, whole=view == "whole") for view in ("whole", "recent")}
+            parts = {view: self._history.layer(name, window) for view, window in VIEWS.items()}
         except KeyError:
             raise UnknownLayerError from None
         series = {
@@ -173,13 +168,12 @@ class Live:
         if fresh:
             self._taken = float("-inf")
         values = self._latest()
-        views = (("whole", Window(whole=True)), ("recent", Window(whole=False)))
         return {
             "format": FORMAT,
             "version": VERSION,
             "status": self.status(),
-            "run": {view: self.run(window) for view, window in views},
-            "layers": {name: {view: self.layers(name, window) for view, window in views} for name in QUANTITIES},
+            "run": {view: self.run(window) for view, window in VIEWS.items()},
+            "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in QUANTITIES},
             "layer": {name: self._of_layer(values, name) for name in self._history.layers},
         }
 
@@ -223,7 +217,7 @@ class Live:
 
     def _others(self) -> Iterable[Json]:
         """The other ranks as links, as they have published themselves."""
-        for group in json.loads(self._run.targets()):
+        for group in json.loads(self._targets()):
             labels = group["labels"]
             if labels.get("rank") != str(self._run.rank):
                 scheme = labels.get("__scheme__", "http")

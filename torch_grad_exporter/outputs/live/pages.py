@@ -13,8 +13,8 @@ from importlib.resources import files
 from urllib.parse import parse_qs
 
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.live.history import QUANTITIES
-from torch_grad_exporter.outputs.live.live import Json, Live, UnknownLayerError, Window
+from torch_grad_exporter.outputs.live.history import QUANTITIES, Window
+from torch_grad_exporter.outputs.live.live import VIEWS, Json, Live, UnknownLayerError
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip
 
 CSP = (
@@ -148,7 +148,7 @@ def _quantity(query: Mapping[str, str]) -> str:
 def _window(query: Mapping[str, str]) -> Window:
     """Which records are wanted."""
     view = query.get("view", "recent")
-    if view not in ("recent", "whole"):
+    if view not in VIEWS:
         raise WrongQueryError("view is recent or whole")
     given = [query.get(name, "0") for name in ("since", "stride")]
     if not all(re.fullmatch(r"[0-9]{1,4000}", text) for text in given):

@@ -34,13 +34,14 @@ class View:
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,
+        targets: Callable[[], bytes],
         dead_from: int,
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
     ) -> None:
         moments, cursor = Moments(dead_from), host.cursor()
         self.history = History(lambda: moments.of(host.read(cursor), steps()), now=now)
-        self.live = Live(run, self.history, scrape, now=now)
+        self.live = Live(run, self.history, scrape, targets=targets, now=now)
         self._pages = Pages(self.live)
         self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from torch_grad_exporter.metrics.families import REMOVED, BoolArray, Exemplar, Family, FloatArray, IntArray, Kind, LabelRows, Spec
+
+_Sent = tuple[IntArray, IntArray, Callable[[IntArray], None]]
+"""Of a difference: since when each row counts, the numbers of its present rows, and what notes some of these as arrived."""
 
 
 class Deltas:
@@ -25,7 +29,7 @@ class Deltas:
         self._kinds = kinds
         self._at = began
         self._tables: dict[Spec, _Table] = {}
-        self._sent: dict[Family, tuple[_Table, _Part, IntArray]] = {}
+        self._sent: dict[Family, _Sent] = {}
 
     def of(self, families: Iterable[Family], *, at: int) -> list[Family]:
         """The families to be sent, with the numbers as of `at`."""
@@ -39,7 +43,8 @@ class Deltas:
 
         If none has, that of the last export before it was there.
         """
-        return self._sent[family][2]
+        since, _, _ = self._sent[family]
+        return since
 
     def arrived(self, family: Family, rows: slice) -> None:
         """Notes that rows of a family have arrived, by their numbers among the present ones.
@@ -47,8 +52,8 @@ class Deltas:
         Without effect for a family that `of` has not given last, or not as a difference.
         """
         if family in self._sent:
-            table, part, _ = self._sent[family]
-            table.take(part.some(rows))
+            _, there, take = self._sent[family]
+            take(there[rows])
 
     def _difference(self, family: Family, at: int) -> Family:
         table = self._tables.setdefault(family.spec, _Table(len(family.spec.buckets) + 2))
@@ -58,7 +63,7 @@ class Deltas:
         present: BoolArray = np.ones(len(now), dtype=np.bool_) if family.present is None else family.present.copy()
         known, before = table.known[places], table.numbers[places]
         if family.spec.older:
-            table.take(_Part.of(present & ~known, places, now, family, at))
+            table.take(family, places, now, at, np.flatnonzero(present & ~known))
             present &= known
         goes_on = known & (before[:, :-1] <= now[:, :-1]).all(axis=1)  # else it began anew
         added = np.subtract(now, before, out=now.copy(), where=goes_on[:, None])
@@ -70,31 +75,9 @@ class Deltas:
             exponential=None if family.exponential is None else tuple(table.exponential_since(family.exponential, places, goes_on)),
             exemplars=None if family.exemplars is None else tuple(table.exemplars_since(family.exemplars, places)),
         )
-        self._sent[difference] = table, _Part.of(present, places, now, family, at), table.since[places]
+        take = functools.partial(table.take, family, places, now, at)
+        self._sent[difference] = table.since[places], np.flatnonzero(present), take
         return difference
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a metric at an export: their places in its table and their numbers; `exponential`, `exemplars` as of `Family`."""
-
-    places: IntArray
-    numbers: FloatArray
-    exponential: tuple[Mapping[int, int], ...]
-    exemplars: tuple[Mapping[int, Exemplar], ...]
-    at: int
-
-    @classmethod
-    def of(cls, chosen: BoolArray, places: IntArray, numbers: FloatArray, family: Family, at: int) -> _Part:
-        """The chosen rows."""
-        rows = np.flatnonzero(chosen).tolist()
-        exponential = () if family.exponential is None else tuple(family.exponential[row] for row in rows)
-        exemplars = () if family.exemplars is None else tuple(family.exemplars[row] for row in rows)
-        return cls(places[chosen], numbers[chosen], exponential, exemplars, at)
-
-    def some(self, rows: slice) -> _Part:
-        """Some of them."""
-        return _Part(self.places[rows], self.numbers[rows], self.exponential[rows], self.exemplars[rows], self.at)
 
 
 class _Table:
@@ -165,14 +148,14 @@ class _Table:
             self._free.append(place)
             self._places.clear()
 
-    def take(self, part: _Part) -> None:
-        """Notes rows as arrived."""
-        self.known[part.places] = True
-        self.numbers[part.places] = part.numbers
-        self.since[part.places] = part.at
-        places = part.places.tolist()
-        self._exponential.update(zip(places, part.exponential, strict=False))
-        self._exemplars.update(zip(places, part.exemplars, strict=False))
+    def take(self, family: Family, places: IntArray, numbers: FloatArray, at: int, rows: IntArray) -> None:
+        """Notes rows of an export as arrived; `places`, `numbers`: of all its rows."""
+        self.known[places[rows]] = True
+        self.numbers[places[rows]] = numbers[rows]
+        self.since[places[rows]] = at
+        for kept, found in ((self._exponential, family.exponential), (self._exemplars, family.exemplars)):
+            if found is not None:
+                kept.update((place, found[row]) for place, row in zip(places[rows].tolist(), rows.tolist(), strict=True))
 
     def exponential_since(
         self, now: Iterable[Mapping[int, int]], places: IntArray, goes_on: BoolArray

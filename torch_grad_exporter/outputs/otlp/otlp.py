@@ -101,7 +101,7 @@ class Encoder:
         `start`: from when on cumulative numbers count; `since`: from when on differences do, row by row.
         """
         moment = _Moment(start, since, at)
-        some = (family for family in families if len(family.labels))
+        some = (family for family in families if family.series)
         metrics = [self._guarded(spec, members, moment) for spec, members in by_spec(some).items()]
         return self._requests(metrics)
 
@@ -273,8 +273,7 @@ class _Layout:
             _write(tails, place + 9, family.sums if family.present is None else family.sums[family.present], "<f8")
             _write(tails, place + 17 + len(opening(6, 8 * values.shape[1])), values, "<u8")
         points = self.template.copy()
-        if len(tails):
-            sliding_window_view(points, len(self.tail), writeable=True)[self.places] = tails
+        sliding_window_view(points, len(self.tail), writeable=True)[self.places] = tails
         return points.data
 
 

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -140,14 +139,14 @@ class Push:
             thread.join(0.05)
         if self._over():
             thread.join(GRACE)
-        ended = transfer.stop()
-        if not ended:
+        transfer.stopped, late = True, None
+        if thread.running:
             self._hanging.append(thread)
             if not self._over():  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
-                transfer.failed(TimeoutError(f"a request did not finish within {limit:g} s"))
-        self._judge(transfer)
+                late = TimeoutError(f"a request did not finish within {limit:g} s")
+        self._judge(transfer, late)
 
     def _export_last(self) -> None:
         """The end of the run: first the metrics of the whole process, with its state, and then those of each layer.
@@ -155,7 +154,7 @@ class Push:
         Each request goes over a connection of its own, which has what is left of the time: the one of the exports before may be
         in use, or in a pause between two tries.
         """
-        transfer = _Transfer(self._over)
+        transfer, late = _Transfer(self._over), None
         with ExitStack() as ways:
             if self._delivery is not None:
                 ways.callback(self._delivery.close)
@@ -165,13 +164,13 @@ class Push:
             for request in itertools.chain.from_iterable(map(self._encoded, parts)):
                 left = give_up_at - time.monotonic()
                 if left < LAST_REQUEST_SECONDS:
-                    transfer.failed(TimeoutError("there was no time left for all of the last export"))
+                    late = TimeoutError("there was no time left for all of the last export")
                     break
                 way = self._connect(left)
                 ways.callback(way.close)
                 if not transfer.sent(way, request):
                     break
-            self._judge(transfer)
+            self._judge(transfer, late)
 
     def _over(self) -> bool:
         """Whether the run is."""
@@ -186,61 +185,45 @@ class Push:
         """Metrics that `_values` gave last."""
         return self._encoder.requests(families, start=self._began, since=self._deltas.since, at=self._at)
 
-    def _judge(self, transfer: _Transfer) -> None:
-        """Notes what has become of an export."""
-        for request in transfer.settled:
-            for family, rows in request.rows:
-                self._deltas.arrived(family, rows)
-        if transfer.failure is not None:
-            self._on_error(transfer.failure)
+    def _judge(self, transfer: _Transfer, late: TimeoutError | None) -> None:
+        """Notes what has become of an export until now. What a thread that is left behind still does is not noted."""
+        outcomes = list(transfer.outcomes)
+        for family, rows in (row for request, failure in outcomes if _settled(failure) for row in request.rows):
+            self._deltas.arrived(family, rows)
+        failures = [failure for _, failure in [*outcomes, (None, late)] if failure is not None]
+        if failures:
+            self._on_error(failures[0])
 
 
 class _Transfer:
-    """Requests on their way, one after the other, and what becomes of them until `stop`. `over`: whether the run is.
+    """Requests on their way, one after the other, until `stopped`. `over`: whether the run is.
 
-    `settled`: those that are not to be sent again, as they have arrived or are refused permanently; `failure`: the first one;
-    `began_at`: since when the one that is on its way is, in monotonic time.
+    `outcomes`: what each has failed of, if it has; `began_at`: since when the one that is on its way is, in monotonic time.
     """
 
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
-        self.settled: list[Request] = []
-        self.failure: BaseException | None = None
+        self.outcomes: list[tuple[Request, Exception | None]] = []
+        self.stopped = False
         self.began_at = time.monotonic()
-        self._stopped = self._ended = False
-        self._lock = threading.Lock()
 
     def run(self, way: Delivery, requests: list[Request]) -> None:
         """Sends requests, up to one that may be taken later, or until the run is over: the last export has what is left."""
         for request in requests:
-            if self._over() or self._stopped or not self.sent(way, request):
+            if self._over() or self.stopped or not self.sent(way, request):
                 break
-        with self._lock:
-            self._ended = True
 
     def sent(self, way: Delivery, request: Request) -> bool:
         """Sends a request. False where the next one would fail as well."""
         self.began_at = time.monotonic()
         failure = caught(way.send, request.body)
-        settled = failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
-        with self._lock:
-            if self._stopped:
-                return False
-            if settled:
-                self.settled.append(request)
-            if failure is not None:
-                self.failed(failure)
-        return settled
+        self.outcomes.append((request, failure))
+        return _settled(failure)
 
-    def failed(self, failure: BaseException) -> None:
-        """Notes what went wrong."""
-        self.failure = self.failure or failure
 
-    def stop(self) -> bool:
-        """From now on nothing is sent or noted. Whether there is nothing on its way."""
-        with self._lock:
-            self._stopped = True
-            return self._ended
+def _settled(failure: Exception | None) -> bool:
+    """Whether a request is not to be sent again, as it has arrived or is refused permanently."""
+    return failure is None or (isinstance(failure, DeliveryError) and failure.permanent)
 
 
 def connected(settings: PushSettings, seconds: float) -> Delivery:

@@ -100,16 +100,6 @@ class _UnusableError(Exception):
     """A variable makes it impossible to push."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The arguments, checked; `None` where the environment decides."""
-
-    endpoint: str | None
-    protocol: Protocol | None
-    headers: Mapping[str, str] | None
-    interval: float | None
-
-
 def resolve(
     endpoint: object = None,
     protocol: object = None,
@@ -123,22 +113,19 @@ def resolve(
     Raises `TypeError` and `ValueError` for an argument, and `ImportError` where it asks for gRPC and that is not installed.
     """
     chosen = None if protocol is None else _checked_protocol(protocol)
-    given = _Given(
-        None if endpoint is None else _checked_endpoint(endpoint, chosen),
-        chosen,
-        None if headers is None else _checked_headers(headers),
-        None if interval is None else _checked_interval(interval),
-    )
+    where = None if endpoint is None else _checked_endpoint(endpoint, chosen)
+    metadata = None if headers is None else _checked_headers(headers)
+    seconds = None if interval is None else _checked_interval(interval)
     variables = _Variables(environment)
     exporters = {name.strip().lower() for name in variables.text("OTEL_METRICS_EXPORTER").split(",")}
     off = "OTEL_METRICS_EXPORTER=none" if "none" in exporters else ""
     if variables.text("OTEL_SDK_DISABLED").lower() == "true":
         off = "OTEL_SDK_DISABLED=true"
     try:
-        if off and given.endpoint is not None:
+        if off and where is not None:
             say(logger, logging.INFO, "no metrics are pushed: %s", off)
         wanted = variables.found("ENDPOINT")[1] and ("otlp" in exporters or exporters == {""})
-        return _resolved(given, variables) if not off and (wanted or given.endpoint is not None) else None
+        return _resolved(where, chosen, metadata, seconds, variables) if not off and (wanted or where is not None) else None
     except _UnusableError as error:
         say(logger, logging.WARNING, "no metrics are pushed: %s", error)
         return None
@@ -275,19 +262,26 @@ class _Variables:
             say(logger, logging.WARNING, "environment variable %s=%r is ignored: %s", variable, text, why)
 
 
-def _resolved(given: _Given, variables: _Variables) -> PushSettings:
-    protocol = given.protocol or _protocol(variables)
-    endpoint = _endpoint(given, protocol, variables)
-    headers = _headers(*variables.found("HEADERS")) if given.headers is None else given.headers
+def _resolved(
+    where: str | None,
+    chosen: Protocol | None,
+    metadata: Mapping[str, str] | None,
+    interval: float | None,
+    variables: _Variables,
+) -> PushSettings:
+    """The settings by the arguments, checked, and by variables where they are `None`."""
+    protocol = chosen or _protocol(variables)
+    endpoint = _endpoint(where, protocol, variables)
+    headers = _headers(*variables.found("HEADERS")) if metadata is None else metadata
     if protocol is Protocol.GRPC:
-        _check_metadata(headers, given)
+        _check_metadata(headers, argument=metadata is not None)
     for signal in ("METRICS_", ""):
         variables.ignored(f"OTEL_PYTHON_EXPORTER_OTLP_{protocol.name}_{signal}CREDENTIAL_PROVIDER", _OWN_SESSION)
     return PushSettings(
         endpoint=endpoint,
         protocol=protocol,
         headers=headers,
-        interval=given.interval or _interval(variables),
+        interval=interval or _interval(variables),
         timeout=_timeout(variables),
         compression=variables.choice("COMPRESSION", {one.value: one for one in Compression}, "none"),
         certificates=Certificates(*map(variables.file, ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))),
@@ -306,11 +300,11 @@ def _protocol(variables: _Variables) -> Protocol:
     return Protocol(text.lower() or Protocol.HTTP)
 
 
-def _endpoint(given: _Given, protocol: Protocol, variables: _Variables) -> str:
+def _endpoint(where: str | None, protocol: Protocol, variables: _Variables) -> str:
     """Where to, as the exporter of the protocol wants it; a variable says so where there is no argument."""
     variable, endpoint = variables.found("ENDPOINT")
-    if given.endpoint is not None:
-        variable, endpoint = "", given.endpoint
+    if where is not None:
+        variable, endpoint = "", where
     elif not _is_endpoint(endpoint, protocol):
         raise _UnusableError(f"environment variable {variable}={without_password(endpoint)!r}: {_ENDPOINT}")
     if _has_user(endpoint, protocol):
@@ -324,10 +318,10 @@ def with_path(endpoint: str) -> str:
     return parts._replace(path=parts.path.rstrip("/").removesuffix(PATH) + PATH).geturl()
 
 
-def _check_metadata(headers: Mapping[str, str], given: _Given) -> None:
+def _check_metadata(headers: Mapping[str, str], *, argument: bool) -> None:
     """GRPC takes fewer names of headers than HTTP does."""
     wrong = [name for name in headers if not re.fullmatch(r"[0-9a-z_.-]+", name) or name.endswith("-bin")]
-    if wrong and given.headers is not None:
+    if wrong and argument:
         raise ValueError(f"otlp_headers: {wrong[0]!r} is no header that can be sent over gRPC")
     if wrong:
         raise _UnusableError(f"header {wrong[0]!r} cannot be sent over gRPC")
