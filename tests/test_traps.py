@@ -44,7 +44,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, mode, value, values
 from tests.support.tools import eventually, find
-from tests.support.torch_versions import CommDebugMode, fully_shard, get_total_norm
+from tests.support.torch_versions import CommDebugMode, enable_compiled_autograd, fully_shard, get_total_norm
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Kind
@@ -916,7 +916,7 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> None:
     """Under compiled autograd a hook that queues a callback raises in the backward; ours return first, and we read at the step."""
-    enabled = torch._dynamo.compiled_autograd._enable
+    enabled = enable_compiled_autograd
     bare = Perceptron()
     handle = bare.first.weight.register_post_accumulate_grad_hook(
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(list)
