@@ -1,4 +1,4 @@
-# The map of what can be done here; `make` lists it. Everything lands in .venv/, .venv-bench/ and .tools/.
+# The map of what can be done here; `make` lists it. Everything lands in .venv*/ and .tools/.
 
 PYTHON ?= python3
 ARGS ?=
@@ -13,8 +13,20 @@ BENCH := .venv-bench/bin
 BENCH_STAMP := .venv-bench/installed
 COMPOSER := mosaicml==0.32.1
 
+# What `make compat` runs: the oldest torch that pyproject.toml allows, and two in between, each in an environment of its own.
+# A version may name a build, such as 2.4.0+cpu; COMPAT_PIP is what pip needs in addition to find it. From PyPI's builds for
+# Linux comes CUDA as well: about 5 GB each. COMPAT_NEEDS: `numpy<2` for one that was built before numpy 2.
+COMPAT ?= 2.4.0 2.6.0 2.9.1
+COMPAT_PIP ?=
+COMPAT_NEEDS ?=
+# The tests of what the package does with PyTorch.
+COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/statistics tests/transfer tests/aggregation tests/model \
+	tests/collectors/test_training_values.py tests/distributed/test_ranks.py tests/distributed/test_store.py \
+	tests/test_traps.py tests/test_training_unchanged.py tests/test_full_stages.py tests/test_lifecycle.py tests/test_ending.py \
+	tests/test_exits.py
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
+.PHONY: help venv demo test test-full compat mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -46,6 +58,22 @@ test: venv tools ## run the tests (ARGS='-k demo')
 
 test-full: venv tools ## run the tests that `make test` leaves out: those of the tests, and thin variants
 	$(PYTEST) -m full $(ARGS)
+
+# A test that needs a newer torch skips itself (tests/support/torch_versions.py).
+compat: $(COMPAT:%=.venv-torch-%/installed) ## run the tests that concern PyTorch on older versions of it (COMPAT='2.4.0', ARGS='-x')
+	@failed=; \
+	for version in $(COMPAT); do \
+		echo "torch $$version"; \
+		OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest -p tests.support.torch_versions \
+			-m 'not full and not server and not cuda' $(COMPAT_TESTS) $(ARGS) || failed="$$failed $$version"; \
+	done; \
+	test -z "$$failed" || { echo "make: tests failed with torch$$failed" >&2; exit 1; }
+
+.venv-torch-%/installed: pyproject.toml
+	@$(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/python -m pip install 'pip>=23'
+	.venv-torch-$*/bin/python -m pip install $(COMPAT_PIP) --editable '.[compat]' 'torch==$*' $(COMPAT_NEEDS)
+	@touch $@
 
 mutants: venv tools ## plant 60 faults and see which the tests find (40 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)
@@ -103,5 +131,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+.PHONY: help venv demo test test-full compat mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_what_is_lost_is_said_once(name: str) -> None:
     assert len(said) == (lost is not None)
     if lost is not None:
         assert f" has no {lost}: {torch_compat.LOST[lost]}" in said[0]
+
+
+def test_the_oldest_version_allowed_is_tried() -> None:
+    """The lower bound of torch in pyproject.toml is the first version that `make compat` runs."""
+    root = PACKAGE.parent
+    (bound,) = (
+        one.removeprefix("torch>=")
+        for one in tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+        if one.startswith("torch>=")
+    )
+    (tried,) = (line.split()[2:] for line in (root / "Makefile").read_text().splitlines() if line.startswith("COMPAT ?="))
+    assert tried[0] == bound + ".0" * (2 - bound.count("."))
+    assert tried == sorted(tried, key=lambda version: [int(part) for part in version.split(".")])
 
 
 def private_names(path: Path) -> set[str]:
@@ -222,12 +236,16 @@ class Part(torch.Tensor):
         return self.as_subclass(torch.Tensor)[:1]
 
 
+class Whole(torch.Tensor):
+    """A tensor of another class that is all here."""
+
+
 def test_the_local_part_is_asked_for_where_it_is_not_shown() -> None:
     """Without `_local_tensor` a DTensor's public method gives this rank's part; a plain tensor is its own."""
     plain = torch.arange(3.0)
     assert torch_compat.local(plain) is plain
     assert torch_compat.local(plain.as_subclass(Part)).tolist() == [0.0]
-    subclass = plain.as_subclass(torch.nn.Buffer)
+    subclass = plain.as_subclass(Whole)
     assert torch_compat.local(subclass) is subclass
 
 

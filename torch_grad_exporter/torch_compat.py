@@ -290,15 +290,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
-    """The mesh from which this one was sliced; `None` where that is not available. The name has moved once."""
+    """The mesh from which this one was sliced; `None` where that is not available. The name has moved twice."""
     ask = getattr(mesh, "_get_root_mesh", None)
     if ask is not None:
         return ask()
-    resources = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
-    find = getattr(resources, "get_root_mesh", None)
-    if find is None:
+    resources: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+    if _has(resources, "get_root_mesh"):
+        return resources.get_root_mesh(mesh)
+    if not _has(resources, "get_parent_mesh"):  # that of torch 2.4
         _gone("torch.distributed.device_mesh.DeviceMesh._get_root_mesh")
-    return None if find is None else find(mesh)
+        return None
+    while (parent := resources.get_parent_mesh(mesh)) is not None:
+        mesh = parent
+    return mesh
 
 
 def active_wrapper() -> Any:  # noqa: ANN401 - a wrapper

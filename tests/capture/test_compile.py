@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import get_compilation_metrics
 
 from tests.matrix.compiled import EAGER, compilations, dynamo
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import errors, mode, value
+from tests.support.torch_versions import enable_compiled_autograd
 from torch_grad_exporter import start_exporter
 
 STEPS = 20
@@ -173,7 +173,7 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
 
     def backward(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
-        with compiled_autograd._enable(torch.compile(backend=backend)):
+        with enable_compiled_autograd(torch.compile(backend=backend)):
             loss.backward()
         return loss.detach()
 
@@ -220,7 +220,7 @@ def test_compiled_autograd_that_compiles_nothing() -> None:
             for _ in range(6):
                 optimizer.zero_grad()
                 loss = model(batch()).square().mean()
-                with compiled_autograd._enable(lambda graph: graph):
+                with enable_compiled_autograd(lambda graph: graph):
                     loss.backward()
                 optimizer.step()
                 losses[-1].append(float(loss.detach()))

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.scrape import Key, errors, key, values
-from tests.support.torch_versions import fully_shard
+from tests.support.torch_versions import VERSION, fully_shard, need
 from torch_grad_exporter import start_exporter
 
 WORLD = 4
@@ -112,6 +112,9 @@ def tensor_and_data(rank: int) -> tuple[torch.nn.Module, int]:
 LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
     one.__name__: one for one in (ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data)
 }
+FSDP2 = ("fsdp", "fsdp_uneven", "hsdp", "tensor_and_data")
+HERE = [name for name in LAYOUTS if VERSION >= (2, 6) or name not in FSDP2]
+"""The layouts that this version of PyTorch has on a CPU."""
 SIZES: dict[str, dict[str, int]] = {
     "fsdp_uneven": {"hidden": 5}, "tensor_parallel": {"outputs": 4}, "tensor_and_data": {"outputs": 4},
 }  # fmt: skip
@@ -138,13 +141,13 @@ def rank_main(rank: int, folder: str) -> None:
         "every": 1,
         "collectors": dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False) | {"whole_run": True},
     }
-    for name, layout in LAYOUTS.items():
+    for name in HERE:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=WORLD, timeout=dt.timedelta(seconds=PATIENCE)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, part = layout(rank)
+            model, part = LAYOUTS[name](rank)
         with start_exporter(model, None, run="ranks", **options) as exporter:
             whole_run = exporter._scrape._collectors["whole_run"]._whole_run
             whole_run.close()  # it reports when it is told to
@@ -173,6 +176,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(rank_main, str(folder), ranks=WORLD)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(WORLD)]  # noqa: S301 - our own
+
+
+@pytest.fixture(autouse=True)
+def _layout(request: pytest.FixtureRequest) -> None:
+    if "layout" in request.fixturenames and request.getfixturevalue("layout") not in HERE:
+        need(2, 6, "FSDP2 on a CPU")
 
 
 def reference(layout: str, step: int) -> dict[str, list[torch.Tensor]]:
@@ -236,7 +245,7 @@ def test_silent_units_add_up(found: Found, layout: str) -> None:
 
 def test_units_that_are_split_across_ranks_are_not_reported(found: Found) -> None:
     """Of a weight that is cut through its units no rank can say which are silent; of one cut between them each can."""
-    for layout in ("tensor_parallel", "tensor_and_data"):
+    for layout in {"tensor_parallel", "tensor_and_data"}.intersection(HERE):
         assert showing(found, layout, "torch_grad_zero_units_ratio", layer="second") == []
         assert showing(found, layout, "torch_grad_zero_units_ratio", layer="first") == [0, 1, 2, 3]
 
@@ -262,7 +271,7 @@ def test_rank_0_combines_the_reports_of_all(found: Found, layout: str) -> None:
 
 def test_a_norm_stands_only_where_it_is_whole(found: Found) -> None:
     """What is cut has the norm of the part on each rank; what is copied has the norm, on the first rank alone."""
-    for layout in LAYOUTS:
+    for layout in HERE:
         for layer in LAYERS:
             whole = layout == "ddp" or (layout, layer) == ("tensor_parallel", "norm")
             norm = showing(found, layout, "torch_grad_norm", layer=layer)

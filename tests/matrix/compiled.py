@@ -210,7 +210,7 @@ def compiled_forward_and_backward(run: Run) -> None:
 @regime(Naive.ACCUMULATE)
 def compiled_backward(run: Run) -> None:
     """Dynamo traces the backward, too: no hook runs, and gradients are read at the step."""
-    need(2, 12, "tracing of backwards by dynamo")
+    need(2, 11, "tracing of backwards by dynamo")
     with compiling(run), torch._dynamo.config.patch(trace_autograd_ops=True):
         model = Perceptron()
         optimizer = sgd(model)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.harness import CUMULATIVE, NOTHING, Naive, Regime, Run, enter_into
 from tests.support.models import Perceptron, sgd
-from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard
+from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard, need
 
 REGIMES: dict[str, Regime] = {}
 
@@ -329,6 +329,7 @@ def zero_redundancy_optimizer(run: Run) -> None:
 
 def shard(model: torch.nn.Module, layers: Iterable[torch.nn.Module] = (), **options: object) -> torch.nn.Module:
     """FSDP2 on each of the layers, and on the model for what is left."""
+    need(2, 6, "FSDP2 on a CPU")
     for layer in layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -538,6 +539,7 @@ def fsdp_nested(run: Run) -> None:
 @two_ranks()
 def fsdp_beside_replicated(run: Run) -> None:
     """A layer that is left out of the sharding is whole on each rank; the global norm is still absent."""
+    need(2, 6, "FSDP2 on a CPU")
     model = even()
     fully_shard(model.first)
     optimizer = sgd(model)

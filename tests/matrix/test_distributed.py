@@ -45,6 +45,7 @@ class Finding:
 
     wrong: list[str] = field(default_factory=list)
     failed: str = ""
+    skipped: str = ""
     collectives: int = 0
     shown: dict[Key, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -52,6 +53,13 @@ class Finding:
 
 class Findings(dict[tuple[str, object], list[Finding]]):
     """By regime and way, each rank's; too long to be printed with a test that fails."""
+
+    def of(self, name: str, way: Way | Naive) -> list[Finding]:
+        """Each rank's in a run; skips the test where the regime could not be run."""
+        found = self[name, way]
+        if found[0].skipped:
+            pytest.skip(found[0].skipped)
+        return found
 
     def __repr__(self) -> str:
         return f"<{len(self)} findings>"
@@ -76,6 +84,8 @@ def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive])
                 finding = Finding()
                 try:
                     plain = observed(name, way, plain, finding)
+                except pytest.skip.Exception as skipped:
+                    finding.skipped = str(skipped)
                 except Exception:  # noqa: BLE001 - a run that fails is a finding like others
                     finding.failed = traceback.format_exc()
                 gc.collect()
@@ -153,7 +163,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_regime(name: str, way: Way, findings: Findings) -> None:
     """On each rank the scrape agrees with the record, and losses, parameters and collectives are those of a run without."""
     complaints = []
-    for rank, (mine, plain) in enumerate(zip(findings[name, way], findings[name, Way.PLAIN], strict=True)):
+    for rank, (mine, plain) in enumerate(zip(findings.of(name, way), findings[name, Way.PLAIN], strict=True)):
         said = [f"without an exporter: {plain.failed}"] if plain.failed else [mine.failed] if mine.failed else mine.wrong
         if not said and not mine.collectives == plain.collectives > 0:
             said = [f"{mine.collectives} collectives, {plain.collectives} without an exporter"]
@@ -167,7 +177,8 @@ def test_regime(name: str, way: Way, findings: Findings) -> None:
 def test_ranks_agree(name: str, findings: Findings) -> None:
     """Ranks whose gradients are reduced show the same norms and counts, to the last bit."""
     first, second = (
-        {one: value for one, value in mine.shown.items() if one[0] in EQUAL_ON_ALL_RANKS} for mine in findings[name, Way.EVERYTHING]
+        {one: value for one, value in mine.shown.items() if one[0] in EQUAL_ON_ALL_RANKS}
+        for mine in findings.of(name, Way.EVERYTHING)
     )
     assert first
     assert first == second
@@ -178,7 +189,7 @@ def test_ranks_agree(name: str, findings: Findings) -> None:
 @pytest.mark.parametrize("name", REGIMES)
 def test_naive_capture_is_noticed(name: str, naive: Naive, findings: Findings) -> None:
     """With the capture moved to a naive place the checks fail on some rank, or hold on all where the regime says so."""
-    assert not any(mine.failed for mine in findings[name, Way.PLAIN])
+    assert not any(mine.failed for mine in findings.of(name, Way.PLAIN))
     said = [line for mine in findings[name, naive] for line in ([mine.failed] if mine.failed else mine.wrong)]
     wrong = of_reading(said)
     assert bool(wrong) == (naive in REGIMES[name].catches), wrong

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """The running version, as (2, 13)."""
 
 WARNINGS: dict[str, type[Warning]] = {
-    "`torch.cpu.amp.autocast(args...)` is deprecated": FutureWarning,  # 2.4: its own checkpoints use it
+    "`torch.cpu.amp.autocast(args...)` is deprecated": FutureWarning,  # 2.4: where it recomputes
+    "You are using `torch.load` with `weights_only=False`": FutureWarning,  # 2.4 and 2.5: where a tensor is unpickled
 }
 """How messages begin by which older versions warn of themselves, whatever the tests do."""
 
@@ -44,6 +46,9 @@ else:
             parameter.grad.mul_(torch.clamp(most / (total + 1e-6), max=1.0))
 
 
+enable_compiled_autograd: Any = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable
+"""Compiles the backwards within, by a function that compiles a graph."""
+
 __all__ = [
     "VERSION",
     "WARNINGS",
@@ -57,6 +62,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "clip_grads_with_norm_",
+    "enable_compiled_autograd",
     "fully_shard",
     "get_total_norm",
     "let_torch_warn",
