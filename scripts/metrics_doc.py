@@ -19,14 +19,14 @@ zero stands for "unknown". Counters start at 0 as soon as their labels are known
 exporter read; `torch_grad_captures_total` counts them per layer.
 
 Counters and histograms of a layer stay while its module exists. Those of removed modules are added up in one remainder,
-`layer="(removed)"`, which rates leave out; see [numbers.md](numbers.md).
+`layer="(removed)"`, which rates leave out; see [What the numbers mean](numbers.md).
 
 Metrics of gradients without a `layer` carry `optimizer` where several optimizers own different parameters, and no such label
 where there is only one.
 
 The column *ranks* says which ranks of a job export a metric. *All*: every rank. *Part, copy*: where gradients are sharded, as
 under FSDP2 and tensor parallelism, every rank that has a part shows its part; where they are equal, as under DDP, the first rank
-shows them (`ranks="all"` changes that). See [distributed.md](distributed.md). *0*: rank 0.
+shows them (`ranks="all"` changes that). See [Many ranks](distributed.md). *0*: rank 0.
 """
 
 

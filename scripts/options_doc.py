@@ -29,8 +29,8 @@ message names the argument or the variable, its value and the fix. In a variable
 
 ## Options with a variable of OpenTelemetry, or with none
 
-A wrong argument raises; a wrong variable of OpenTelemetry only costs a warning, see [otlp.md](otlp.md). Options that take objects
-have no variable.
+A wrong argument raises; a wrong variable of OpenTelemetry only costs a warning, see [OpenTelemetry](otlp.md). Options that take
+objects have no variable.
 
 {arguments}
 """

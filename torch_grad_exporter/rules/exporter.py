@@ -20,7 +20,7 @@ from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import MINUTES_10, MINUTES_15, MINUTES_30
 
 INTERVALS = 2
-"""`ExporterBlind`: so many of them have gone by without a sample."""
+"""`ExporterBlind`: the number of intervals without a sample."""
 
 
 @rule(
@@ -54,7 +54,7 @@ INTERVALS = 2
     note="Cannot fire with a fixed interval (`every=`), which has no budget.",
 )
 def over_budget(context: RuleContext) -> Iterator[Finding]:
-    """It takes more of the time than it may, of the last 1,000 steps and of the last ten minutes."""
+    """It exceeds its budget over the last 1,000 steps and over the last ten minutes."""
     ratio, budget = context.values.one(EXPORTER_OVERHEAD_RATIO), context.values.one(EXPORTER_OVERHEAD_BUDGET)
     if ratio is not None and budget is not None:
         lately, limit = (
@@ -104,12 +104,12 @@ def over_budget(context: RuleContext) -> Iterator[Finding]:
     note=("A long interval that the user asked for (`every=`) does not fire it: the cap is for intervals that follow a budget."),
 )
 def blind(context: RuleContext) -> Iterator[Finding]:
-    """Its interval is the longest one there is, by a budget; or two intervals went by without a sample."""
+    """The budget requires the longest interval there is, or two intervals passed without a sample."""
     interval, samples = context.values.one(EXPORTER_SAMPLING_INTERVAL), context.values.one(EXPORTER_CAPTURES)
     if interval is None:
         return
     if interval >= THRESHOLDS["ExporterBlind"] and context.values.one(EXPORTER_OVERHEAD_BUDGET) is not None:
-        yield Finding("warning", f"Only each {interval:g}th step is sampled, the fewest that there can be, to keep to the budget.")
+        yield Finding("warning", f"To keep to the budget, only one step in {interval:g} is sampled, the longest interval there is.")
     elif samples == 0 and INTERVALS * interval < (context.values.table(TRAIN_STEPS).largest() or 0.0):
         yield Finding("warning", "No sample has been taken yet.")
     elif samples and _stopped(context, interval):

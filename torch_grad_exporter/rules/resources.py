@@ -20,7 +20,7 @@ from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 
 USUAL = frozenset({"power", "sync_boost"})
-"""`GpuThrottled`: reasons for which a GPU at work is held down day in, day out."""
+"""`GpuThrottled`: reasons that are normal for a GPU under full load."""
 
 
 @rule(
@@ -116,11 +116,11 @@ def near_limit(context: RuleContext) -> Iterator[Finding]:
     why="Each retry waits for the device and releases all cached memory; torchtitan warns at the first.",
 )
 def retries(context: RuleContext) -> Iterator[Finding]:
-    """Allocations needed a second try."""
+    """Allocations needed a second attempt."""
     for labels, more in context.increase(CUDA_ALLOC_RETRIES, MINUTES_10).items():
         if more > 0:
             yield Finding(
-                "warning", f"Device {labels[0]}: {times(more, 'allocation')} needed a second try {context.within(MINUTES_10)}."
+                "warning", f"Device {labels[0]}: {times(more, 'allocation')} needed a second attempt {context.within(MINUTES_10)}."
             )
 
 
@@ -148,7 +148,7 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
     for labels, split in context.values.rows(CUDA_MEMORY_INACTIVE_SPLIT):
         reserved = context.values.one(CUDA_MEMORY_RESERVED, *labels)
         if reserved and split / reserved > THRESHOLDS["CudaMemoryFragmented"]:
-            yield Finding("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in rests of blocks.")
+            yield Finding("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in free parts of blocks.")
 
 
 @rule(
@@ -174,10 +174,10 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
     why=("A tenth of the time. `power` and `sync_boost` do not count: they are normal for a GPU under full load."),
 )
 def throttled(context: RuleContext) -> Iterator[Finding]:
-    """A GPU's clocks are held down, for other reasons than usual."""
+    """A GPU is throttled, for other reasons than usual."""
     for (device, _, reason), seconds in context.increase(GPU_THROTTLED, MINUTES_5).items():
         if reason not in USUAL and seconds / MINUTES_5 > THRESHOLDS["GpuThrottled"]:
-            yield Finding("warning", f"GPU {device}: held down for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
+            yield Finding("warning", f"GPU {device}: throttled for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
 
 
 @rule(

@@ -19,19 +19,19 @@ from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rul
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
 
 SLOW, SLOWEST = 5.0, 1800.0
-"""`TrainingStalled`: so many of the slowest of the last steps have to have gone by, too, for `SLOWEST` seconds at most.
+"""`TrainingStalled`: the pause also exceeds so many times the slowest of the last steps, `SLOWEST` seconds at most.
 
-For these an evaluation may be silent as well.
+An evaluation may be silent for `SLOWEST` seconds as well.
 """
 
 PAUSES = 1.5
-"""`TrainingStalled`: a pause may be so many times as long as the longest of a day, however long that was."""
+"""`TrainingStalled`: a pause may be so many times as long as the longest of a day, without a limit."""
 
 STARVED = 0.5
 """`DataLoaderStarvation` as a critical one."""
 
 FED = 0.5
-"""`DataLoaderStarvation`: a GPU that is in use for so much of the time does not wait for data."""
+"""`DataLoaderStarvation`: a GPU that is in use for this share of the time does not wait for data."""
 
 
 @rule(
@@ -292,7 +292,7 @@ def starvation(context: RuleContext) -> Iterator[Finding]:
     in_use = context.mean(GPU_UTILIZATION, MINUTES_5).largest() or 0.0
     if share > THRESHOLDS["DataLoaderStarvation"] and in_use < FED:
         severity = "critical" if share > STARVED else "warning"
-        yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} went by waiting for data.")
+        yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} was spent waiting for data.")
 
 
 TRAINING_TARGET_DOWN = server_rule(

@@ -42,7 +42,7 @@
         norm: make({ id: "chart-norm", title: "Global norm", log: true, format: value(3), nothing: "No gradient was sampled yet",
           series: [{ label: "before", colour: "line-2" }, { label: "after clipping", colour: "line-1" }] }),
         loss: make({ id: "chart-loss", title: "Loss", format: value(4), nothing: "No loss: give it with exporter.observe(loss=...)", series: [{ label: "loss", colour: "line-1" }] }),
-        time: make({ id: "chart-step-time", title: "Step time", log: true, format: seconds, tick: seconds, nothing: "No two steps yet", series: [{ label: "step time", colour: "line-1" }] }),
+        time: make({ id: "chart-step-time", title: "Step time", log: true, format: seconds, tick: seconds, nothing: "Fewer than two steps so far", series: [{ label: "step time", colour: "line-1" }] }),
       };
     }
 
@@ -268,11 +268,11 @@
     }
 
     _lost({ since, next, status }) {
-      const why = status === 401 ? "The exporter wants a password (401): load the page again" : status === 429 || status === 503 ? `The exporter is busy (${status})` : status ? `The exporter answers with an error (${status})` : "The exporter does not answer";
+      const why = status === 401 ? "The exporter needs a password (401): load the page again" : status === 429 || status === 503 ? `The exporter is busy (${status})` : status ? `The exporter answers with an error (${status})` : "The exporter does not answer";
       text(byId("notice-why"), `${why}, since ${numbers.clock(since / 1000)}. `);
-      const ended = !status && this.history.status ? "The training may have ended. What you see is what was last known. " : "";
+      const ended = !status && this.history.status ? "The training may have ended. This page shows the last known values. " : "";
       text(byId("notice-what"), ended);
-      text(byId("notice-next"), `Next try in ${Math.max(0, Math.ceil((next - Date.now()) / 1000))} s.`);
+      text(byId("notice-next"), `Next attempt in ${Math.max(0, Math.ceil((next - Date.now()) / 1000))} s.`);
     }
 
     _showSaved() {
