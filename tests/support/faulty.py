@@ -49,6 +49,8 @@ class Training:
             usual["collectors"] = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
         self.exporter: Exporter = start_exporter(self.wrapped, 0, **usual | options)
         self.loader = iter(self.exporter.watch_loader(self._batches()))
+        self.stepped: Callable[[], None] = lambda: None
+        """Called after each step."""
         self.late = 0.0
         """Seconds by which each batch is late."""
         self.steps = 0
@@ -73,6 +75,7 @@ class Training:
         self.optimizer.step()
         self.exporter.observe(loss=float(found.detach()) if loss is None else loss)
         self.steps += 1
+        self.stepped()
         time.sleep(PACE)  # always: who waits for another rank in the backward must not make up for it here
 
 
@@ -111,13 +114,17 @@ class Run:
 
     def warm(self) -> None:
         """Waits until the statistics have the samples that they need."""
-        assert all(pipe.poll(90.0) and pipe.recv() == "warm" for pipe in self._pipes), f"{self.name} has ended"
+        assert all(pipe.poll(3 * PATIENCE) and pipe.recv() == "warm" for pipe in self._pipes), f"{self.name} has ended"
 
     def begin(self) -> float:
         """Lets the fault begin, with the next step; returns the Unix time at which it has on all ranks."""
         for pipe in self._pipes:
             pipe.send("begin")
-        assert all(pipe.poll(30.0) for pipe in self._pipes), f"{self.name} does not answer"
+        return self.stepped()
+
+    def stepped(self) -> float:
+        """The Unix time at which all ranks had made one step, or another one, with the fault."""
+        assert all(pipe.poll(PATIENCE) for pipe in self._pipes), f"{self.name} does not answer"
         return max(float(pipe.recv()) for pipe in self._pipes)
 
     def kill(self) -> None:
@@ -155,5 +162,11 @@ def _train(training: Training, fault: Fault, pipe: Connection) -> None:
             pipe.send("warm")
     pipe.recv()
     pipe.send(time.time())
+
+    def stepped() -> None:
+        pipe.send(time.time())
+        training.stepped = lambda: None
+
+    training.stepped = stepped
     while True:
         fault.step(training)

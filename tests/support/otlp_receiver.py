@@ -389,8 +389,12 @@ def refused() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def _heard(connection: socket.socket) -> None:
-    connection.recv(65536)
+def heard(liar: Liar, connection: socket.socket) -> bytes:
+    """What comes next, as soon as it does."""
+    while not liar.over.is_set():
+        with contextlib.suppress(TimeoutError):
+            return connection.recv(65536)
+    return b""
 
 
 def black_hole(liar: Liar, connection: socket.socket) -> None:
@@ -411,7 +415,7 @@ def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, soc
     """Begins an answer and goes on with a drop at a time."""
 
     def treat(liar: Liar, connection: socket.socket) -> None:
-        _heard(connection)
+        heard(liar, connection)
         liar.send(connection, start)
         while not liar.over.wait(pause):
             liar.send(connection, drop)
@@ -423,7 +427,7 @@ def says(content: bytes) -> Callable[[Liar, socket.socket], None]:
     """Says so much and closes."""
 
     def treat(liar: Liar, connection: socket.socket) -> None:
-        _heard(connection)
+        heard(liar, connection)
         liar.send(connection, content)
 
     return treat

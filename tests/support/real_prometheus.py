@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import time
 import urllib.parse
@@ -50,6 +51,12 @@ class Prometheus:
         data = self.get("/api/v1/query_range", query=expression, start=str(now - seconds), end=str(now), step=str(step))
         assert isinstance(data, dict)
         return [(found["metric"], found["values"]) for found in data["result"]]
+
+    def recorded(self, selector: str, since: float) -> list[tuple[float, float]]:
+        """All samples of some series since a Unix time, as they were stored, each its time and its value; in order."""
+        data = self.get("/api/v1/query", query=f"{selector}[{math.ceil(time.time() - since)}s]")
+        assert isinstance(data, dict)
+        return sorted((float(at), float(value)) for found in data["result"] for at, value in found["values"] if at >= since)
 
     def is_scraping(self) -> bool:
         with contextlib.suppress(OSError):
