@@ -20,6 +20,7 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
@@ -95,13 +96,11 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     hooks, clock = Hooks(errors), StepClock(post)
     schedule = SamplingSchedule(settings.every, settings.overhead_budget)
     optimizers = Optimizers(index, checked.optimizers)
+    cost = SampleCost(clock, schedule)
     reader = GradientReader(
-        optimizers=optimizers,
-        statistics=EagerStatistics(settings.dead_window, layout),
-        mailbox=post,
-        decisions=decisions,
-        scaler=checked.grad_scaler,
-    )
+        index=index, optimizers=optimizers, statistics=EagerStatistics(settings.dead_window, layout), clock=clock, cost=cost,
+        mailbox=post, decisions=decisions, errors=errors, scaler=checked.grad_scaler,
+    )  # fmt: skip
     memory = DeviceMemory(used=lambda: reader.devices)
     guard = errors.boundary("devices")
 
@@ -111,6 +110,7 @@ def _training_side(checked: Checked, errors: ErrorLog) -> TrainingSide:
     parts = Parts(
         index=index,
         optimizers=optimizers,
+        cost=cost,
         reader=reader,
         schedule=schedule,
         clock=clock,

@@ -11,7 +11,6 @@ import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.local import LocalGradients
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
@@ -30,14 +29,12 @@ class ReductionWatch:
         self,
         *,
         index: LayerIndex,
-        clock: StepClock,
         probes: GradientProbes,
         waits: GradientWaits,
         local: LocalGradients | None,
         errors: ErrorLog,
     ) -> None:
         self._index = index
-        self._clock = clock
         self._probes = probes
         self._waits = waits
         self._local = local
@@ -65,7 +62,7 @@ class ReductionWatch:
     def counted(self, *, unfinished: bool) -> None:
         """There were backwards that were only counted. `unfinished`: of a round that is not over."""
         if self._local is not None:
-            self._local.missed(None if unfinished else self._examples())
+            self._local.missed(unfinished=unfinished)
 
     def begin(self, table: ParameterTable, backwards: int, *, on_host: bool, local: bool) -> None:
         """A backward of a sampled round begins, after so many in this round.
@@ -84,8 +81,7 @@ class ReductionWatch:
     def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""
         if self._local is not None:
-            end = functools.partial(self._local.end, written=written)
-            self._ended(end, current, table, fired, self._examples())
+            self._ended(functools.partial(self._local.end, written=written), current, table, fired)
 
     def captured(self, round_number: int) -> None:
         """The round's gradients were read."""
@@ -96,6 +92,3 @@ class ReductionWatch:
         """Removes the hooks of the running backward; idempotent, from any thread."""
         if self._local is not None:
             self._local.disarm()
-
-    def _examples(self) -> int | None:
-        return self._clock.examples if self._clock.examples_known else None
