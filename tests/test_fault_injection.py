@@ -104,7 +104,6 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.train_info.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
-    "capture.build.Capture.watch_optimizers": "the start",
     "model.watched.WatchedModels.any_of": "the start of another exporter",
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",

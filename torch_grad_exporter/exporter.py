@@ -290,9 +290,7 @@ class Exporter:
         self._errors.boundary("history", limit=None)(self._view.start)
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
             self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
-        for number, module in enumerate(checked.models.values()):
-            self._training.capture.watch(number, module)
-        self._training.capture.watch_optimizers()
+        self._training.capture.watch(checked.models.values())
         torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)

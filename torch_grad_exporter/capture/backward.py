@@ -84,21 +84,16 @@ class BackwardWatch:
         """A forward of a root with gradients begins: with FSDP2 the last moment at which sharded parameters are in their places."""
         if graph_task() != -1:
             return
-        rounds = self._rounds
+        rounds, index = self._rounds, self._parts.index
         if rounds.next_is_sampled:
             self._parts.reductions.look(root)
-        if self._parts.index.fully_sharded:
+        if index.fully_sharded:
             current = rounds.current
             again = bool(current.backwards) and not current.stepped and not rounds.stepping
             self._early_evidence = self._evidence_now() if again else ClearingEvidence()
             if not again or self._early is None:  # else, in the middle of a round, FSDP2 may have left them gathered
-                self._early = self._versions()
-
-    def _versions(self) -> GradientVersions | None:
-        index = self._parts.index
-        if not self._parts.rounds.next_is_sampled or index.table.parameters() is None:  # `None`: FSDP2 has gathered them
-            return None
-        return GradientVersions.of(index.refresh().tracked)
+                in_place = rounds.next_is_sampled and index.table.parameters() is not None  # `None`: FSDP2 has gathered them
+                self._early = GradientVersions.of(index.refresh().tracked) if in_place else None
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of the root of this number is over: hooks its output, and arms the nodes for a check."""
@@ -260,7 +255,9 @@ class BackwardWatch:
         self._parts.reductions.end(current, self._parts.reader.table, fired, written=written)
         if written:
             self._parts.ladder.seen()
-            self._count_backward()
+            self._clock.backwards_passed(1)
+            if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
+                say(logger, logging.WARNING, NO_STEP, UNANSWERED)
             if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.reader.found_early)):
                 self.read()
             self._parts.probes.backward_over(current.models)
@@ -288,11 +285,6 @@ class BackwardWatch:
         if self._parts.ladder.mode is Mode.OUTPUT and seen and (backward.unannounced or left - moved):
             self._parts.ladder.fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved | early
-
-    def _count_backward(self) -> None:
-        self._clock.backwards_passed(1)
-        if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
-            say(logger, logging.WARNING, NO_STEP, UNANSWERED)
 
     def read(self) -> None:
         """Reads the round's gradients, and chooses the probes until the next sample."""

@@ -94,7 +94,7 @@ class Parts:
         self.ladder = Ladder(self.nodes, self.probes, self.optimizers, start)
         self.waits = GradientWaits(clock, self.hooks)
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
-        self.reductions = ReductionWatch(index=self.index, probes=self.probes, waits=self.waits, local=local, errors=errors)
+        self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
 
     def _round_began(self, sampled: bool, after_step: bool) -> None:
         self.reader.begin_round()

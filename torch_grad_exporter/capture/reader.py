@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -92,40 +92,32 @@ class StepsWithinBackward:
         self.fired |= {position for position, _ in gradients}
 
 
+@dataclass(kw_only=True, eq=False)
 class GradientReader:
     """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
 
     `table`: the parameters of the current round. Holds a gradient scaler weakly.
     """
 
-    def __init__(
-        self,
-        *,
-        index: LayerIndex,
-        optimizers: Optimizers,
-        statistics: EagerStatistics,
-        clock: StepClock,
-        cost: SampleCost,
-        mailbox: Mailbox,
-        decisions: Decisions,
-        errors: ErrorLog,
-        scaler: Scaler | None = None,
-    ) -> None:
-        self._index = index
-        self._optimizers = optimizers
-        self._statistics = statistics
-        self._clock = clock
-        self._cost = cost
-        self._mailbox = mailbox
-        self._decisions = decisions
+    index: LayerIndex
+    optimizers: Optimizers
+    statistics: EagerStatistics
+    clock: StepClock
+    cost: SampleCost
+    mailbox: Mailbox
+    decisions: Decisions
+    errors: InitVar[ErrorLog]
+    scaler: InitVar[Scaler | None] = None
+
+    def __post_init__(self, errors: ErrorLog, scaler: Scaler | None) -> None:
         self._guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._steps_seen = False
         """Whether the callers of a step were searched for a gradient scaler."""
         self._transfer = HostTransfer()
-        self._early = StepsWithinBackward(statistics)
+        self._early = StepsWithinBackward(self.statistics)
         self._places: frozenset[torch.device] = frozenset()
-        self.table: ParameterTable = index.table
+        self.table: ParameterTable = self.index.table
 
     @property
     def devices(self) -> frozenset[str]:
@@ -154,7 +146,7 @@ class GradientReader:
         """A round begins."""
         self._settle_cost()
         self._early.clear()
-        self.table = self._index.table
+        self.table = self.index.table
 
     def backward_began(self) -> None:
         """A backward begins: what was read within the one before is no part of it."""
@@ -162,7 +154,7 @@ class GradientReader:
 
     def renew_table(self, *, within_step: bool = True) -> ParameterTable:
         """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
-        self.table = self._index.refresh(within_step=within_step)
+        self.table = self.index.refresh(within_step=within_step)
         return self.table
 
     # Reading
@@ -176,23 +168,23 @@ class GradientReader:
         return self._guards[AFTER].result(self._read, rounds) or False
 
     def _read(self, rounds: RoundTracker) -> bool:
-        if len(self._mailbox) >= CROWDED:
+        if len(self.mailbox) >= CROWDED:
             return False
-        current, table, pattern, at = rounds.current, self.table, rounds.pattern, self._clock.now()
+        current, table, pattern, at = rounds.current, self.table, rounds.pattern, self.clock.now()
         parameters = table.parameters()
         if parameters is None:
             return False
-        early, begun = self._early, self._cost.timer.begin(self._places)
+        early, begun = self._early, self.cost.timer.begin(self._places)
         gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
-        readings = [*early.readings, *self._statistics.read(table, gradients)]
-        parts, scale = self._sent(self._statistics.finish(readings, current.number))
-        self._cost.timer.end(begun)
+        readings = [*early.readings, *self.statistics.read(table, gradients)]
+        parts, scale = self._sent(self.statistics.finish(readings, current.number))
+        self.cost.timer.end(begun)
         if parts:
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
-            owners, _ = self._optimizers.owners(table)
-            self._mailbox.append(
+            owners, _ = self.optimizers.owners(table)
+            self.mailbox.append(
                 Captured(
                     round=current.number,
                     table=table,
@@ -211,11 +203,11 @@ class GradientReader:
 
     def read_within_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Reads what an optimizer is about to use up before the backward is over."""
-        self._cost.of(self._guards[AT_A_STEP], self._early.read_of, self.table, optimizer)
+        self.cost.of(self._guards[AT_A_STEP], self._early.read_of, self.table, optimizer)
 
     def read_of(self, optimizer: int) -> frozenset[int]:
         """Reads what an optimizer is about to use, where no backward is seen; what was found in this round so far."""
-        owners, _ = self._optimizers.owners(self.table, {optimizer})
+        owners, _ = self.optimizers.owners(self.table, {optimizer})
         self._guards[AT_A_STEP](self._early.read, self.table, np.flatnonzero(owners == optimizer))
         return self.found_early
 
@@ -229,9 +221,9 @@ class GradientReader:
         self._guards[AGAIN](self._read_again, rounds, seen)
 
     def _read_again(self, rounds: RoundTracker, seen: OptimizerView) -> None:
-        current, table, decisions = rounds.current, self.table, self._decisions
+        current, table, decisions = rounds.current, self.table, self.decisions
         optimizer = seen.optimizer
-        owners, _ = self._optimizers.owners(table, {optimizer})
+        owners, _ = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
         probes = [i for i in mine if i in decisions.probes] if decisions.table is table else []
@@ -241,12 +233,12 @@ class GradientReader:
         if any(p is None for p in parameters):
             return
         gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
-        begun = self._cost.timer.begin(self._places)
-        parts, scale = self._sent(self._statistics.norms(table, gradients))
-        self._cost.timer.end(begun)
+        begun = self.cost.timer.begin(self._places)
+        parts, scale = self._sent(self.statistics.norms(table, gradients))
+        self.cost.timer.end(begun)
         if parts:
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
-            self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
+            self.mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
 
     def _one(self, value: torch.Tensor | None) -> Ticket | None:
         return None if value is None else self._transfer.send(value.detach().reshape(1))
@@ -272,7 +264,7 @@ class GradientReader:
 
     def owners_of(self, positions: Iterable[int], stepped: Iterable[int] = ()) -> frozenset[int]:
         """The optimizers that own these parameters; -1 stands for none."""
-        owners, _ = self._optimizers.owners(self.table, frozenset(stepped))
+        owners, _ = self.optimizers.owners(self.table, frozenset(stepped))
         return frozenset(owners[sorted(positions)].tolist())
 
     def close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
@@ -281,22 +273,22 @@ class GradientReader:
         `usual`: the optimizers that usually step. A failure costs this sample; the next round begins all the same.
         """
         self._guards[END](self._close, current, outcome, usual)
-        self._cost.sample_over()
+        self.cost.sample_over()
         self._settle_cost()
 
     def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         table, did_step = self.table, frozenset(current.stepped)
-        owners, groups = self._optimizers.owners(table, did_step)
+        owners, groups = self.optimizers.owners(table, did_step)
         stepped = did_step or usual or self.owners_of(current.fired, did_step)
-        self._mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self._clock.steps)))
+        self.mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self.clock.steps)))
         fired = np.array(sorted(current.fired), dtype=np.int64)
         others = fired[~np.isin(owners[fired], list(stepped))].tolist()
         if others:
-            self._guards[OTHERS](self._statistics.forget, table, others, current.number)
+            self._guards[OTHERS](self.statistics.forget, table, others, current.number)
 
     def _settle_cost(self) -> None:
         if not capturing_graph():
-            self._cost.settle()
+            self.cost.settle()
 
 
 def capturing_graph() -> bool:

@@ -19,7 +19,6 @@ from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNT
 from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
-from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.transfer.events import Counted, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
@@ -91,16 +90,15 @@ class CountOnly:
             self._follow_for_a_while()
         if not passed:
             self._dismiss()
-            called = self._candidate()
-            self._witness = None if called is None else Witness.on_trial(called)
+            self._witness = self._next_witness()
         return passed
 
-    def _candidate(self) -> TrackedParameter | None:
+    def _next_witness(self) -> Witness | None:
         """A parameter that gets a gradient in each backward, as far as the last sample shows."""
         for probe in self._parts.probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                return probe
+                return Witness.on_trial(probe, parameter)
         return None
 
     def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int, over: GuardedHook) -> None:
@@ -139,7 +137,7 @@ class CountOnly:
         if counting is None:
             return
         self._parts.hooks.wake()
-        durations = self._clock.commit()
+        durations, own_seconds = self._clock.commit()
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
         skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
@@ -147,7 +145,7 @@ class CountOnly:
         if not steps or (surplus and after_step):
             self._follow_for_a_while()
         norm_waits = self._tell(counting, skipped)
-        self._add(durations, counting)
+        self._add(durations, own_seconds, counting)
         self._pass_over(steps, skipped=skipped, backwards=unfinished)
         self._norm_at = None
         if norm_waits:
@@ -160,7 +158,7 @@ class CountOnly:
     def _follow_for_a_while(self) -> None:
         self._not_before = self._rounds.current.number + AFTER_TROUBLE
 
-    def _add(self, durations: list[float], counting: CountingHook) -> None:
+    def _add(self, durations: list[float], own_seconds: float, counting: CountingHook) -> None:
         clock = self._clock
         if counting.surplus == -counting.to_a_step:
             # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
@@ -169,7 +167,7 @@ class CountOnly:
         self._seen = clock.examples, clock.backward_passes
         if durations:
             # With what the user's calls meanwhile have cost.
-            own = clock.take_own_seconds() + len(durations) * COUNTED_SECONDS
+            own = own_seconds + len(durations) * COUNTED_SECONDS
             self._parts.schedule.counted(durations, own)
             self._parts.mailbox.append(Counted(tuple(durations), own))
 

@@ -76,11 +76,9 @@ class Witness:
     """How often a round writes to the gradient, if it stays the same tensor."""
 
     @classmethod
-    def on_trial(cls, called: TrackedParameter) -> Witness | None:
-        """Makes a parameter the witness, right after a round; `None` if it is not in its place."""
-        parameter, fired = called.parameter(), list[object]()
-        if parameter is None:
-            return None
+    def on_trial(cls, called: TrackedParameter, parameter: torch.nn.Parameter) -> Witness:
+        """Makes a parameter the witness, right after a round."""
+        fired = list[object]()
         handle: Handle = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
         return cls(fired, handle, GradientVersion.of(called))
 
