@@ -122,6 +122,7 @@ UNREACHED = {
     "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",
     "capture.torch_hooks._ModuleHooks.set_on": "the start",
+    "capture.torch_hooks._ModuleHooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
     "capture.torch_hooks.Hooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
     "capture.torch_hooks.Hooks.guarded": "the start",
     "capture.torch_hooks.Hooks.on_module": "the start",

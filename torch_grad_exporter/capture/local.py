@@ -90,12 +90,7 @@ class LocalGradients:
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
-        start = self._clock.clock()
-        self._measure(position, tracked, gradients)
-        self._cost.spent(start, sampled=True)
-
-    def _measure(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        incoming, present = gradients[0], tracked.gradient()
+        start, incoming, present = self._clock.clock(), gradients[0], tracked.gradient()
         if self._begins and present is not None and position not in self._norms:
             self._sum.found[position] = [*single.norms(present, None, self._scratch)]
         if self._reduction is None or not self._reduction.parameters:
@@ -104,6 +99,7 @@ class LocalGradients:
             self._norms[position] = [*single.norms(incoming, present, self._scratch)]
         else:
             self._norms[position] = [] if present is None else [*single.norms(present, None, self._scratch)]
+        self._cost.spent(start, sampled=True)
 
     def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""

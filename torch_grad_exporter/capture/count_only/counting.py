@@ -244,5 +244,5 @@ def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool
     surplus, to_a_step = max(0, counting.surplus), counting.to_a_step
     if after_step:
         return 0 if surplus % to_a_step or witness.added_up(len(counting.moments), surplus) else surplus // to_a_step
-    gone = witness.seen.tracked.gradient() is None
+    gone = witness.seen.tracked[0].gradient() is None
     return (surplus if gone else max(0, surplus - 1)) // to_a_step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.gradient_versions import GradientVersion
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat import never_compile
@@ -71,7 +71,7 @@ class Witness:
 
     fired: list[object]
     handle: Handle
-    seen: GradientVersion
+    seen: GradientVersions
     growth: int | None = None
     """How often a round writes to the gradient, if it stays the same tensor."""
 
@@ -80,18 +80,18 @@ class Witness:
         """Makes a parameter the witness, right after a round."""
         fired = list[object]()
         handle: Handle = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
-        return cls(fired, handle, GradientVersion.of(called))
+        return cls(fired, handle, GradientVersions.of([called]))
 
     def begin(self) -> None:
         """A round, or some of them, begin."""
-        self.seen = GradientVersion.of(self.seen.tracked)
+        self.seen = GradientVersions.of(self.seen.tracked)
         self.fired.clear()
 
     def passed(self, backwards: int) -> bool:
         """Whether it has reported all backwards of the round that is over. Begins anew."""
         reported, before = len(self.fired), self.seen
         self.begin()
-        self.growth = self.seen.version - before.version if self.seen.gradient == before.gradient else None
+        self.growth = self.seen.versions[0] - before.versions[0] if self.seen.numbers == before.numbers else None
         return reported == backwards
 
     def added_up(self, steps: int, surplus: int) -> bool:
@@ -100,10 +100,11 @@ class Witness:
         A gradient that is made anew in each round has then been written to more often than usual. One that stays has been
         written to once more for each, and not once more for clearing it as well.
         """
-        now = GradientVersion.of(self.seen.tracked)
-        if now.gradient != self.seen.gradient:
-            return now.gradient is not None and now.version > self.seen.version
-        return self.growth is None or now.version - self.seen.version - steps * self.growth <= surplus
+        before, now = self.seen, GradientVersions.of(self.seen.tracked)
+        more = now.versions[0] - before.versions[0]
+        if now.numbers != before.numbers:
+            return now.numbers != [None] and more > 0
+        return self.growth is None or more - steps * self.growth <= surplus
 
     def dismiss(self) -> None:
         """Removes its hook; what it has reported stays as many items, none of which keeps the parameter."""
