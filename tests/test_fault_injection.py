@@ -98,7 +98,6 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
-    "capture.build.Capture.watch_optimizers": "the start",
     **dict.fromkeys(
         (f"model.folding._Module.{name}" for name in ("shown", "rows", "row_of")),
         "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
@@ -116,6 +115,7 @@ UNREACHED = {
     "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",
     "capture.torch_hooks._ModuleHooks.set_on": "the start",
+    "capture.torch_hooks._ModuleHooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
     "capture.torch_hooks.Hooks.come_first": "FSDP2, tests/matrix/test_distributed.py",
     "capture.torch_hooks.Hooks.guarded": "the start",
     "capture.torch_hooks.Hooks.on_module": "the start",

@@ -20,7 +20,7 @@ from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
-from torch_grad_exporter.capture import sampler
+from torch_grad_exporter.capture import reader
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.layout import ORDINARY, Packing
@@ -72,7 +72,7 @@ def without_worker(exporter: Exporter) -> Exporter:
 
 def test_samples_are_skipped_where_they_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the mailbox half full, samples are skipped and counted; a scrape empties it, and samples go on; steps are exact."""
-    monkeypatch.setattr(sampler, "CROWDED", 60)
+    monkeypatch.setattr(reader, "CROWDED", 60)
     loop = Loop()
     with without_worker(watching(loop.model)) as exporter:
         loop.train(50)
@@ -89,7 +89,7 @@ def test_samples_are_skipped_where_they_are_not_taken(monkeypatch: pytest.Monkey
 
 def test_a_full_mailbox_leaves_out_and_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Beyond its room the mailbox takes nothing; each record that was left out is a failure of the worker, logged once."""
-    assert sampler.CROWDED < events.ROOM  # what is left is for records without which a sample would be wrong
+    assert reader.CROWDED < events.ROOM  # what is left is for records without which a sample would be wrong
     monkeypatch.setattr(events, "ROOM", 20)
     loop = Loop()
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"), without_worker(watching(loop.model, every=100)) as exporter:

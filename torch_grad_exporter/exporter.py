@@ -21,6 +21,7 @@ from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
@@ -81,11 +82,16 @@ class TrainingSide:
         self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
         self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
+        cost = SampleCost(self.clock, self.schedule)
         reader = GradientReader(
+            index=checked.index,
             optimizers=self.optimizers,
             statistics=EagerStatistics(settings.dead_window, self.layout),
+            clock=self.clock,
+            cost=cost,
             mailbox=self.mailbox,
             decisions=self.decisions,
+            errors=errors,
             scaler=checked.arguments.grad_scaler,
         )
         self.memory = DeviceMemory(used=lambda: reader.devices)
@@ -93,6 +99,7 @@ class TrainingSide:
         parts = Parts(
             index=checked.index,
             optimizers=self.optimizers,
+            cost=cost,
             reader=reader,
             schedule=self.schedule,
             clock=self.clock,
@@ -221,9 +228,7 @@ class Exporter:
         self._errors.boundary("history", limit=None)(self._view.start)
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
             self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
-        for number, module in enumerate(checked.models.values()):
-            self._training.capture.watch(number, module)
-        self._training.capture.watch_optimizers()
+        self._training.capture.watch(checked.models.values())
         torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)

@@ -98,7 +98,7 @@ def test_device_time_counts_as_overhead_and_lengthens_the_interval() -> None:
     with start_exporter(model, port=None) as exporter:
         device = FakeDevice(1.0)
         reader = exporter._training.capture._parts.reader
-        reader.timer._recorded = device.recorded
+        reader.cost.timer._recorded = device.recorded
         reader._places = frozenset([CUDA])
         for _ in range(30):
             optimizer.zero_grad()

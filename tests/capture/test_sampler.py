@@ -12,7 +12,7 @@ from torch_grad_exporter import start_exporter
 from torch_grad_exporter.capture.reader import GradientReader
 
 
-@pytest.mark.parametrize("what", ["read", "read_after"])
+@pytest.mark.parametrize("what", ["_read", "_read_again"])
 def test_a_reading_that_fails_persistently_is_switched_off(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -33,4 +33,4 @@ def test_a_reading_that_fails_persistently_is_switched_off(
         assert len([record for record in caplog.records if "switched off" in record.getMessage()]) == 1
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 60
         taken, lost = (value(exporter, f"torch_grad_exporter_captures{name}_total") for name in ("", "_skipped"))
-        assert (taken, lost) == ((0, 60) if what == "read" else (60, 0))
+        assert (taken, lost) == ((0, 60) if what == "_read" else (60, 0))

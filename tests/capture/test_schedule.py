@@ -288,9 +288,9 @@ def test_hooks_that_are_interrupted_now_and_then_count_by_their_mean() -> None:
     for number in range(1000):
         schedule.stepped(0.1, 20e-3 if number % 50 == 25 else 20e-6)
     assert schedule._available() == pytest.approx(0.01 - (4 * 20e-3 + 251 * 20e-6) / 255 / 0.1)
-    assert schedule.counting._rounds_to_a_followed == 2
+    assert schedule.counting.rounds_to_a_followed == 2
     steady = SamplingSchedule()
     for number in range(1000):
         steady.stepped(0.1, 20e-3 if number == 990 else 20e-6)
     assert steady._available() == pytest.approx(0.01 - 20e-6 / 0.1)
-    assert steady.counting._rounds_to_a_followed == 1
+    assert steady.counting.rounds_to_a_followed == 1

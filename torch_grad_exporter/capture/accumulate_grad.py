@@ -30,11 +30,11 @@ class AccumulateGradNodes:
         self.fired: set[TrackedParameter] = set()
 
     def arm(self, table: ParameterTable, hook: NodeHook) -> None:
-        """Hooks the nodes of all parameters of the table that are not hooked yet."""
+        """Hooks the nodes of all parameters of the table, where none is hooked."""
         self.armed = True
         for tracked in table.tracked:
             parameter = tracked.parameter()
-            if tracked not in self._nodes and parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.requires_grad:
                 node = node_of(parameter)
                 self._nodes[tracked] = node
                 self._handles.append(node.register_hook(functools.partial(hook, tracked)))

@@ -21,8 +21,8 @@ from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE
+from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
-from torch_grad_exporter.capture.sampler import capturing_graph
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat import (
@@ -84,21 +84,16 @@ class BackwardWatch:
         """A forward of a root with gradients begins: with FSDP2 the last moment at which sharded parameters are in their places."""
         if graph_task() != -1:
             return
-        rounds = self._rounds
+        rounds, index = self._rounds, self._parts.index
         if rounds.next_is_sampled:
             self._parts.reductions.look(root)
-        if self._parts.index.fully_sharded:
+        if index.fully_sharded:
             current = rounds.current
             again = bool(current.backwards) and not current.stepped and not rounds.stepping
             self._early_evidence = self._evidence_now() if again else ClearingEvidence()
             if not again or self._early is None:  # else, in the middle of a round, FSDP2 may have left them gathered
-                self._early = self._versions()
-
-    def _versions(self) -> GradientVersions | None:
-        index = self._parts.index
-        if not self._parts.rounds.next_is_sampled or index.table.parameters() is None:  # `None`: FSDP2 has gathered them
-            return None
-        return GradientVersions.of(index.refresh().tracked)
+                in_place = rounds.next_is_sampled and index.table.parameters() is not None  # `None`: FSDP2 has gathered them
+                self._early = GradientVersions.of(index.refresh().tracked) if in_place else None
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of the root of this number is over: hooks its output, and arms the nodes for a check."""
@@ -187,7 +182,7 @@ class BackwardWatch:
         self._count_only.settle()
         self._running = running = _Backward(task)  # first: what fails below must not begin it again at each hook
         self._parts.waits.saw(task)
-        self._parts.sampler.backward_began()
+        self._parts.reader.backward_began()
         self._clock.switch(BACKWARD)
         self._rounds.backward_began(self._evidence, within_step=self._clock.stepping)
         if self._rounds.current.sampled and not self._can_read():
@@ -211,9 +206,9 @@ class BackwardWatch:
             self._renew_table()
         self._parts.nodes.begin()
         on_host, local = self._parts.reader.devices <= {"cpu"}, self._parts.ladder.mode is Mode.OUTPUT
-        self._parts.reductions.begin(self._parts.sampler.table, backwards, on_host=on_host, local=local)
+        self._parts.reductions.begin(self._parts.reader.table, backwards, on_host=on_host, local=local)
         if self._parts.ladder.mode is not Mode.OPTIMIZER:
-            self._running.before = self._early if self._parts.index.fully_sharded else self._parts.sampler.versions()
+            self._running.before = self._early if self._parts.index.fully_sharded else self._parts.reader.versions()
 
     def _can_read(self) -> bool:
         """Whether the gradients of this backward can be distinguished from earlier ones, and be read."""
@@ -229,7 +224,7 @@ class BackwardWatch:
         """Takes the parameters that are trained now; nodes that were armed before some of them were added miss those."""
         if self._parts.ladder.mode is not Mode.OUTPUT:
             self._parts.reductions.look()
-        table = self._parts.sampler.renew_table()
+        table = self._parts.reader.renew_table()
         if self._parts.nodes.armed and not self._parts.nodes.sees_all_of(table):
             self._parts.nodes.disarm()
 
@@ -257,11 +252,13 @@ class BackwardWatch:
         self._parts.waits.end(current.number, start)
         fired = self._fired(backward) if sampled else set()
         written = self._written(backward, fired, sampled=sampled)
-        self._parts.reductions.end(current, self._parts.sampler.table, fired, written=written)
+        self._parts.reductions.end(current, self._parts.reader.table, fired, written=written)
         if written:
             self._parts.ladder.seen()
-            self._count_backward()
-            if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.sampler.found_early)):
+            self._clock.backwards_passed(1)
+            if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
+                say(logger, logging.WARNING, NO_STEP, UNANSWERED)
+            if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.reader.found_early)):
                 self.read()
             self._parts.probes.backward_over(current.models)
         self._parts.cost.spent(start, sampled=sampled)
@@ -276,11 +273,11 @@ class BackwardWatch:
 
     def _fired(self, backward: _Backward) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
-        early = self._parts.sampler.found_early
+        early = self._parts.reader.found_early
         moved = set() if backward.before is None else backward.before.moved()
         if not self._parts.nodes.armed:
             return moved | early
-        table = self._parts.sampler.table
+        table = self._parts.reader.table
         seen = self._parts.nodes.positions(table)
         # Gradients that a hook of the user has already cleared have no version.
         left = {i for i in seen if table.tracked[i].gradient() is not None}
@@ -289,16 +286,11 @@ class BackwardWatch:
             self._parts.ladder.fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved | early
 
-    def _count_backward(self) -> None:
-        self._clock.backwards_passed(1)
-        if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
-            say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-
     def read(self) -> None:
         """Reads the round's gradients, and chooses the probes until the next sample."""
         parts, rounds = self._parts, self._rounds
-        taken = parts.sampler.read(rounds)
+        taken = parts.reader.read(rounds)
         rounds.sample_read(taken=taken)
         if taken:
             parts.reductions.captured(rounds.current.number)
-            parts.ladder.follow(parts.sampler.table, rounds.current.fired, self._detector_hooks)
+            parts.ladder.follow(parts.reader.table, rounds.current.fired, self._detector_hooks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -29,12 +29,10 @@ class Capture:
         self._forwards = ForwardWatch(parts, backward, steps, self._count_only, self._observations)
         self._loop = TrainingLoop(parts, steps, self._forwards, self._count_only, self._observations)
 
-    def watch(self, number: int, module: torch.nn.Module) -> None:
-        """Hooks the forwards of the root of this number."""
-        self._parts.hooks.on_module(module, self._forwards.began, functools.partial(self._forwards.ended, number))
-
-    def watch_optimizers(self) -> None:
-        """Hooks the steps of all optimizers; from here on the training is watched."""
+    def watch(self, models: Iterable[torch.nn.Module]) -> None:
+        """Hooks the forwards of the roots, in the order of their numbers, and the steps of all optimizers."""
+        for number, module in enumerate(models):
+            self._parts.hooks.on_module(module, self._forwards.began, functools.partial(self._forwards.ended, number))
         self._parts.hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
 
     @property

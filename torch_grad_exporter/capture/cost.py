@@ -56,12 +56,15 @@ class DeviceTimer:
 
 
 class SampleCost:
-    """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread."""
+    """Adds up what a sample costs, in seconds, and reports it to the schedule. Belongs to the training thread.
 
-    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
+    `timer`: times the work on devices.
+    """
+
+    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer | None = None) -> None:
         self._clock = clock
         self._schedule = schedule
-        self._timer = timer
+        self.timer = timer or DeviceTimer()
         self._seconds = 0.0
         self._unsettled: deque[tuple[float, Pairs]] = deque(maxlen=SAMPLES)
         """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
@@ -81,7 +84,7 @@ class SampleCost:
 
     def sample_over(self) -> None:
         """The sample is complete on the host."""
-        self._unsettled.append((self._seconds, self._timer.taken()))
+        self._unsettled.append((self._seconds, self.timer.taken()))
         self._seconds = 0.0
 
     def settle(self) -> None:

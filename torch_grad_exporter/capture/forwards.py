@@ -50,7 +50,11 @@ class ForwardWatch:
                 self._parts.thread.is_here()
                 clock.switch(FORWARD)
             if clock.examples_known and not (again and self._trained):
-                self._count_examples(args, kwargs)
+                size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
+                if size is None:
+                    clock.examples_unknown()
+                else:
+                    clock.examples_came(size)
             self._trained |= not again
         clock.spent(clock.clock() - start)
 
@@ -72,13 +76,6 @@ class ForwardWatch:
     def step_over(self) -> None:
         """A step is over."""
         self._trained = False
-
-    def _count_examples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
-        if size is None:
-            self._clock.examples_unknown()
-        else:
-            self._clock.examples_came(size)
 
 
 def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:

@@ -42,41 +42,6 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientVersion:
-    """Which tensor a parameter's gradient was at one moment, and how often it and the parameter had been written to."""
-
-    tracked: TrackedParameter
-    gradient: int | None
-    version: int
-    value_version: int
-
-    @classmethod
-    def of(cls, tracked: TrackedParameter) -> GradientVersion:
-        """The version of a parameter's gradient as it is now."""
-        parameter = tracked.parameter()
-        value_version = -1 if parameter is None else _version_of(parameter)
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            return cls(tracked, None, -1, value_version)
-        return cls(tracked, _numbered(gradient), _version_of(gradient), value_version)
-
-    def replaced(self) -> bool:
-        """Whether the parameter no longer has that gradient."""
-        parameter = self.tracked.parameter()
-        return parameter is not None and (parameter.grad is None or _number_of(parameter.grad) != self.gradient)
-
-    def updated(self) -> bool:
-        """Whether the parameter's value was written to."""
-        parameter = self.tracked.parameter()
-        return parameter is not None and _version_of(parameter) != self.value_version
-
-    def moved(self) -> bool:
-        """Whether there is a gradient now that is another tensor than then, or was written to."""
-        now = self.tracked.gradient()
-        return now is not None and (_number_of(now) != self.gradient or _version_of(now) != self.version)
-
-
-@dataclass(frozen=True, slots=True)
 class GradientVersions:
     """The versions of the gradients of many parameters at one moment, in columns."""
 
@@ -90,6 +55,11 @@ class GradientVersions:
         gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
+
+    def replaced(self) -> bool:
+        """Whether a parameter no longer has that gradient."""
+        now = zip(parameters_of(self.tracked), self.numbers, strict=True)
+        return any(p is not None and (p.grad is None or _number_of(p.grad) != number) for p, number in now)
 
     def moved(self) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to."""
@@ -108,8 +78,9 @@ class GradientProbes:
 
     def __init__(self) -> None:
         self._probes: dict[int, list[TrackedParameter]] = {}
-        self._after_backward: list[GradientVersion] = []
-        self._between_steps: list[GradientVersion] = []
+        self._after_backward, self._values = GradientVersions.of(()), list[int]()
+        """The gradients of the last backward, and how often their parameters had been written to."""
+        self._between_steps: GradientVersions | None = None
 
     def choose(self, model: int, probes: list[TrackedParameter]) -> None:
         """Takes these parameters, which got a gradient lately, for a model's probes."""
@@ -129,29 +100,30 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remembers the gradients at the end of a backward, one of each model that it ran through."""
-        self._after_backward = []
-        for model in models:
-            found = (GradientVersion.of(probe) for probe in self._probes.get(model, ()))
-            self._after_backward += itertools.islice((one for one in found if one.gradient is not None), 1)
+        found = ((probe for probe in self._probes.get(model, ()) if probe.gradient() is not None) for model in models)
+        self._after_backward = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
+        self._values = self._values_now()
+
+    def _values_now(self) -> list[int]:
+        return [-1 if p is None else _version_of(p) for p in parameters_of(self._after_backward.tracked)]
 
     def gone(self) -> bool:
         """Whether a gradient of the last backward is gone, or is another tensor."""
-        return any(one.replaced() for one in self._after_backward)
+        return self._after_backward.replaced()
 
     def written(self) -> bool:
         """Whether a gradient of the last backward was written to, or is another tensor."""
-        return any(one.moved() for one in self._after_backward)
+        return bool(self._after_backward.moved())
 
     def updated(self) -> bool:
         """Whether parameters were written to since the last backward."""
-        return any(one.updated() for one in self._after_backward)
+        return any(now not in (-1, before) for now, before in zip(self._values_now(), self._values, strict=True))
 
     def untouched(self) -> bool:
         """Whether the gradients are those of the last backward, as far as the probes show."""
-        return bool(self._after_backward) and not self.gone() and not self.written()
+        return bool(self._after_backward.tracked) and not self.gone() and not self.written()
 
     def written_between_steps(self, table: ParameterTable) -> bool:
         """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""
-        before = self._between_steps
-        self._between_steps = [GradientVersion.of(tracked) for tracked in table.tracked[:PROBES]]
-        return not before or any(one.moved() or one.tracked.parameter() is None for one in before)
+        before, self._between_steps = self._between_steps, GradientVersions.of(table.tracked[:PROBES])
+        return before is None or bool(before.moved()) or None in parameters_of(before.tracked)

@@ -65,9 +65,9 @@ class LocalGradients:
         self._samples_before: int | None = 0
         """Training examples of all forwards up to the last backward; `None` while that is not known."""
 
-    def missed(self, samples: int | None) -> None:
-        """There were backwards that were not seen. `samples`: examples of all forwards up to the last one, `None` if unknown."""
-        self._samples_before = samples
+    def missed(self, *, unfinished: bool) -> None:
+        """There were backwards that were not seen. `unfinished`: of a round that is not over."""
+        self._samples_before = None if unfinished else self._samples()
 
     def begin(self, table: ParameterTable, reduction: Reduction | None, *, carries_on: bool) -> None:
         """A backward of a sampled round begins. `carries_on`: the gradients of the one before are unchanged."""
@@ -91,12 +91,7 @@ class LocalGradients:
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""
-        start = self._clock.clock()
-        self._measure(position, tracked, gradients)
-        self._cost.spent(start, sampled=True)
-
-    def _measure(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        incoming, present = gradients[0], tracked.gradient()
+        start, incoming, present = self._clock.clock(), gradients[0], tracked.gradient()
         if self._begins and present is not None and position not in self._norms:
             self._sum.found[position] = [*single.norms(present, None, self._scratch)]
         if self._reduction is None or not self._reduction.parameters:
@@ -105,16 +100,15 @@ class LocalGradients:
             self._norms[position] = [*single.norms(incoming, present, self._scratch)]
         else:
             self._norms[position] = [] if present is None else [*single.norms(present, None, self._scratch)]
+        self._cost.spent(start, sampled=True)
 
-    def end(self, current: Round, table: ParameterTable, fired: set[int], samples: int | None, *, written: bool) -> None:
-        """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one.
-
-        `samples`: training examples of all forwards up to now, `None` if unknown.
-        """
+    def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
+        """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""
         self.disarm()
         reduction, self._reduction, total = self._reduction, None, self._sum
         if not written:
             return
+        samples = self._samples()
         before, self._samples_before = self._samples_before, samples
         if not current.sampled:
             return
@@ -156,6 +150,10 @@ class LocalGradients:
                 return None
             parts.append(LocalPart(np.array(positions, dtype=np.int64), ticket))
         return tuple(parts)
+
+    def _samples(self) -> int | None:
+        """Training examples of all forwards up to now, `None` if unknown."""
+        return self._clock.examples if self._clock.examples_known else None
 
     def disarm(self) -> None:
         """Removes the hooks; idempotent, from any thread."""

@@ -16,7 +16,6 @@ from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.reduction_watch import ReductionWatch
 from torch_grad_exporter.capture.rounds import RoundEffects, RoundTracker
-from torch_grad_exporter.capture.sampler import Sampler
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.waits import GradientWaits
@@ -61,6 +60,7 @@ class Parts:
 
     index: LayerIndex
     optimizers: Optimizers
+    cost: SampleCost
     reader: GradientReader
     schedule: SamplingSchedule
     clock: StepClock
@@ -70,8 +70,6 @@ class Parts:
     options: CaptureOptions
     periodic: Callable[[], None] | None = None
     thread: TrainingThread = field(init=False, default_factory=TrainingThread)
-    cost: SampleCost = field(init=False)
-    sampler: Sampler = field(init=False)
     fused: FusedSteps = field(init=False)
     rounds: RoundTracker = field(init=False)
     ladder: Ladder = field(init=False)
@@ -82,17 +80,12 @@ class Parts:
 
     def __post_init__(self) -> None:
         clock, mailbox, errors = self.clock, self.mailbox, self.errors
-        self.cost = SampleCost(clock, self.schedule, self.reader.timer)
-        self.sampler = Sampler(
-            index=self.index, optimizers=self.optimizers, reader=self.reader, clock=clock, cost=self.cost, mailbox=mailbox,
-            errors=errors,
-        )  # fmt: skip
         self.fused = FusedSteps(clock)
         effects = RoundEffects(
             steps_skipped=clock.steps_skipped,
             stepped_unseen=clock.step_done,
             norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
-            close_sample=self.sampler.close,
+            close_sample=self.reader.close,
             step_before_skipped=self.fused.settle,
             round_began=self._round_began,
         )
@@ -101,12 +94,10 @@ class Parts:
         self.ladder = Ladder(self.nodes, self.probes, self.optimizers, start)
         self.waits = GradientWaits(clock, self.hooks)
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
-        self.reductions = ReductionWatch(
-            index=self.index, clock=clock, probes=self.probes, waits=self.waits, local=local, errors=errors
-        )
+        self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
 
     def _round_began(self, sampled: bool, after_step: bool) -> None:
-        self.sampler.begin_round()
+        self.reader.begin_round()
         if after_step:
             self.optimizers.round_over()
         if not sampled:

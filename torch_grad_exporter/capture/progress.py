@@ -248,8 +248,11 @@ class StepClock:
         offset = self.now() - self.clock()
         self._uncommitted = _CountedRounds(self._committed(), offset, optimizer, moments, backwards, examples)
 
-    def commit(self) -> list[float]:
-        """Takes over what was counted; returns the seconds from step to step of those rounds."""
+    def commit(self) -> tuple[list[float], float]:
+        """Takes over what was counted; returns the seconds from step to step of those rounds, and what the exporter took in all.
+
+        The latter is returned only with the former, each part once.
+        """
         uncommitted = self._uncommitted
         moments = () if uncommitted is None else tuple(uncommitted.moments)
         self._last_step, self._last_activity = self.last_step, self.last_activity
@@ -258,11 +261,7 @@ class StepClock:
         self._uncommitted = None
         self.phases.restart()
         if not moments or self._round_at is None:
-            return []
+            return [], 0.0
         times, self._round_at = [self._round_at, *moments], moments[-1]
-        return [after - before for before, after in itertools.pairwise(times)]
-
-    def take_own_seconds(self) -> float:
-        """What the exporter took on this thread since the last round; each part is returned once."""
         own, self.own_seconds = self.own_seconds, 0.0
-        return own
+        return [after - before for before, after in itertools.pairwise(times)], own

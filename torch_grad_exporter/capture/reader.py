@@ -1,28 +1,43 @@
-"""GradientReader: reads the gradients of a round and posts what it read to the host side.
+"""GradientReader: reads the gradients of sampled rounds on request, and posts what it read to the host side.
 
-When that is done, and which gradients count, is decided in `rounds.py`.
+A failure costs one sample. When a reading is due, and which gradients count, is decided in `rounds.py`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from torch_grad_exporter.capture.cost import DeviceTimer
-from torch_grad_exporter.capture.optimizer_in_backward import StepsWithinBackward
-from torch_grad_exporter.capture.round_pattern import RoundPattern
-from torch_grad_exporter.capture.rounds import Round
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.rounds import Round, RoundTracker
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
-from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement, Reading
 from torch_grad_exporter.torch_compat import scale_of
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Decisions, Mailbox, Part
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Mailbox, Part
+from torch_grad_exporter.transfer.outcomes import Outcome
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
+
+FULL_EVERY = 8
+"""Every so many samples all gradients are measured again where the optimizer sees them."""
+
+CROWDED = 1 << 12
+"""Records in the mailbox, half of what it takes, beyond which no sample is taken: the host side has fallen behind."""
+
+BEFORE, AFTER, AT_A_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
+    "gradients before a backward", "gradients after a backward", "gradients at a step", "gradients as the optimizer sees them",
+    "end of a sample", "units of other optimizers",
+)  # fmt: skip
+"""Each has a guard of its own."""
 
 
 class Scaler(Protocol):
@@ -44,34 +59,65 @@ class OptimizerView:
     found_inf: torch.Tensor | None = None
 
 
-class GradientReader:
-    """Posts `Captured` and `AfterClip`. Holds a gradient scaler weakly.
+class StepsWithinBackward:
+    """What optimizers use that step, and clear, before the backward is over, or where no backward is seen.
 
-    `timer`: times what is read, on every device that was read from before.
+    When such a backward is over there is nothing left to read. So each optimizer's gradients are read before its step, and put
+    together to one sample. `fired`: positions in the table of what was read.
     """
 
-    def __init__(
-        self,
-        *,
-        optimizers: Optimizers,
-        statistics: EagerStatistics,
-        mailbox: Mailbox,
-        decisions: Decisions,
-        transfer: HostTransfer | None = None,
-        scaler: Scaler | None = None,
-        timer: DeviceTimer | None = None,
-    ) -> None:
-        self._optimizers = optimizers
+    def __init__(self, statistics: EagerStatistics) -> None:
         self._statistics = statistics
-        self._mailbox = mailbox
-        self._decisions = decisions
-        self._transfer = transfer or HostTransfer()
+        self._table: ParameterTable | None = None
+        self._position: dict[int, int] = {}
+        self.readings: list[Reading] = []
+        self.fired: set[int] = set()
+
+    def clear(self) -> None:
+        """A backward begins."""
+        self.readings, self.fired = [], set()
+
+    def read_of(self, table: ParameterTable, optimizer: torch.optim.Optimizer) -> None:
+        """Reads what this optimizer is about to use."""
+        if table is not self._table:
+            self._table, self._position = table, {t.identity: i for i, t in enumerate(table.tracked)}
+        owned = (self._position.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+        self.read(table, (position for position in owned if position is not None))
+
+    def read(self, table: ParameterTable, positions: Iterable[int]) -> None:
+        """Reads the gradients at these positions of the table that are there and were not read before in this backward."""
+        found = ((i, table.tracked[i].gradient()) for i in positions if i not in self.fired)
+        gradients = [(int(i), gradient) for i, gradient in found if gradient is not None]
+        self.readings += self._statistics.read(table, gradients)
+        self.fired |= {position for position, _ in gradients}
+
+
+@dataclass(kw_only=True, eq=False)
+class GradientReader:
+    """Reads, and reports what a sample has cost. Belongs to the training thread and that of the backward.
+
+    `table`: the parameters of the current round. Holds a gradient scaler weakly.
+    """
+
+    index: LayerIndex
+    optimizers: Optimizers
+    statistics: EagerStatistics
+    clock: StepClock
+    cost: SampleCost
+    mailbox: Mailbox
+    decisions: Decisions
+    errors: InitVar[ErrorLog]
+    scaler: InitVar[Scaler | None] = None
+
+    def __post_init__(self, errors: ErrorLog, scaler: Scaler | None) -> None:
+        self._guards = {part: errors.boundary("capture", part) for part in BOUNDARIES}
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self.within = StepsWithinBackward(statistics)
-        self.timer = timer or DeviceTimer()
-        self._places: frozenset[torch.device] = frozenset()
         self._steps_seen = False
         """Whether the callers of a step were searched for a gradient scaler."""
+        self._transfer = HostTransfer()
+        self._early = StepsWithinBackward(self.statistics)
+        self._places: frozenset[torch.device] = frozenset()
+        self.table: ParameterTable = self.index.table
 
     @property
     def devices(self) -> frozenset[str]:
@@ -94,22 +140,51 @@ class GradientReader:
         """The loss scale now, if a scaler is known that has one."""
         return scale_of(None if self._scaler is None else self._scaler())
 
-    def read(self, current: Round, table: ParameterTable, pattern: RoundPattern, at: float) -> bool:
-        """Measures what the round's backwards wrote, at the Unix time `at`; whether there was anything, and room for it."""
+    # The round
+
+    def begin_round(self) -> None:
+        """A round begins."""
+        self._settle_cost()
+        self._early.clear()
+        self.table = self.index.table
+
+    def backward_began(self) -> None:
+        """A backward begins: what was read within the one before is no part of it."""
+        self._early.clear()
+
+    def renew_table(self, *, within_step: bool = True) -> ParameterTable:
+        """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
+        self.table = self.index.refresh(within_step=within_step)
+        return self.table
+
+    # Reading
+
+    def versions(self) -> GradientVersions | None:
+        """The gradients' versions before a backward of a sampled round; `None` if they cannot be had."""
+        return self._guards[BEFORE].result(GradientVersions.of, self.table.tracked)
+
+    def read(self, rounds: RoundTracker) -> bool:
+        """Measures the gradients of the round so far and hands them over, in place of an earlier capture; whether that was done."""
+        return self._guards[AFTER].result(self._read, rounds) or False
+
+    def _read(self, rounds: RoundTracker) -> bool:
+        if len(self.mailbox) >= CROWDED:
+            return False
+        current, table, pattern, at = rounds.current, self.table, rounds.pattern, self.clock.now()
         parameters = table.parameters()
         if parameters is None:
             return False
-        early, begun = self.within, self.timer.begin(self._places)
+        early, begun = self._early, self.cost.timer.begin(self._places)
         gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
-        readings = [*early.readings, *self._statistics.read(table, gradients)]
-        parts, scale = self._sent(self._statistics.finish(readings, current.number))
-        self.timer.end(begun)
+        readings = [*early.readings, *self.statistics.read(table, gradients)]
+        parts, scale = self._sent(self.statistics.finish(readings, current.number))
+        self.cost.timer.end(begun)
         if parts:
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
-            owners, _ = self._optimizers.owners(table)
-            self._mailbox.append(
+            owners, _ = self.optimizers.owners(table)
+            self.mailbox.append(
                 Captured(
                     round=current.number,
                     table=table,
@@ -126,29 +201,44 @@ class GradientReader:
             )
         return bool(parts)
 
-    def forget(self, number: int, table: ParameterTable, positions: Iterable[int]) -> None:
-        """Subtracts what the sample of a round counted of the units of these parameters, whose optimizers did not step in it."""
-        self._statistics.forget(table, positions, number)
+    def read_within_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reads what an optimizer is about to use up before the backward is over."""
+        self.cost.of(self._guards[AT_A_STEP], self._early.read_of, self.table, optimizer)
 
-    def read_after(self, current: Round, table: ParameterTable, seen: OptimizerView, *, full: bool) -> None:
-        """Measures norms again where the optimizer sees them: the probes, or everything if `full` or nothing is known."""
+    def read_of(self, optimizer: int) -> frozenset[int]:
+        """Reads what an optimizer is about to use, where no backward is seen; what was found in this round so far."""
+        owners, _ = self.optimizers.owners(self.table, {optimizer})
+        self._guards[AT_A_STEP](self._early.read, self.table, np.flatnonzero(owners == optimizer))
+        return self.found_early
+
+    @property
+    def found_early(self) -> frozenset[int]:
+        """What was read at steps, of this backward or, where none is seen, of this round."""
+        return frozenset(self._early.fired)
+
+    def read_again(self, rounds: RoundTracker, seen: OptimizerView) -> None:
+        """Measures norms again where the optimizer sees them: the probes, or everything now and then or if nothing is known."""
+        self._guards[AGAIN](self._read_again, rounds, seen)
+
+    def _read_again(self, rounds: RoundTracker, seen: OptimizerView) -> None:
+        current, table, decisions = rounds.current, self.table, self.decisions
         optimizer = seen.optimizer
-        owners, _ = self._optimizers.owners(table, {optimizer})
+        owners, _ = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in self._decisions.probes] if self._decisions.table is table else []
-        full |= self._decisions.full or not probes
+        probes = [i for i in mine if i in decisions.probes] if decisions.table is table else []
+        full = rounds.samples % FULL_EVERY == 1 or decisions.full or not probes
         chosen = mine if full else probes
         parameters = parameters_of(table.tracked[i] for i in chosen)
         if any(p is None for p in parameters):
             return
         gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
-        begun = self.timer.begin(self._places)
-        parts, scale = self._sent(self._statistics.norms(table, gradients))
-        self.timer.end(begun)
+        begun = self.cost.timer.begin(self._places)
+        parts, scale = self._sent(self.statistics.norms(table, gradients))
+        self.cost.timer.end(begun)
         if parts:
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
-            self._mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
+            self.mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
 
     def _one(self, value: torch.Tensor | None) -> Ticket | None:
         return None if value is None else self._transfer.send(value.detach().reshape(1))
@@ -169,3 +259,38 @@ class GradientReader:
             scale = Tail(ticket) if rides else scale
             parts.append(Part(one.positions, one.elements, one.units, ticket, one.packing))
         return tuple(parts), scale
+
+    # The end of a sample
+
+    def owners_of(self, positions: Iterable[int], stepped: Iterable[int] = ()) -> frozenset[int]:
+        """The optimizers that own these parameters; -1 stands for none."""
+        owners, _ = self.optimizers.owners(self.table, frozenset(stepped))
+        return frozenset(owners[sorted(positions)].tolist())
+
+    def close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
+        """The outcome of the sample is known: hands it over, and subtracts what belongs to optimizers that did not step.
+
+        `usual`: the optimizers that usually step. A failure costs this sample; the next round begins all the same.
+        """
+        self._guards[END](self._close, current, outcome, usual)
+        self.cost.sample_over()
+        self._settle_cost()
+
+    def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
+        table, did_step = self.table, frozenset(current.stepped)
+        owners, groups = self.optimizers.owners(table, did_step)
+        stepped = did_step or usual or self.owners_of(current.fired, did_step)
+        self.mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self.clock.steps)))
+        fired = np.array(sorted(current.fired), dtype=np.int64)
+        others = fired[~np.isin(owners[fired], list(stepped))].tolist()
+        if others:
+            self._guards[OTHERS](self.statistics.forget, table, others, current.number)
+
+    def _settle_cost(self) -> None:
+        if not capturing_graph():
+            self.cost.settle()
+
+
+def capturing_graph() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]

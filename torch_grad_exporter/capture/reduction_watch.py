@@ -6,12 +6,12 @@ Which gradients are reduced, and, where the user asked for it, this rank's own g
 from __future__ import annotations
 
 import functools
+from dataclasses import InitVar, dataclass
 
 import torch
 
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
 from torch_grad_exporter.capture.local import LocalGradients
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
@@ -20,27 +20,20 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.model.reduction import Reductions
 
 
+@dataclass(eq=False)
 class ReductionWatch:
     """Receives forwards and backwards. Belongs to the training thread and that of the backward.
 
     `local`: measures this rank's own gradients, where the user asked for it.
     """
 
-    def __init__(
-        self,
-        *,
-        index: LayerIndex,
-        clock: StepClock,
-        probes: GradientProbes,
-        waits: GradientWaits,
-        local: LocalGradients | None,
-        errors: ErrorLog,
-    ) -> None:
-        self._index = index
-        self._clock = clock
-        self._probes = probes
-        self._waits = waits
-        self._local = local
+    index: LayerIndex
+    probes: GradientProbes
+    waits: GradientWaits
+    local: LocalGradients | None
+    errors: InitVar[ErrorLog]
+
+    def __post_init__(self, errors: ErrorLog) -> None:
         self._reductions = Reductions()
         self._ranks = errors.boundary("reduction", "which ranks have the same gradients")
         self._began = errors.boundary("reduction", "beginning of a backward")
@@ -57,15 +50,15 @@ class ReductionWatch:
         self._ranks(self._look, root)
 
     def _look(self, root: torch.nn.Module | None) -> None:
-        if self._index.replicas.undecided(self._index.models):
-            self._index.find_replicas(root)
+        if self.index.replicas.undecided(self.index.models):
+            self.index.find_replicas(root)
         if root is not None:
             self._reductions.forward_began(root)
 
     def counted(self, *, unfinished: bool) -> None:
         """There were backwards that were only counted. `unfinished`: of a round that is not over."""
-        if self._local is not None:
-            self._local.missed(None if unfinished else self._examples())
+        if self.local is not None:
+            self.local.missed(unfinished=unfinished)
 
     def begin(self, table: ParameterTable, backwards: int, *, on_host: bool, local: bool) -> None:
         """A backward of a sampled round begins, after so many in this round.
@@ -77,25 +70,21 @@ class ReductionWatch:
     def _begin(self, table: ParameterTable, backwards: int, on_host: bool, local: bool) -> None:
         reduction = self._reductions.coming()
         if reduction is not None and reduction.parameters and on_host:
-            self._waits.begin()
-        if self._local is not None and local:
-            self._local.begin(table, reduction, carries_on=backwards > 0 and self._probes.untouched())
+            self.waits.begin()
+        if self.local is not None and local:
+            self.local.begin(table, reduction, carries_on=backwards > 0 and self.probes.untouched())
 
     def end(self, current: Round, table: ParameterTable, fired: set[int], *, written: bool) -> None:
         """A backward is over, of any round. `written`: it was one that writes gradients; `fired`: which, on a sampled one."""
-        if self._local is not None:
-            end = functools.partial(self._local.end, written=written)
-            self._ended(end, current, table, fired, self._examples())
+        if self.local is not None:
+            self._ended(functools.partial(self.local.end, written=written), current, table, fired)
 
     def captured(self, round_number: int) -> None:
         """The round's gradients were read."""
-        if self._local is not None:
-            self._posted(self._local.post, round_number)
+        if self.local is not None:
+            self._posted(self.local.post, round_number)
 
     def disarm(self) -> None:
         """Removes the hooks of the running backward; idempotent, from any thread."""
-        if self._local is not None:
-            self._local.disarm()
-
-    def _examples(self) -> int | None:
-        return self._clock.examples if self._clock.examples_known else None
+        if self.local is not None:
+            self.local.disarm()

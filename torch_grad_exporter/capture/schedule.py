@@ -141,14 +141,14 @@ class SamplingSchedule:
 
     def stepped(self, seconds: float, floor: float | None = None) -> None:
         """Learns how long a round took, the exporter's own time left out; and that time, if it was not sampled."""
-        self._steps.add([seconds])
+        self._steps.append(seconds)
         self._account.stepped(1, seconds)
         if floor is not None:
             self.counting.followed(floor)
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learns how long rounds took that were only counted, and what they cost together."""
-        self._steps.add(seconds)
+        self._steps.extend(seconds)
         self._account.stepped(len(seconds), sum(seconds))
         self.counting.counted(len(seconds), own)
 

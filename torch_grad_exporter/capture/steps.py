@@ -9,8 +9,7 @@ import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.reader import OptimizerView
-from torch_grad_exporter.capture.sampler import capturing_graph
+from torch_grad_exporter.capture.reader import OptimizerView, capturing_graph
 from torch_grad_exporter.torch_compat import compiled_backwards
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -48,7 +47,7 @@ class StepWatch:
         self._backward.stepped_within()
         self._rounds.step_within_backward(number)
         if self._rounds.current.sampled:
-            self._parts.sampler.read_within_backward(optimizer)
+            self._parts.reader.read_within_backward(optimizer)
 
     def ended(self, optimizer: int) -> bool | None:
         """An optimizer has stepped: whether it was the first of its round; `None` if the call was nested.
@@ -104,7 +103,7 @@ class StepWatch:
         copied = seen.optimizer in optimizers.copying or (rounds.current.foreign and not optimizers.reporting)
         if rounds.sample_is_open and seen.optimizer not in rounds.current.read and not copied:
             rounds.read_by(seen.optimizer)
-            self._parts.cost.of(self._parts.sampler.read_again, rounds, seen)
+            self._parts.cost.of(self._parts.reader.read_again, rounds, seen)
 
     def _catch_up(self) -> None:
         """A round with fewer backwards than any lately: reads its gradients at the step, if they are untouched."""
@@ -121,14 +120,14 @@ class StepWatch:
             return
         self._parts.reductions.look()
         if not current.captured:
-            self._parts.sampler.renew_table(within_step=False)
-        if self._rounds.gradients_found(self._parts.sampler.read_of(optimizer)):
+            self._parts.reader.renew_table(within_step=False)
+        if self._rounds.gradients_found(self._parts.reader.read_of(optimizer)):
             self._backward.read()
 
     def _waited(self, optimizer: int) -> frozenset[int]:
         """The optimizers whose steps on the captured gradients are still to come, or have been."""
         current = self._rounds.current
-        owners = self._parts.sampler.owners_of(current.fired, {*current.stepped, optimizer})
+        owners = self._parts.reader.owners_of(current.fired, {*current.stepped, optimizer})
         if self._parts.ladder.sees_backwards:
             return owners
         return owners.union(number for number, _ in self._parts.optimizers.numbered())  # each is read when it steps
@@ -138,7 +137,7 @@ class StepWatch:
         mode = self._parts.ladder.mode
         if mode is Mode.OPTIMIZER or (mode is Mode.PARAMETER and not armed):
             return
-        table = self._parts.sampler.table
+        table = self._parts.reader.table
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
         if has_gradients and self._parts.probes.written_between_steps(table):
             self._parts.nodes.disarm()  # they may be those of tensors that were replaced

@@ -30,6 +30,7 @@ class Handle(Protocol):
         """Takes the registration back."""
 
 
+@dataclass(slots=True, eq=False)
 class GuardedHook:
     """A callable for PyTorch that runs `action` behind the guard and returns `None` to PyTorch.
 
@@ -37,13 +38,10 @@ class GuardedHook:
     loaded again, so both turn the hook into a callable of the standard library that does nothing.
     """
 
-    __slots__ = ("_action", "_errors", "_in_a_row", "_source")
-
-    def __init__(self, source: str, action: Callable[..., None], errors: ErrorLog) -> None:
-        self._source = source
-        self._action: Callable[..., None] | None = action
-        self._errors = errors
-        self._in_a_row = 0
+    _source: str
+    _action: Callable[..., None] | None
+    _errors: ErrorLog
+    _in_a_row: int = 0
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401 - PyTorch's own signatures differ per hook
         """Runs the action. What it raises is counted; after `LIMIT` failures in a row it is not run again."""
@@ -112,52 +110,54 @@ class _ModuleHooks:
         """Registers both."""
         one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
         module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
-        module._forward_pre_hooks[one.key], module._forward_hooks[one.key] = before, after
+        for hooks, hook in one._places():
+            hooks[one.key] = hook
         one.come_first()
         return one
 
+    def _places(self) -> list[tuple[dict[Any, Any], GuardedHook]]:
+        """The module's dictionaries with what belongs there; none of a module that is gone."""
+        module = self.module()
+        return [] if module is None else [(module._forward_pre_hooks, self.before), (module._forward_hooks, self.after)]
+
     def remove(self) -> None:
         """Takes the registration back; idempotent."""
+        self.take_out()
         module = self.module()
         if module is not None:
-            self.take_out()
             module._forward_pre_hooks_with_kwargs.pop(self.key, None)
             module._forward_hooks_with_kwargs.pop(self.key, None)
 
     def alone(self) -> bool:
         """Whether the module has both, and no other hooks."""
-        module = self.module()
-        if module is None:
-            return False
-        return [*module._forward_pre_hooks] == [self.key] and [*module._forward_hooks] == [self.key]
+        places = self._places()
+        return bool(places) and all([*hooks] == [self.key] for hooks, _ in places)
 
     def take_out(self) -> None:
         """Lets the module's forward run as if there were none; nothing else is forgotten."""
-        module = self.module()
-        if module is not None:
-            module._forward_pre_hooks.pop(self.key, None)
-            module._forward_hooks.pop(self.key, None)
+        for hooks, _ in self._places():
+            hooks.pop(self.key, None)
 
-    def put_back(self, *, into_empty: bool = False) -> None:
+    def put_back(self, *, into_empty: bool) -> None:
         """Ends `take_out`, before which there were no others; those that came since stay behind ours.
 
         `into_empty`: only where there are no others. Then any thread may do this: no thread iterates over an empty dictionary.
         """
-        module = self.module()
-        if module is None or self.key in module._forward_hooks:
+        if into_empty and any(hooks for hooks, _ in self._places()):
             return
-        if into_empty and (module._forward_pre_hooks or module._forward_hooks):
-            return
-        module._forward_pre_hooks[self.key], module._forward_hooks[self.key] = self.before, self.after
-        self.come_first()
-        if len(module._forward_hooks) > 1:
-            module._forward_hooks.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
+        for hooks, hook in self._places():
+            if self.key not in hooks:
+                hooks[self.key] = hook
+                self._put_first(hooks)
 
     def come_first(self) -> None:
         """Puts the hook before the forward in front of all others."""
-        module = self.module()
-        if module is not None and self.key in module._forward_pre_hooks and len(module._forward_pre_hooks) > 1:
-            module._forward_pre_hooks.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
+        for hooks, _ in self._places()[:1]:
+            self._put_first(hooks)
+
+    def _put_first(self, hooks: Any) -> None:  # noqa: ANN401 - an OrderedDict, by PyTorch's types a dict
+        if self.key in hooks and len(hooks) > 1:
+            hooks.move_to_end(self.key, last=False)
 
 
 class Hooks:
@@ -168,8 +168,7 @@ class Hooks:
         self._handles: list[Handle] = []
         self._hooks: list[GuardedHook] = []
         self._on_modules: list[_ModuleHooks] = []
-        self._before_step: GuardedHook | None = None
-        self._after_step: GuardedHook | None = None
+        self._around_step: tuple[GuardedHook, GuardedHook] | None = None
         self._step_numbers = -1, -1
         self._resting = self._closed = False
         # Reentrant: a signal's handler may close the exporter while its own thread is in here.
@@ -194,8 +193,8 @@ class Hooks:
 
     def on_optimizers(self, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Calls `before` and `after` with `(optimizer, args, kwargs)` around every optimizer's step."""
-        self._before_step, self._after_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
-        handles = register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)
+        self._around_step = self.guarded("optimizer_hook", before), self.guarded("optimizer_hook", after)
+        handles = register_optimizer_step_pre_hook(self._around_step[0]), register_optimizer_step_post_hook(self._around_step[1])
         self._step_numbers = handles[0].id, handles[1].id
         self._handles += handles
 
@@ -219,8 +218,8 @@ class Hooks:
     def wake(self) -> None:
         """Ends `rest`; idempotent."""
         with self._lock:
-            if self._resting and self._before_step is not None and self._after_step is not None:
-                self._set_step_hooks(self._before_step, self._after_step)
+            if self._resting and self._around_step is not None:
+                self._set_step_hooks(*self._around_step)
                 self._put_back(into_empty=False)
                 self._resting = False
 
@@ -244,7 +243,7 @@ class Hooks:
     def others_follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether other hooks run between the one that `on_optimizers` set and the step."""
         last = next(reversed(STEP_HOOKS[0].values()), None) if STEP_HOOKS else None
-        return has_step_hooks(optimizer) or last is not self._before_step
+        return has_step_hooks(optimizer) or self._around_step is None or last is not self._around_step[0]
 
     def disconnect(self) -> None:
         """Makes every hook do nothing, without unregistering any; idempotent. Takes no lock: a fork may have left it held."""

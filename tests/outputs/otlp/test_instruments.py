@@ -189,7 +189,7 @@ def test_a_start_that_fails_leaves_no_values(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: object) -> None:
         raise RuntimeError("hooks")
 
-    monkeypatch.setattr(Capture, "watch_optimizers", fails)
+    monkeypatch.setattr(Capture, "watch", fails)
     with pytest.raises(RuntimeError, match="hooks"):
         trained(provider)
     assert collected(reader) == {}

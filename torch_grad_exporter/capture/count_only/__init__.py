@@ -7,6 +7,5 @@ followed closely again.
 
 - `counting.py`: `CountOnly`, the only door: begins counting and ends it.
 - `budget.py`: how many rounds need only be counted, by what following them costs.
-- `hook.py`: what stands in the place of the hook after a step meanwhile.
-- `witness.py`: the parameter that tells of backwards.
+- `hook.py`: what stands in the place of the hook after a step meanwhile, and the parameter that tells of backwards.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 
 TIMED_SHARE = 0.2
@@ -28,23 +27,16 @@ _FLOORS_REMEMBERED = 256
 _ROUNDS_REMEMBERED = 1024
 
 
-class StepTimes:
-    """Seconds of the last rounds."""
+class StepTimes(deque[float]):
+    """Seconds of the last rounds, in their order."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-
-    def __bool__(self) -> bool:
-        return bool(self._seconds)
-
-    def add(self, seconds: Sequence[float]) -> None:
-        """Takes in rounds, in their order."""
-        self._seconds.extend(seconds[-_STEPS_REMEMBERED:])
+        super().__init__(maxlen=_STEPS_REMEMBERED)
 
     @property
     def typical(self) -> float:
         """The median, since a step that compiles or writes a checkpoint is not typical; above 0."""
-        return max(median(self._seconds), 1e-9)
+        return max(median(self), 1e-9)
 
 
 class CountingBudget:

@@ -16,12 +16,9 @@ from statistics import fmean
 import torch
 
 from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
-from torch_grad_exporter.capture.count_only.hook import CountingHook
-from torch_grad_exporter.capture.count_only.witness import Witness
+from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
-from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.transfer.events import Counted, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
@@ -35,33 +32,6 @@ SIZES = 8
 """Rounds followed closely whose mean size is that of the rounds that are only counted."""
 
 
-class _ExamplesPerBackward:
-    """How many training examples a backward is taken for: as many as in the last rounds that were followed."""
-
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
-        self._sizes: deque[float] = deque(maxlen=SIZES)
-        self._seen = (0, 0)
-        """Examples and backward passes up to the last round."""
-
-    @property
-    def mean(self) -> float:
-        """The mean, 0 while it is not known."""
-        return fmean(self._sizes) if self._sizes else 0.0
-
-    def round_over(self) -> int:
-        """A round that was followed is over; returns its backwards."""
-        examples, backwards = self._clock.examples - self._seen[0], self._clock.backward_passes - self._seen[1]
-        self.forget()
-        if examples and backwards:
-            self._sizes.append(examples / backwards)
-        return backwards
-
-    def forget(self) -> None:
-        """Starts anew: what came up to now is not comparable."""
-        self._seen = self._clock.examples, self._clock.backward_passes
-
-
 class CountOnly:
     """Belongs to the training thread, but for `look` and `release`."""
 
@@ -69,7 +39,10 @@ class CountOnly:
         self._parts = parts
         self._clock = parts.clock
         self._rounds = parts.rounds
-        self._examples = _ExamplesPerBackward(parts.clock)
+        self._sizes: deque[float] = deque(maxlen=SIZES)
+        """Training examples to a backward in the last rounds that were followed."""
+        self._seen = (0, 0)
+        """Examples and backward passes up to the last round."""
         self._counting: CountingHook | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
@@ -84,7 +57,7 @@ class CountOnly:
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
         step that ends the counting, and with that of another optimizer.
         """
-        number, backwards = self._rounds.current.number, self._examples.round_over()
+        number, backwards = self._rounds.current.number, self._backwards_of_round()
         if self._clock.skipped != self._skipped:
             self._skipped, self._not_before = self._clock.skipped, number + AFTER_TROUBLE
         rounds = self._parts.schedule.only_counted(number + 1)
@@ -95,6 +68,20 @@ class CountOnly:
         elif self._on_trial(backwards):
             self._begin(found[0], rounds, over)
 
+    def _backwards_of_round(self) -> int:
+        """How many backwards the round had that is over; takes in their size."""
+        clock = self._clock
+        examples, backwards = clock.examples - self._seen[0], clock.backward_passes - self._seen[1]
+        self._seen = clock.examples, clock.backward_passes
+        if examples and backwards:
+            self._sizes.append(examples / backwards)
+        return backwards
+
+    @property
+    def _mean_size(self) -> float:
+        """How many training examples a backward is taken for, 0 while that is not known."""
+        return fmean(self._sizes) if self._sizes else 0.0
+
     def _on_trial(self, backwards: int) -> bool:
         """Whether the witness has reported exactly the round's backwards; chooses another one if there is none."""
         witness = self._witness
@@ -103,16 +90,15 @@ class CountOnly:
             self._follow_for_a_while()
         if not passed:
             self._dismiss()
-            called = self._candidate()
-            self._witness = None if called is None else Witness.on_trial(called)
+            self._witness = self._next_witness()
         return passed
 
-    def _candidate(self) -> TrackedParameter | None:
+    def _next_witness(self) -> Witness | None:
         """A parameter that gets a gradient in each backward, as far as the last sample shows."""
         for probe in self._parts.probes.all():
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                return probe
+                return Witness.on_trial(probe, parameter)
         return None
 
     def _begin(self, optimizer: tuple[int, torch.optim.Optimizer], rounds: int, over: GuardedHook) -> None:
@@ -131,7 +117,7 @@ class CountOnly:
         )
         # In this order: whatever interrupts this, `settle` puts back what there is.
         self._counting = counting
-        clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._examples.mean)
+        clock.leave_counting_to(optimizer[0], counting.moments, counting.backwards, examples=self._mean_size)
         if not self._parts.hooks.rest(counting):
             self.settle()
 
@@ -151,7 +137,7 @@ class CountOnly:
         if counting is None:
             return
         self._parts.hooks.wake()
-        durations = self._clock.commit()
+        durations, own_seconds = self._clock.commit()
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
         skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
@@ -159,7 +145,7 @@ class CountOnly:
         if not steps or (surplus and after_step):
             self._follow_for_a_while()
         norm_waits = self._tell(counting, skipped)
-        self._add(durations, counting)
+        self._add(durations, own_seconds, counting)
         self._pass_over(steps, skipped=skipped, backwards=unfinished)
         self._norm_at = None
         if norm_waits:
@@ -172,16 +158,16 @@ class CountOnly:
     def _follow_for_a_while(self) -> None:
         self._not_before = self._rounds.current.number + AFTER_TROUBLE
 
-    def _add(self, durations: list[float], counting: CountingHook) -> None:
+    def _add(self, durations: list[float], own_seconds: float, counting: CountingHook) -> None:
         clock = self._clock
         if counting.surplus == -counting.to_a_step:
             # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
             clock.backwards_passed(counting.to_a_step)
-            clock.examples_came(round(counting.to_a_step * self._examples.mean))
-        self._examples.forget()
+            clock.examples_came(round(counting.to_a_step * self._mean_size))
+        self._seen = clock.examples, clock.backward_passes
         if durations:
             # With what the user's calls meanwhile have cost.
-            own = clock.take_own_seconds() + len(durations) * COUNTED_SECONDS
+            own = own_seconds + len(durations) * COUNTED_SECONDS
             self._parts.schedule.counted(durations, own)
             self._parts.mailbox.append(Counted(tuple(durations), own))
 
@@ -258,5 +244,5 @@ def _skipped_steps(counting: CountingHook, witness: Witness, *, after_step: bool
     surplus, to_a_step = max(0, counting.surplus), counting.to_a_step
     if after_step:
         return 0 if surplus % to_a_step or witness.added_up(len(counting.moments), surplus) else surplus // to_a_step
-    gone = witness.seen.tracked.gradient() is None
+    gone = witness.seen.tracked[0].gradient() is None
     return (surplus if gone else max(0, surplus - 1)) // to_a_step

@@ -1,4 +1,4 @@
-"""CountingHook: stands in the place of the hook after a step while steps are only counted, and must cost next to nothing."""
+"""What reports steps and backwards while rounds are only counted, and must cost next to nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.torch_hooks import GuardedHook
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
+from torch_grad_exporter.model.parameters import TrackedParameter
 from torch_grad_exporter.torch_compat import never_compile
 
 
@@ -57,3 +59,54 @@ class CountingHook:
 
 
 never_compile(CountingHook.__call__)
+
+
+@dataclass(slots=True)
+class Witness:
+    """A parameter whose post-accumulate hook is `list.append`: each backward leaves an item, and no Python frame runs.
+
+    It makes skipped steps exact: a backward without a step shows nowhere else. It is one only after a trial: in a round that was
+    followed closely it fired once for each backward. `fired`: the items; `seen`: its gradient as it was after a round.
+    """
+
+    fired: list[object]
+    handle: Handle
+    seen: GradientVersions
+    growth: int | None = None
+    """How often a round writes to the gradient, if it stays the same tensor."""
+
+    @classmethod
+    def on_trial(cls, called: TrackedParameter, parameter: torch.nn.Parameter) -> Witness:
+        """Makes a parameter the witness, right after a round."""
+        fired = list[object]()
+        handle: Handle = parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
+        return cls(fired, handle, GradientVersions.of([called]))
+
+    def begin(self) -> None:
+        """A round, or some of them, begin."""
+        self.seen = GradientVersions.of(self.seen.tracked)
+        self.fired.clear()
+
+    def passed(self, backwards: int) -> bool:
+        """Whether it has reported all backwards of the round that is over. Begins anew."""
+        reported, before = len(self.fired), self.seen
+        self.begin()
+        self.growth = self.seen.versions[0] - before.versions[0] if self.seen.numbers == before.numbers else None
+        return reported == backwards
+
+    def added_up(self, steps: int, surplus: int) -> bool:
+        """Whether `surplus` backwards more than the last of so many steps accounts for went into the same gradient.
+
+        A gradient that is made anew in each round has then been written to more often than usual. One that stays has been
+        written to once more for each, and not once more for clearing it as well.
+        """
+        before, now = self.seen, GradientVersions.of(self.seen.tracked)
+        more = now.versions[0] - before.versions[0]
+        if now.numbers != before.numbers:
+            return now.numbers != [None] and more > 0
+        return self.growth is None or more - steps * self.growth <= surplus
+
+    def dismiss(self) -> None:
+        """Removes its hook; what it has reported stays as many items, none of which keeps the parameter."""
+        self.handle.remove()
+        self.fired[:] = [None] * len(self.fired)
