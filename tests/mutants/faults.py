@@ -373,7 +373,7 @@ DISTRIBUTED = (
     Fault(
         "a report without a new sample ends the samples before",
         "distributed/whole_run.py",
-        "        elif report.samples > self.last.samples:\n",
+        "        elif captures.max(initial=0.0) > before.max(initial=0.0):\n",
         "        else:\n",
         ("distributed/test_whole_run.py",),
         ("distributed/test_job.py",),

@@ -101,7 +101,8 @@ class Baselines:
         in_a_row = all_rows["spikes_in_a_row"]
         in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
         renewed = rows[in_a_row[rows] >= NEW_LEVEL]
-        all_rows[renewed] = _empty(len(renewed))
+        if renewed.size:
+            all_rows[renewed] = _empty(len(renewed))
         kept = rows[~spike]
         all_rows["past"][kept, all_rows["count"][kept] % WINDOW] = values[~spike]
         all_rows["count"][kept] += 1

@@ -44,7 +44,8 @@ class OptimizerTotals:
             self._publish_one(settled, optimizer)
 
     def _publish_one(self, settled: Settled, optimizer: int) -> None:
-        sample, outcome, mine = settled.sample, settled.outcome(optimizer), settled.gradients([optimizer])
+        sample, outcome = settled.sample, settled.outcome(optimizer)
+        mine = (settled.closed.owners == optimizer) & sample.present
         if not mine.any():
             return
         row = self._row(optimizer)

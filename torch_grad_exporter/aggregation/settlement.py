@@ -5,7 +5,7 @@ That is its loss scale, how it was clipped, and which optimizers a gradient scal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,7 +36,7 @@ class Settled:
     unmeasured: frozenset[int]
     clippings: Mapping[int, Clipping]
 
-    def gradients(self, optimizers: Collection[int]) -> BoolArray:
+    def gradients(self, optimizers: frozenset[int]) -> BoolArray:
         """Which gradients of the sample these optimizers own, shape (parameters,)."""
         return np.isin(self.closed.owners, list(optimizers)) & self.sample.present
 

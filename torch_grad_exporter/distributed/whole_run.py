@@ -74,13 +74,10 @@ class Report:
             raise ValueError("no report of a rank") from error
 
     @property
-    def samples(self) -> float:
-        """How often the layer that was captured most often was: that is in each sample."""
-        return float(self.values[COLUMNS.index("captures")].max(initial=0.0))
-
-    def restarted(self, before: Report) -> bool:
-        """Whether a layer was removed and added again since a report of the same layers: then it counts from 0 again."""
-        return bool((self.values[COLUMNS.index("captures")] < before.values[COLUMNS.index("captures")]).any())
+    def captures(self) -> FloatArray:
+        """Samples of each layer; that which was captured most often was in each sample."""
+        captures: FloatArray = self.values[COLUMNS.index("captures")]
+        return captures
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,9 +129,11 @@ class _Heard:
     def hear(self, report: Report, now: float) -> None:
         if (report.started, report.number) == (self.last.started, self.last.number):
             return
-        if report.started != self.last.started or report.layers != self.last.layers or report.restarted(self.last):
+        captures, before = report.captures, self.last.captures
+        # A layer that was removed and added again counts from 0.
+        if report.started != self.last.started or report.layers != self.last.layers or (captures < before).any():
             self.before = None
-        elif report.samples > self.last.samples:
+        elif captures.max(initial=0.0) > before.max(initial=0.0):
             self.before = self.last
         self.last, self.at = report, now
 
@@ -165,10 +164,7 @@ class Combination:
         for rank, content in reports.items():
             with contextlib.suppress(ValueError):
                 report = Report.decoded(content)
-                if rank in self._heard:
-                    self._heard[rank].hear(report, now)
-                else:
-                    self._heard[rank] = _Heard(report, now)
+                self._heard.setdefault(rank, _Heard(report, now)).hear(report, now)
         fresh = [one for one in self._heard.values() if now - one.at <= self._fresh_seconds]
         self.view = _added_up(fresh) if len(fresh) == self._world_size else View(len(fresh))
 

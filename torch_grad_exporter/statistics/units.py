@@ -57,7 +57,7 @@ class UnitState:
         """
         last = self._counts
         before, ends, known = last.before if sample == last.sample else last.after, last.ends, last.members
-        if not _same(known, members):
+        if known != tuple(members):
             before, ends, known = self._arranged(before, known, members)
         after = (before + zero).mul_(~alive)
         flags = torch.stack((zero, after >= self._window))
@@ -107,7 +107,3 @@ def sums_on_host(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The same on the CPU, in a tenth of the time."""
     starts = np.concatenate([[0], ends.numpy()[:-1] + 1])
     return torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64))
-
-
-def _same(a: Sequence[tuple[TrackedParameter, int]], b: Sequence[tuple[TrackedParameter, int]]) -> bool:
-    return a is b or (len(a) == len(b) and all(x[0] is y[0] and x[1] == y[1] for x, y in zip(a, b, strict=True)))
