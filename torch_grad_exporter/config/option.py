@@ -52,8 +52,7 @@ class Option:
     """One keyword of `start_exporter`.
 
     `help`: one phrase, without a full stop, for tables and `--help`. `more`: further sentences, for the docs. `shown`: the
-    default, as the docs show it. `variable`: the environment variable that stands for it, empty for none. `read`: whether
-    `resolve` reads that variable; other code reads the others.
+    default, as the docs show it. `variable`: the environment variable that stands for it, empty for none.
     """
 
     name: str
@@ -63,7 +62,11 @@ class Option:
     more: str
     shown: str
     variable: str
-    read: bool
+
+    @property
+    def read(self) -> bool:
+        """Whether `resolve` reads the variable, which is then the exporter's own."""
+        return self.variable.startswith(PREFIX)
 
     @property
     def absent(self) -> Unset | None:
@@ -124,7 +127,7 @@ def options_of(declared: type) -> tuple[Option, ...]:
 def _option(declared: Field[object], *, variable: str | None, **said: Any) -> Option:  # noqa: ANN401 - the metadata of a field
     default = declared.default if declared.default_factory is MISSING else declared.default_factory()
     own = PREFIX + declared.name.upper()
-    return Option(declared.name, default=default, variable=own if variable is None else variable, read=variable is None, **said)
+    return Option(declared.name, default=default, variable=own if variable is None else variable, **said)
 
 
 def resolve(declared: type[_Options], arguments: Mapping[str, object], environment: Mapping[str, str]) -> _Options:

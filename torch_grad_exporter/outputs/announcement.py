@@ -46,7 +46,23 @@ class Announcement:
 
     def start(self, port: int, scheme: str) -> None:
         """Begins to publish where the server is. Raises `RuntimeError` where there are no more threads to be had."""
-        self._discovery = self._made(port, scheme)
+        rank = self.rank
+        target = Target(
+            address=self._address(port),
+            scheme=scheme,
+            run=rank.run,
+            rank=rank.number,
+            local_rank=rank.identity.local_rank,
+            host=distributed.hostname(),
+            labels=self.labels,
+        )
+        several = rank.identity.world_size > 1
+        self._discovery = Discovery(
+            target,
+            file=TargetFile(self.sd_dir, target) if self.sd_dir else None,
+            ranks=RankList(self.store, target, rank.identity.world_size) if several else None,
+            on_error=functools.partial(self.errors.count, "discovery"),
+        )
         self._discovery.start()
 
     def body(self) -> bytes:
@@ -62,25 +78,6 @@ class Announcement:
         """The entries are the parent's."""
         if self._discovery is not None:
             self._discovery.after_fork_in_child()
-
-    def _made(self, port: int, scheme: str) -> Discovery:
-        rank = self.rank
-        target = Target(
-            address=self._address(port),
-            scheme=scheme,
-            run=rank.run,
-            rank=rank.number,
-            local_rank=rank.identity.local_rank,
-            host=distributed.hostname(),
-            labels=self.labels,
-        )
-        several = rank.identity.world_size > 1
-        return Discovery(
-            target,
-            file=TargetFile(self.sd_dir, target) if self.sd_dir else None,
-            ranks=RankList(self.store, target, rank.identity.world_size) if several else None,
-            on_error=functools.partial(self.errors.count, "discovery"),
-        )
 
     def _address(self, port: int) -> str:
         """Where the server is reached. Another thread asks the name service, which may hang while the training waits here."""

@@ -477,7 +477,8 @@ def test_ranks(training: Callable[..., Run], open_page: Callable[..., Visit]) ->
         )
     ]
     live = run.exporter._view.live
-    live._run = dataclasses.replace(live._run, world_size=3, targets=lambda: json.dumps(groups).encode())
+    live._run = dataclasses.replace(live._run, world_size=3)
+    live._targets = lambda: json.dumps(groups).encode()
     page = open_page(run.page).page
     expect(page.get_by_test_id("rank")).to_have_text("rank 0 of 3")
     links = page.get_by_test_id("ranks").locator("a")
