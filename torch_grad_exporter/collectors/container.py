@@ -29,7 +29,7 @@ CONTAINER_CPU_LIMIT = METRICS.gauge(
 )
 CONTAINER_CPU_THROTTLED = METRICS.counter(
     "torch_container_cpu_throttled_seconds_total",
-    "Time for which the control group with the smallest processor limit was held back; absent without a limit.",
+    "Time for which the control group with the smallest processor limit was throttled; absent without a limit.",
     unit="seconds",
     older=True,
 )

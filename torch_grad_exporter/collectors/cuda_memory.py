@@ -25,13 +25,13 @@ CUDA_MEMORY_ACTIVE = METRICS.gauge(
 )
 CUDA_MEMORY_INACTIVE_SPLIT = METRICS.gauge(
     "torch_cuda_memory_inactive_split_bytes",
-    "Memory of the device in free rests of blocks that are partly in use: what fragmentation costs.",
+    "Unused memory of the device in blocks that are partly in use: the cost of fragmentation.",
     "device",
     unit="bytes",
 )
 CUDA_MEMORY_REQUESTED = METRICS.gauge(
     "torch_cuda_memory_requested_bytes",
-    "Memory of the device that was asked for, before the allocator rounded it up.",
+    "Memory of the device that the program asked for, before the allocator rounded it up.",
     "device",
     unit="bytes",
 )
@@ -54,7 +54,7 @@ CUDA_ALLOC_RETRIES = METRICS.counter(
     "device",
     older=True,
 )
-CUDA_OOMS = METRICS.counter("torch_cuda_ooms_total", "Allocations that failed for want of memory.", "device", older=True)
+CUDA_OOMS = METRICS.counter("torch_cuda_ooms_total", "Allocations that failed for lack of memory.", "device", older=True)
 
 _VALUES = {
     CUDA_MEMORY_ALLOCATED: "allocated",

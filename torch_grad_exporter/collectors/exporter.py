@@ -27,7 +27,7 @@ EXPORTER_TIMING_INTERVAL = METRICS.gauge(
 )
 EXPORTER_LAYERS = METRICS.gauge("torch_grad_exporter_layers", "Layers shown.")
 EXPORTER_LAYERS_FOLDED = METRICS.gauge(
-    "torch_grad_exporter_layers_folded", "Layers of the model that are shown only as part of a group, for the cap on layers."
+    "torch_grad_exporter_layers_folded", "Layers of the model that are shown only as part of a group, because of max_layers."
 )
 EXPORTER_SERIES = METRICS.gauge("torch_grad_exporter_series", "Time series in the previous scrape.")
 EXPORTER_CAPTURE_MODE = METRICS.gauge(

@@ -33,7 +33,7 @@ GPU_SM_CLOCK = METRICS.gauge(
 )
 GPU_ENERGY = METRICS.counter(
     "torch_gpu_energy_joules_total",
-    "Energy that the GPU has used since its driver was loaded; goes on where a GPU or a driver that is reset starts again.",
+    "Energy that the GPU has used since its driver was loaded; continues across resets of the GPU or its driver.",
     "device",
     "uuid",
     unit="joules",
@@ -48,7 +48,7 @@ GPU_THROTTLED = METRICS.counter(
 )  # fmt: skip
 GPU_ECC_ERRORS = METRICS.counter(
     "torch_gpu_ecc_errors_total",
-    "Memory errors since the driver was loaded, by kind: corrected or uncorrected; goes on where a GPU or a driver that is reset starts again.",
+    "Memory errors since the driver was loaded, by kind: corrected or uncorrected; continues across resets of the GPU or its driver.",
     "device", "uuid", "kind",
     older=True,
 )  # fmt: skip

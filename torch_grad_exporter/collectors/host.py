@@ -19,7 +19,7 @@ from torch_grad_exporter.resources.readings import ABSENT, Rising, attempt
 
 METRICS = Section("Host and container")
 
-HOST_CPU = METRICS.gauge("torch_host_cpu_ratio", "Share of all the host's processors that was busy since the previous scrape.")
+HOST_CPU = METRICS.gauge("torch_host_cpu_ratio", "Share of the host's processor time that was busy since the previous scrape.")
 HOST_MEMORY_TOTAL = METRICS.gauge("torch_host_memory_total_bytes", "Memory of the host.", unit="bytes")
 HOST_MEMORY_AVAILABLE = METRICS.gauge(
     "torch_host_memory_available_bytes", "Memory of the host that programs can get without swapping.", unit="bytes"

@@ -70,7 +70,7 @@ PROCESS_IO_WRITE = METRICS.counter(
 )
 PROCESS_UNIQUE_MEMORY = METRICS.gauge(
     "torch_process_unique_memory_bytes",
-    "Memory in pages that only this process has, so that its end would free it; forked workers share pages with it, and it falls while they do. Some seconds old, minutes where the process has hundreds of gigabytes.",
+    "Memory that only this process uses, which its end would free; what it shares with forked workers is left out. Some seconds old, or minutes where the process has hundreds of gigabytes.",
     unit="bytes",
 )
 PROCESS_CHILDREN = METRICS.gauge(
@@ -79,7 +79,7 @@ PROCESS_CHILDREN = METRICS.gauge(
 )
 PROCESS_CHILDREN_MEMORY = METRICS.gauge(
     "torch_process_children_memory_bytes",
-    "Memory of the child processes that run, for each the pages that only it has: a forked worker shares the rest with its parent. Some seconds old, minutes where they have hundreds of gigabytes.",
+    "Memory of the child processes that run, without what a forked worker shares with its parent. Some seconds old, or minutes where they have hundreds of gigabytes.",
     unit="bytes",
 )
 PROCESS_CHILDREN_CPU_SECONDS = METRICS.counter(

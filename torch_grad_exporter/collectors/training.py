@@ -41,7 +41,7 @@ TRAIN_SKIPPED_STEPS = METRICS.counter(
 )
 TRAIN_STEP_DURATION = METRICS.histogram(
     "torch_train_step_duration_seconds",
-    "Time from the end of one round of optimizer steps to the end of the next, every step; where steps are short they enter in lots, up to half a second later than torch_train_steps.",
+    "Time from the end of one round of optimizer steps to the end of the next, every step; short steps are added in batches, up to half a second later than torch_train_steps_total.",
     STEP_SECONDS,
     unit="seconds",
 )
@@ -61,7 +61,7 @@ TRAIN_GRADIENT_WAITS = METRICS.counter(
 )
 TRAIN_SAMPLES = METRICS.counter(
     "torch_train_samples_total",
-    "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. Steps that are not timed are taken for as many examples as the timed one before them.",
+    "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. A step that is not timed counts as many examples as the timed step before it.",
 )
 TRAIN_TOKENS = METRICS.counter("torch_train_tokens_total", "Training tokens as observed.")
 TRAIN_LOSS = METRICS.gauge("torch_train_loss", "Last observed loss.")

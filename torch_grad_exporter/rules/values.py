@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -49,21 +50,24 @@ class Values:
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._by_spec = by_spec(families)
-        self._found: dict[Spec, dict[tuple[str, ...], float]] = {}
-        self._histograms: dict[Spec, dict[tuple[str, ...], FloatArray]] = {}
+        self._found: dict[Spec, dict[tuple[str, ...], Any]] = {}
+
+    def _index(self, spec: Spec) -> dict[tuple[str, ...], Any]:
+        """Numbers, or the counts of a histogram, by the labels of their rows. All rows are gone through only once."""
+        if spec not in self._found:
+            families = self._by_spec.get(spec, ())
+            self._found[spec] = {family.labels.rows[row]: family.values[row] for family in families for row in family.row_numbers}
+        return self._found[spec]
 
     def rows(self, spec: Spec) -> Iterator[tuple[tuple[str, ...], float]]:
         """The labels and the value of each present row of a gauge or counter."""
-        for family in self._by_spec.get(spec, ()):
-            for row in family.row_numbers:
-                yield family.labels.rows[row], float(family.values[row])
+        return ((labels, float(value)) for labels, value in self._index(spec).items())
 
     def one(self, spec: Spec, *labels: str) -> float | None:
         """The value of the row with these labels, or of the first one; `None` if it is absent."""
-        found = self._found.get(spec)
-        if found is None:
-            found = self._found[spec] = dict(self.rows(spec))
-        return found.get(labels) if labels else next(iter(found.values()), None)
+        found = self._index(spec)
+        value = found.get(labels) if labels else next(iter(found.values()), None)
+        return None if value is None else float(value)
 
     def table(self, spec: Spec) -> Table:
         """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
@@ -74,13 +78,8 @@ class Values:
         return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else Table()
 
     def histogram(self, spec: Spec, *labels: str) -> FloatArray | None:
-        """The counts by bucket of the row with these labels; `None` if it is absent. All rows are gone through only once."""
-        found = self._histograms.get(spec)
-        if found is None:
-            families = self._by_spec.get(spec, ())
-            found = {family.labels.rows[row]: family.values[row] for family in families for row in family.row_numbers}
-            self._histograms[spec] = found
-        return found.get(labels)
+        """The counts by bucket of the row with these labels; `None` if it is absent."""
+        return self._index(spec).get(labels)
 
     def state(self) -> str | None:
         """The state of the run; `None` where it is not shown, since the collector `training` is off or has failed."""
