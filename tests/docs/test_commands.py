@@ -1,4 +1,4 @@
-"""What README and docs show to be copied is what the programs take."""
+"""What README and docs show to be copied is what the programs take, and figures are those that were measured."""
 
 from __future__ import annotations
 
@@ -72,3 +72,11 @@ def test_the_one_line_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(exporter, Exporter)
     with exporter:
         assert exporter.url is not None
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    """Each overhead in the README is one of docs/benchmarks.md, which `make bench` writes."""
+    measured = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    shown = re.findall(r"[+-][\d.]+ %(?: \([^)]*\))?", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    assert len(shown) == 16
+    assert all(figure in measured for figure in shown)
