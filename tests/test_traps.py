@@ -924,10 +924,8 @@ def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> No
     handle = bare.first.weight.register_post_accumulate_grad_hook(
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(list)
     )
-    with (
-        pytest.raises((AssertionError, RuntimeError), match="queue_callback|Final callbacks"),
-        enabled(torch.compile(backend="eager")),
-    ):
+    raises = pytest.raises((AssertionError, RuntimeError), match=r"queue_callback|Final callbacks")
+    with raises, enabled(torch.compile(backend="eager")):
         bare(batch()).square().mean().backward()
     if VERSION >= (2, 6):
         assert bare.first.weight.grad is None
