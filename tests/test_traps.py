@@ -296,7 +296,7 @@ def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[
 
 def test_post_accumulate_hook_makes_the_copy_of_fsdp2_offload_blocking(ranks: list[dict[str, dict[str, object]]]) -> None:
     """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; we set none."""
-    need(2, 13, "this condition")
+    need(2, 13, "a copy of FSDP2 that such a hook makes wait")
     source = Path(torch.distributed.fsdp._fully_shard._fsdp_collectives.__file__).read_text()
     assert "and not has_post_acc_grad_hook" in source
     assert [rank["of_fsdp2"]["hooks that block the copy"] for rank in ranks] == [0, 0]
