@@ -129,7 +129,7 @@ def test_full_backward_hook_wraps_outputs() -> None:
         broken(batch())
     early, seen = torch.nn.Linear(6, 8), []
     early.register_full_backward_hook(lambda module, *_: seen.append(module.weight.grad))
-    with pytest.warns(UserWarning, match="no inputs require gradients"):
+    with pytest.warns(UserWarning, match="no inputs require gradients") if VERSION >= (2, 9) else contextlib.nullcontext():
         early(batch()).sum().backward()
     assert seen == [None]
 
@@ -295,7 +295,7 @@ def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[
 
 def test_post_accumulate_hook_makes_the_copy_of_fsdp2_offload_blocking(ranks: list[dict[str, dict[str, object]]]) -> None:
     """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; we set none."""
-    need(2, 6, "FSDP2 on a CPU")
+    need(2, 13, "a copy of FSDP2 that such a hook makes wait")
     source = Path(torch.distributed.fsdp._fully_shard._fsdp_collectives.__file__).read_text()
     assert "and not has_post_acc_grad_hook" in source
     assert [rank["of_fsdp2"]["hooks that block the copy"] for rank in ranks] == [0, 0]
@@ -889,7 +889,7 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
     compiled(batch())
     bare.first.register_forward_hook(lambda *_: fired.append(1))
     compiled(batch())
-    assert fired == []
+    assert fired == ([] if VERSION >= (2, 6) else [1])
     torch._dynamo.reset()
     bare = Perceptron()
     bare.register_forward_hook(lambda *_: time.monotonic())
@@ -923,9 +923,11 @@ def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> No
     handle = bare.first.weight.register_post_accumulate_grad_hook(
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(list)
     )
-    with pytest.raises(AssertionError, match="queue_callback"), enabled(torch.compile(backend="eager")):
+    raises = pytest.raises((AssertionError, RuntimeError), match=r"queue_callback|Final callbacks")
+    with raises, enabled(torch.compile(backend="eager")):
         bare(batch()).square().mean().backward()
-    assert bare.first.weight.grad is None
+    if VERSION >= (2, 6):
+        assert bare.first.weight.grad is None
     handle.remove()
     torch._dynamo.reset()
 

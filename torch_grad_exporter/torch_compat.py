@@ -17,6 +17,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -347,6 +348,20 @@ def default_store() -> Any:  # noqa: ANN401 - a store
     if ask is None:
         _gone("torch.distributed.distributed_c10d._get_default_store")
     return None if ask is None else ask()
+
+
+def own_connection(store: Any, timeout: timedelta) -> Any:  # noqa: ANN401 - a store
+    """Another connection to a store; where PyTorch has no `clone`, as torch 2.6, without the prefixes around the store."""
+    bare: Any = without_prefix(store)
+    dist: Any = torch.distributed
+    if not hasattr(store, "clone"):
+        if isinstance(bare, dist.TCPStore):
+            return dist.TCPStore(bare.host, bare.port, is_master=False, timeout=timeout)
+        if isinstance(bare, dist.FileStore):
+            return dist.FileStore(bare.path)
+        if isinstance(bare, dist.HashStore):
+            return bare
+    return store.clone()
 
 
 def without_prefix(store: object) -> object:

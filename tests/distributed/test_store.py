@@ -22,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.tools import FOREVER, PATIENCE, eventually
+from torch_grad_exporter import torch_compat
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import Connection, JobStore, NoStoreError, StoreError, connected, run_name
 
@@ -127,7 +128,7 @@ def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
     assert client.agree("run", "a", seconds=PATIENCE / 2) == "a"
     client.close()
     assert waiting.is_alive()
-    other = store.clone()
+    other = torch_compat.own_connection(store, PATIENCE)
     other.set("late", "1")
     waiting.join(PATIENCE)
     assert found == [b"1"]

@@ -195,7 +195,8 @@ def connected(environment: Mapping[str, str], *, group: Callable[[], Connection]
     store = group()
     if store is None:
         raise NoStoreError("there is no torchrun, and no process group yet")
-    return store.clone()
+    connection: Connection = torch_compat.own_connection(store, timedelta(seconds=START_SECONDS))
+    return connection
 
 
 def _knock(connection: Connection) -> None:
