@@ -315,7 +315,9 @@ def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> N
 IMPORTS = """
 import pathlib, sys, threading, urllib.request, torch
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.outputs import outputs
 
+outputs.CLOSE_SECONDS = 120.0
 endpoint, protocol, folder = sys.argv[1:]
 training = threading.current_thread()
 

@@ -22,7 +22,7 @@ import torch
 
 from tests.support.models import Perceptron, sgd
 from tests.support.scrape import errors, value
-from tests.support.tools import PATIENCE, eventually
+from tests.support.tools import FOREVER, PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 
 QUIET = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
@@ -118,8 +118,10 @@ def closing(exporter: Exporter) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
-def test_an_answer_that_is_being_sent_when_the_run_ends_arrives_whole() -> None:
+def test_an_answer_that_is_being_sent_when_the_run_ends_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has read the first bytes of a large scrape when `close` is called gets all of it, and the port is free."""
+    monkeypatch.setattr("torch_grad_exporter.outputs.outputs.CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr("torch_grad_exporter.outputs.http.server._GRACE_SECONDS", PATIENCE)
     exporter = with_a_large_scrape()
     client = Client(exporter, "/metrics")
     client.read_some()
@@ -150,7 +152,7 @@ def test_a_scrape_that_is_being_computed_when_the_run_ends_gets_a_clean_end(monk
 
     def hangs(process: psutil.Process) -> int:
         entered.set()
-        assert may_go_on.wait(PATIENCE)
+        assert may_go_on.wait(FOREVER)
         return real(process)
 
     exporter = started()
@@ -176,7 +178,7 @@ def test_a_scrape_that_began_before_the_end_has_not_seen_it(monkeypatch: pytest.
         assert may_go_on.wait(PATIENCE)
         return real(process)
 
-    exporter = started(linger=60)
+    exporter = started(linger=FOREVER)
     url = exporter.url or ""
     monkeypatch.setattr(psutil.Process, "num_threads", waits)
     client = Client(exporter, "/metrics")

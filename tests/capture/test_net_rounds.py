@@ -40,7 +40,8 @@ class Loop:
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = Perceptron() if model is None else model
         self.optimizer = sgd(self.model)
-        self.moments: list[float] = []
+        self.moments: list[tuple[float, float]] = []
+        """Before and after each step."""
 
     def backward(self, scale: float = 1.0) -> None:
         """Clears, and runs one backward of the loss times the scale."""
@@ -49,8 +50,9 @@ class Loop:
 
     def finish(self) -> None:
         """The optimizer's step."""
+        before = time.perf_counter()
         self.optimizer.step()
-        self.moments.append(time.perf_counter())
+        self.moments.append((before, time.perf_counter()))
 
     def step(self, scale: float = 1.0) -> None:
         """A backward and a step."""
@@ -66,10 +68,11 @@ class Loop:
         """The norm of all gradients as they are now."""
         return math.hypot(*(float(p.grad.double().norm()) for p in self.model.parameters() if p.grad is not None))
 
-    def slowest(self, last: int) -> float:
-        """The longest of so many of the last times from step to step."""
-        times = [after - before for before, after in itertools.pairwise(self.moments)]
-        return max(times[-last:])
+    def is_slowest(self, last: int, seconds: float | None) -> bool:
+        """Whether that may be the longest of so many of the last times from step to step."""
+        times = [(now[0] - then[1], now[1] - then[0]) for then, now in itertools.pairwise(self.moments)][-last:]
+        least, most = (max(bounds) for bounds in zip(*times, strict=True))
+        return seconds is not None and least <= seconds <= most
 
 
 # The slowest step
@@ -88,8 +91,9 @@ def test_the_slowest_step_is_one_of_the_last_128_where_rounds_are_only_counted(a
     loop.steps(after)
     exporter.close()
     assert value(exporter, "torch_train_step_duration_seconds_count") == len(loop.moments) - 1
-    assert value(exporter, SLOWEST) == pytest.approx(loop.slowest(128), abs=0.1)
-    assert value(exporter, "torch_train_step_duration_seconds_sum") == pytest.approx(loop.moments[-1] - loop.moments[0], abs=0.1)
+    assert loop.is_slowest(128, value(exporter, SLOWEST))
+    first, last = loop.moments[0], loop.moments[-1]
+    assert last[0] - first[1] <= (value(exporter, "torch_train_step_duration_seconds_sum") or 0.0) <= last[1] - first[0]
     assert not errors(exporter)
 
 
@@ -103,11 +107,11 @@ def test_the_slowest_step_of_counted_rounds_outlasts_followed_ones() -> None:
     loop.finish()
     loop.steps(3)
     exporter.step()  # ends what is only counted; the optimizer has told of this step
-    assert value(exporter, SLOWEST) == pytest.approx(loop.slowest(128), abs=0.1)
+    assert loop.is_slowest(128, value(exporter, SLOWEST))
     loop.steps(30)
     exporter.close()
     assert value(exporter, "torch_train_steps_total", optimizer="SGD") == len(loop.moments)
-    assert value(exporter, SLOWEST) == pytest.approx(loop.slowest(128), abs=0.1)
+    assert loop.is_slowest(128, value(exporter, SLOWEST))
     assert (value(exporter, SLOWEST) or 0) > 0.25
 
 
@@ -134,9 +138,10 @@ def test_a_sample_that_was_counted_as_unknown_is_not_counted_again_by_its_step(s
     with started(loop.model) as exporter:
         loop.steps(3)
         squares = value(exporter, shown[2], layer="first")
+        start = time.monotonic()
         loop.backward(math.nan)
         nans = sum(int(p.grad.isnan().sum()) for p in loop.model.first.parameters())
-        assert outcomes(exporter) == {}
+        assert outcomes(exporter) == {} or time.monotonic() - start >= 1
         assert eventually(lambda: outcomes(exporter) == {"unknown": 1})
         for _ in range(scrapes):
             assert outcomes(exporter) == {"unknown": 1}

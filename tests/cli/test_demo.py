@@ -22,7 +22,7 @@ from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.cli import demo
 
 SMALL = ["--port", "0", "--every", "1", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "2", "--device", "cpu"]
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = PATIENCE
 
 
 class Scrape:

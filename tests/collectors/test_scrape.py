@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS, EXPORTER_SERIES
 from torch_grad_exporter.collectors.scrape import RETRY_SECONDS, Scrape
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, scalar
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
-PATIENCE = 0.2
+HANGS = 0.3
+"""Seconds after which a collector that hangs is given up."""
 
 
 @dataclass
@@ -46,11 +47,12 @@ class Scene:
     collectors: list[Fake]
     now: float = 0.0
     prepared: int = 0
+    patience: float = PATIENCE
 
     def __post_init__(self) -> None:
         self.errors = ErrorLog(())
         collectors = {fake.name: fake for fake in self.collectors}
-        self.scrape = Scrape(collectors, self.errors, self.prepare, lambda: self.now, PATIENCE)
+        self.scrape = Scrape(collectors, self.errors, self.prepare, lambda: self.now, self.patience)
 
     def prepare(self) -> None:
         self.prepared += 1
@@ -104,7 +106,7 @@ def test_one_that_raises_costs_only_itself() -> None:
 def test_one_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
     """The scrape goes on without it after its time, the next ones do not wait at all, and when it has answered it is back."""
     hanging = Fake("hanging", gate.wait)
-    scene = Scene([Fake("a"), hanging, Fake("b")])
+    scene = Scene([Fake("a"), hanging, Fake("b")], patience=HANGS)
     assert scene.shown() == {"a": 1, "b": 1}
     for number in range(2, 6):
         assert scene.shown() == {"a": number, "b": number}
@@ -118,7 +120,7 @@ def test_one_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
 
 def test_all_of_them_hanging(gate: threading.Event) -> None:
     """Each costs its time and a thread once; those that hang are not asked again, so there is never one thread more."""
-    scene = Scene([Fake(name, gate.wait) for name in "abc"])
+    scene = Scene([Fake(name, gate.wait) for name in "abc"], patience=HANGS)
     for _ in range(5):
         assert scene.shown() == {}
     assert [fake.calls for fake in scene.collectors] == [1, 1, 1]
@@ -129,7 +131,7 @@ def test_all_of_them_hanging(gate: threading.Event) -> None:
 def test_what_comes_too_late_is_not_shown(gate: threading.Event) -> None:
     """The values of a collector that answers after its time are old by then: the next scrape asks anew."""
     slow = Fake("slow", gate.wait)
-    scene = Scene([slow])
+    scene = Scene([slow], patience=HANGS)
     assert scene.shown() == {}
     gate.set()
     assert eventually(lambda: not any(thread.is_alive() for thread in slow.threads))
@@ -157,7 +159,7 @@ def test_one_that_keeps_failing_is_tried_once_a_minute() -> None:
 def test_duration_is_that_of_the_collector_and_absent_without_a_run(gate: threading.Event) -> None:
     """A collector that took three seconds of the clock says so; of one that hangs no duration is made up."""
     slow = Fake("slow", lambda: setattr(scene, "now", scene.now + 3.0))
-    scene = Scene([slow, Fake("hanging", gate.wait)])
+    scene = Scene([slow, Fake("hanging", gate.wait)], patience=HANGS)
     assert scene.report(EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
 
 
@@ -218,7 +220,7 @@ def test_in_a_forked_child_nothing_is_held(gate: threading.Event) -> None:
 
 def test_in_a_forked_child_no_collector_is_waited_for_that_only_the_parent_has(gate: threading.Event) -> None:
     """One that hangs in the parent's thread, which the child has not, is run there."""
-    scene = Scene([Fake("hanging", gate.wait)])
+    scene = Scene([Fake("hanging", gate.wait)], patience=HANGS)
     assert scene.shown() == {}
     scene.scrape.after_fork_in_child()
     scene.collectors[0].before = lambda: None

@@ -183,7 +183,7 @@ def test_phases_sum_up_to_wall_time() -> None:
     """The phases are the whole time since the start, each second in one of them, and the loader's own in `data`."""
     model = Perceptron(64, 256, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    waited = 0.0
+    waited = loading = 0.0
 
     def loader() -> Iterator[torch.Tensor]:
         nonlocal waited
@@ -196,18 +196,24 @@ def test_phases_sum_up_to_wall_time() -> None:
     before = time.perf_counter()
     with start(model) as exporter:
         begun = time.perf_counter()
-        for inputs in exporter.watch_loader(loader()):
+        batches = iter(exporter.watch_loader(loader()))
+        while True:
+            asked = time.perf_counter()
+            inputs = next(batches, None)
+            loading += time.perf_counter() - asked
+            if inputs is None:
+                break
             optimizer.zero_grad()
             model(inputs[:64]).square().mean().backward()
             optimizer.step()
-        model(batch(1, 64))  # the clock is read at borders: a forward ends the last one
         ended = time.perf_counter()
+        model(batch(1, 64))  # the clock is read at borders: a forward ends the last one
+        over = time.perf_counter()
         phases = {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_train_phase_seconds_total"}
     assert set(phases) == {"outside", "data", "forward", "backward", "optimizer"}
     assert all(seconds > 0 for seconds in phases.values())
-    assert ended - begun <= sum(phases.values()) + 0.02
-    assert sum(phases.values()) <= ended - before
-    assert phases["data"] == pytest.approx(waited, rel=0.2, abs=0.01)
+    assert ended - begun <= sum(phases.values()) <= over - before
+    assert waited <= phases["data"] <= loading
 
 
 def test_a_watched_loader_is_still_the_loader() -> None:
@@ -248,14 +254,16 @@ def test_step_durations() -> None:
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with start(model) as exporter:
-        train(model, optimizer)
-        first = time.perf_counter()
-        train(model, optimizer, 10)
-        last = time.perf_counter()
+        moments = []
+        for steps in (1, 9, 1):
+            moments.append(time.perf_counter())
+            train(model, optimizer, steps)
+            moments.append(time.perf_counter())
         shown = values(exporter)
         assert shown[key("torch_train_step_duration_seconds_count")] == 10
-        assert shown[key("torch_train_step_duration_seconds_sum")] == pytest.approx(last - first, abs=0.01)
-        assert shown[key("torch_train_slowest_step_seconds")] <= last - first
+        before, first, *_, last, after = moments
+        assert last - first <= shown[key("torch_train_step_duration_seconds_sum")] <= after - before
+        assert shown[key("torch_train_slowest_step_seconds")] <= after - before
 
 
 def test_timestamps() -> None:

@@ -7,6 +7,7 @@ that are shipped, so that minutes are seconds; thresholds are the same.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -227,7 +228,7 @@ CASES = {
     "pair": Case(Fault(plain, ranks=2, together=True), {}),
     "evaluates": Case(Fault(evaluating), {}),
     "finishes": Case(Fault(finishing), {}),
-    "finishes-slowly": Case(Fault(finishing, {"linger": 5.0}), {}),
+    "finishes-slowly": Case(Fault(finishing, {"linger": PATIENCE}), {}),
     "nan-gradient": Case(Fault(nan_gradient), {"TrainingNonFiniteGradients": PAGER}, frozenset({"TrainingNonFiniteLoss"})),
     "nan-loss": Case(Fault(nan_loss), {"TrainingNonFiniteLoss": PAGER}),
     "loss-spikes": Case(Fault(loss_spikes), {"LossSpike": TEAM}),
@@ -237,7 +238,7 @@ CASES = {
     "cut-off": Case(Fault(without_gradient), {"LayerWithoutGradient": TEAM}),
     "stalled": Case(Fault(sleeping), {"TrainingStalled": PAGER}, SLOWER),
     "never-started": Case(Fault(sleeping, late=True), {"TrainingNeverStarted": TEAM}),
-    "fails": Case(Fault(failing, {"linger": 5.0}), {"TrainingFailed": PAGER}, frozenset({"TrainingTargetDown"})),
+    "fails": Case(Fault(failing, {"linger": PATIENCE}), {"TrainingFailed": PAGER}, frozenset({"TrainingTargetDown"})),
     "killed": Case(Fault(plain), {"TrainingTargetDown": PAGER}, killed=True),
     "pushed": Case(Fault(plain, PUSHED), {"TrainingPushStopped": PAGER}, SLOWER | {"TrainingStalled"}, killed=True),
     "one-missing": Case(Fault(plain, environment=TWO, late=True), {"TrainingRankMissing": TEAM}),
@@ -252,6 +253,9 @@ CASES = {
     "loses-samples": Case(Fault(losing_samples), {"ExporterSkippingSamples": TEAM}),
     "folded": Case(Fault(plain, {"max_layers": 1}, late=True), {"ExporterFoldedLayers": NOBODY}),
 }
+
+ENDING = {"fails", "killed", "pushed", "finishes", "finishes-slowly"}
+"""Those that are not there any more once their fault has begun."""
 
 NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
@@ -307,6 +311,14 @@ class Servers:
         """Run and name of all alerts that Prometheus fires just now."""
         found = self.prometheus.query('ALERTS{alertstate="firing"}')
         return {(labels.get("run", ""), labels["alertname"]) for labels, _ in found}
+
+    def has_gaps(self, run: str) -> bool:
+        """Whether a scrape of a run that was there has failed, as on a machine with too much other work.
+
+        What it says of itself is then not what it is: no alert can be expected to be silent.
+        """
+        until = self.began[run] if run in ENDING else math.inf
+        return any(at < until and not up for at, up in self.prometheus.recorded(f'up{{run="{run}"}}', 0.0))
 
     def known(self) -> dict[tuple[str, str], float]:
         """Run and name of all alerts that Alertmanager has, with the Unix time at which the first of that kind began to fire."""
@@ -378,7 +390,7 @@ def test_a_fault_is_told(servers: Servers, run: str, alert: str) -> None:
     receiver = CASES[run].told[alert]
     if receiver == NOBODY:
         assert eventually(lambda: (run, alert) in servers.known(), 3 * PATIENCE)
-        assert not any(told[1:] == (alert, run) for told in servers.webhook.firing())
+        assert servers.has_gaps(run) or not any(told[1:] == (alert, run) for told in servers.webhook.firing())
     else:
         assert eventually(lambda: (receiver, alert, run) in servers.webhook.firing(), 3 * PATIENCE)
 
@@ -421,9 +433,12 @@ def test_nothing_else_is_told(servers: Servers) -> None:
     """Runs that are well, evaluate or have finished are silent to the end, and no fault sets off what is not its own."""
     expected = {(run, alert) for run, alert in ALERTS} | {(run, alert) for run, case in CASES.items() for alert in case.also}
     told = {(run, alert) for _, alert, run in servers.webhook.firing()}
-    wrong = {key: start - min(servers.began.values()) for key, start in servers.known().items() if key not in expected}
+    gaps = {run for run in CASES if servers.has_gaps(run)}
+    if gaps == set(CASES):
+        pytest.skip("every run was missed by a scrape: this machine is too busy")
+    known = {key: start - min(servers.began.values()) for key, start in servers.known().items()}
+    wrong = {key: known.get(key) for key in known.keys() | told if key not in expected and key[0] not in gaps}
     assert not wrong
-    assert told <= expected
 
 
 def test_every_alert_was_seen() -> None:

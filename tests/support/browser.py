@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-from tests.support.tools import find
+from tests.support.tools import PATIENCE, find
 
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -93,7 +93,7 @@ def visit(browser: Browser, *, width: int = 1400, height: int = 1000, dark: bool
     """A window of its own, without cookies or cache; `options`: further ones of Playwright's `new_context`."""
     scheme = "dark" if dark else "light"
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(1000 * PATIENCE)
     context.add_init_script(MOMENTS)
     try:
         yield Visit(context.new_page())

@@ -54,7 +54,8 @@ class Prometheus:
 
     def recorded(self, selector: str, since: float) -> list[tuple[float, float]]:
         """All samples of some series since a Unix time, as they were stored, each its time and its value; in order."""
-        data = self.get("/api/v1/query", query=f"{selector}[{math.ceil(time.time() - since)}s]")
+        seconds = math.ceil(min(time.time() - since, 3600.0))
+        data = self.get("/api/v1/query", query=f"{selector}[{seconds}s]")
         assert isinstance(data, dict)
         return sorted((float(at), float(value)) for found in data["result"] for at, value in found["values"] if at >= since)
 

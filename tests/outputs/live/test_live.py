@@ -30,8 +30,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import Key, errors, key, values
-from tests.support.tools import PATIENCE, REPOSITORY, eventually
+from tests.support.scrape import Key, errors, key, value, values
+from tests.support.tools import FOREVER, PATIENCE, REPOSITORY, eventually
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter import Exporter, start_exporter
@@ -52,6 +52,7 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live import live as live_module
+from torch_grad_exporter.outputs.live import view
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, encoded
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
@@ -132,7 +133,7 @@ class Made:
 
     def scrape(self) -> list[Family]:
         self.scrapes += 1
-        assert self.may_go_on.wait(PATIENCE)
+        assert self.may_go_on.wait(FOREVER)
         if self.failure is not None:
             raise self.failure
         return self.families
@@ -261,7 +262,7 @@ def test_the_status_is_what_metrics_say(trained: Trained) -> None:
         assert status[name] == pytest.approx(found, rel=1e-9), name
     assert status["step"] == 50
     assert status["layers"] == 2
-    assert abs(status["now"] - time.time()) < 30
+    assert abs(status["now"] - time.time()) < PATIENCE
     assert status["overhead_budget_ratio"] is None  # every=1 has none
     for name, metric in [
         ("nonfinite_elements", "torch_grad_nonfinite_elements_total"),
@@ -837,10 +838,10 @@ def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
     made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
     made.json("/api/v1/status")
     made.now += 60
-    with held(made):
-        began = time.monotonic()
+    with held(made) as scrape, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_module, "FIRST_SECONDS", FOREVER)
         assert made.json("/api/v1/status")["loss"] == 7.0
-        assert time.monotonic() - began < 0.5
+        assert scrape.is_alive()
     new = Made().record()
     with held(new), pytest.MonkeyPatch.context() as patch:
         patch.setattr(live_module, "FIRST_SECONDS", 0.05)
@@ -853,7 +854,7 @@ def test_a_page_whose_scrape_hangs_delays_no_other() -> None:
     """Over HTTP: a 503 for who looks while the first scrape hangs, and `/metrics`, `/healthz` and the records for all others."""
     made, failures = Made().record(), list[str]()
     server = MetricsServer(
-        lambda: [family(TRAIN_LOSS, 1.0)], Renderer({}), addr="127.0.0.1", ports=(0,), timeout=1.5,
+        lambda: [family(TRAIN_LOSS, 1.0)], Renderer({}), addr="127.0.0.1", ports=(0,), timeout=FOREVER,
         on_error=lambda source, _error: failures.append(source), health=dict, page=made.pages.answer,
     )  # fmt: skip
     with contextlib.closing(server):
@@ -894,14 +895,9 @@ def test_a_page_that_looks_at_300_layers_costs_little() -> None:
     others = [(TRAIN_STATE, {("training",): 1.0}), (GRAD_GLOBAL_NORM, {("a",): 1.0}), (GRAD_NONFINITE_ELEMENTS, kinds)]
     families = [family(spec, found) for spec, found in [*others, *((spec, rows) for spec in by_layer)]]
     made = Made(names=names, families=families).record(700)
-    cost = {
-        "status": fastest(lambda: made.ask("/api/v1/status")),
-        "layers": fastest(lambda: made.ask("/api/v1/layers?view=recent", accept_encoding="gzip")),
-        "record": fastest(made.record),
-    }
-    assert cost["status"] <= 0.010
-    assert cost["layers"] <= 0.100
-    assert cost["record"] <= 0.002
+    assert eventually(lambda: fastest(lambda: made.ask("/api/v1/status")) <= 0.010)
+    assert eventually(lambda: fastest(lambda: made.ask("/api/v1/layers?view=recent", accept_encoding="gzip")) <= 0.100)
+    assert eventually(lambda: fastest(made.record) <= 0.002)
 
 
 def fastest(action: Callable[[], object]) -> float:
@@ -957,18 +953,24 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
 
     def look() -> None:
         inside.set()
-        go_on.wait(PATIENCE)
+        go_on.wait(FOREVER)
 
     loop = recorder(look, lambda: None, on_error=lambda _error: None, interval=0.001)
     loop.start()
     assert inside.wait(PATIENCE)
-    began = time.monotonic()
-    loop.close(0.05)
-    assert time.monotonic() - began < 5
+    assert not loop.close(0.05)
     go_on.set()
     assert eventually(lambda: not loop.running)
 
 
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no record but at the end, and when a test takes one; the end waits for it."""
+    monkeypatch.setitem(recorder.__kwdefaults__, "interval", FOREVER)
+    monkeypatch.setattr(view, "CLOSE_SECONDS", PATIENCE)
+
+
+@pytest.mark.usefixtures("by_hand")
 def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:
     """What was done in the last second before the end is in the history that is saved after it."""
     model = Perceptron()
@@ -983,7 +985,9 @@ def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:
         found: list[float] = json.loads(path.read_text())["run"]["recent"]["steps"]
         return found
 
-    assert eventually(lambda: recorded() == [2])
+    assert eventually(lambda: value(exporter, "torch_grad_captures_total", layer="first") == 2)
+    exporter._view.history.finish()
+    assert recorded() == [2]
     train(exporter, model, optimizer, 1)
     exporter.close()
     assert recorders() == before
@@ -991,6 +995,7 @@ def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["status"]["state"] == "finished"
 
 
+@pytest.mark.usefixtures("by_hand")
 def test_what_is_between_two_records_is_in_them() -> None:
     """Of 20 samples at once the one that is a thousand times as large is shown, and there is a mark for the one that is NaN."""
     torch.manual_seed(0)
@@ -1039,7 +1044,7 @@ def test_what_no_collector_tells_is_not_made_up(tmp_path: Path) -> None:
     exporter.save(tmp_path / "run.json")
     saved = json.loads((tmp_path / "run.json").read_text())["status"]
     assert (saved["state"], saved["step"], saved["samples"]) == (None, None, 11)
-    assert abs(saved["ended"] - time.time()) < 30
+    assert abs(saved["ended"] - time.time()) < PATIENCE
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")

@@ -27,7 +27,7 @@ from tests.outputs.http.test_basic_auth import hashed
 from tests.support.browser import Visit, chromium, visit
 from tests.support.certificates import authority
 from tests.support.models import Perceptron
-from tests.support.tools import eventually
+from tests.support.tools import FOREVER, PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.collectors.training import TRAIN_LAST_STEP_TIMESTAMP
@@ -46,7 +46,7 @@ Scrape = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """One browser for all tests here."""
-    expect.set_options(timeout=20_000)
+    expect.set_options(timeout=1000 * PATIENCE)
     with chromium() as started:
         yield started
 
@@ -146,7 +146,7 @@ def number(page: Page, name: str) -> float:
 
 def soon(page: Page, condition: Callable[[], bool]) -> None:
     """Waits for the page to come to it, of which it is not told; it asks every 2 seconds."""
-    assert eventually(lambda: condition() or bool(page.wait_for_timeout(50)), 15), page.inner_text("main")
+    assert eventually(lambda: condition() or bool(page.wait_for_timeout(50))), page.inner_text("main")
 
 
 def recorded(run: Run) -> int:
@@ -207,6 +207,7 @@ def test_values_of_metrics(training: Callable[..., Run], open_page: Callable[...
     run.train(2)
     soon_known = {"torch_train_steps_total": 42, "torch_train_tokens_total": 43 * 64, "torch_grad_captures_total": 86}
     assert eventually(lambda: all(run.total(name) == value for name, value in soon_known.items()))
+    opened = time.time()
     visited = open_page(run.page)
     page = visited.page
     expect(page.get_by_test_id("state")).to_have_text("Training")
@@ -229,7 +230,8 @@ def test_values_of_metrics(training: Callable[..., Run], open_page: Callable[...
     assert number(page, "global-norm") == pytest.approx(run.total("torch_grad_global_norm"))
     after, step = run.total("torch_grad_global_norm_after_clip"), run.total("torch_grad_sample_step")
     assert page.get_by_test_id("global-norm-note").inner_text() == f"{after:#.3g} after clipping · step\u00a0{step:g}"
-    assert number(page, "last-step") == pytest.approx(time.time() - run.total("torch_train_last_step_timestamp_seconds"), abs=4)
+    stepped = run.total("torch_train_last_step_timestamp_seconds")
+    assert opened - stepped - 1 <= number(page, "last-step") <= time.time() - stepped + 1
     soon(page, lambda: charts_are_as_answered(page, run))
 
     expect(page.get_by_test_id("resources")).to_be_visible()
@@ -269,14 +271,15 @@ def test_rates(training: Callable[..., Run], open_page: Callable[..., Visit]) ->
     run = training(Perceptron())
     run.train()
     page = open_page(run.page).page
-    begun, steps = time.monotonic(), 0
+    moments = [time.monotonic()]
     while number(page, "step") < 40 or not number(page, "steps-per-second") > 0:
         run.train()
-        steps += 1
         page.wait_for_timeout(40)
-        assert time.monotonic() - begun < 20
-    rate = steps / (time.monotonic() - begun)
-    assert number(page, "steps-per-second") == pytest.approx(rate, rel=0.5)
+        moments.append(time.monotonic())
+        assert moments[-1] - moments[0] < PATIENCE
+    # It looks every two seconds; on a machine with other work the steps of these are not as many as of the two before.
+    rates = [10 / (after - before) for before, after in zip(moments, moments[10:], strict=False)]
+    assert min(rates) / 1.5 <= number(page, "steps-per-second") <= 1.5 * max(rates)
     assert number(page, "tokens-per-second") == pytest.approx(64 * number(page, "steps-per-second"), rel=0.1)
 
 
@@ -349,7 +352,7 @@ def labels(page: Page) -> list[str]:
 
 def test_the_end(training: Callable[..., Run], open_page: Callable[..., Visit]) -> None:
     """A run that lingers is finished, and one that is gone leaves the page with what it knew, and it says since when."""
-    run = training(Perceptron(), linger=60)
+    run = training(Perceptron(), linger=FOREVER)
     run.train(3)
     page = open_page(run.page, ends=True).page
     expect(page.get_by_test_id("connection")).to_have_text("Live")
@@ -359,7 +362,7 @@ def test_the_end(training: Callable[..., Run], open_page: Callable[..., Visit]) 
     expect(page.get_by_test_id("state")).to_have_text("Finished")
     expect(page.locator("#since")).to_have_text(re.compile(r"^ran for \d+\s(min|s)"))
     assert run.total("torch_train_state", state="finished") == 1  # it waited for this scrape
-    closing.join(20)
+    closing.join(PATIENCE)
     page.wait_for_selector("html[data-connection=lost]")
     assert re.match(
         r"The exporter does not answer, since \d\d:\d\d:\d\d\. The training may", page.get_by_test_id("notice").inner_text()

@@ -106,7 +106,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         environment.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", store.endpoint)
         environment.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         environment.setenv("TORCH_GRAD_EXPORTER_RUN", "both")
-        environment.setenv("TORCH_GRAD_EXPORTER_LINGER", "30")  # One more scrape sees the end.
+        environment.setenv("TORCH_GRAD_EXPORTER_LINGER", "600")  # One more scrape sees the end.
         demo = start("--inject", "nan@5", "--inject", "dead@1")
         port = urlsplit(demo.url).port
         assert port is not None
