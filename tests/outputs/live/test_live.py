@@ -52,7 +52,7 @@ from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live import live as live_module
-from torch_grad_exporter.outputs.live import view
+from torch_grad_exporter.outputs.live import view as view_module
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, encoded
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
@@ -967,7 +967,7 @@ def test_a_recorder_that_hangs_is_not_waited_for() -> None:
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no record but at the end, and when a test takes one; the end waits for it."""
     monkeypatch.setitem(recorder.__kwdefaults__, "interval", FOREVER)
-    monkeypatch.setattr(view, "CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(view_module, "CLOSE_SECONDS", PATIENCE)
 
 
 @pytest.mark.usefixtures("by_hand")
