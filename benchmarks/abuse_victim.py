@@ -129,7 +129,7 @@ def kept(before: State, after: State) -> list[str]:
     return found
 
 
-def misread(victim: Victim, seconds: float = 5.0) -> list[str]:
+def misread(victim: Victim, seconds: float = 60.0) -> list[str]:
     """What is wrong with the victim's next scrape: read by another project's parser, it has to have the steps that were made."""
     steps = victim.pause().steps
     try:
@@ -145,7 +145,7 @@ def misread(victim: Victim, seconds: float = 5.0) -> list[str]:
 
 
 def _body(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - our own server
+    with urllib.request.urlopen(url, timeout=120) as answer:  # noqa: S310 - our own server
         body: bytes = answer.read()
     return body.decode()
 

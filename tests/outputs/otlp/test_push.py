@@ -179,6 +179,7 @@ def still(points: dict[Key, Point]) -> dict[Key, Point]:
 # What arrives
 
 
+@pytest.mark.usefixtures("one_try")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_series_arrives(protocol: str) -> None:
     """A push of what a scrape shows has every point of it, with the same value, histograms included."""
@@ -358,6 +359,7 @@ LIARS: dict[str, Callable[[Liar, socket.socket], None]] = {
 def test_the_end_is_not_held_up(protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of an export that has a minute: `close()` takes at most two seconds with every liar."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+    monkeypatch.setattr(delivery_module, "FIRST_PAUSE", 0.05)  # all tries without a receiver are soon over
     authority("another").issue("ip:127.0.0.1").write(tmp_path, "server")
     with ExitStack() as stack:
         told = {name: stack.enter_context(Liar(treat)) for name, treat in LIARS.items()}
