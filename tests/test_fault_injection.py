@@ -160,6 +160,7 @@ UNREACHED = {
     "torch_compat.root_mesh": "a slice of a mesh of ranks, tests/model/test_sharding.py",
     "torch_compat.composed_wrapper": "several ranks, tests/model/test_replicas.py",
     "torch_compat.default_store": "several ranks, tests/distributed/test_ranks.py",
+    "torch_compat.own_connection": "several ranks, tests/distributed/test_store.py",
     "torch_compat.without_prefix": "several ranks, tests/distributed/test_store.py",
     "model.reduction.within": "several ranks, tests/model/test_replicas.py",
     "model.reduction.anywhere": "several ranks, tests/model/test_replicas.py",

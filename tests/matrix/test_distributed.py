@@ -86,6 +86,7 @@ def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive])
                     plain = observed(name, way, plain, finding)
                 except pytest.skip.Exception as skipped:
                     finding.skipped = str(skipped)
+                    dist.barrier()  # the other rank may still be joining the group
                 except Exception:  # noqa: BLE001 - a run that fails is a finding like others
                     finding.failed = traceback.format_exc()
                 gc.collect()

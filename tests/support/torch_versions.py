@@ -20,6 +20,7 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WARNINGS: dict[str, type[Warning]] = {
     "`torch.cpu.amp.autocast(args...)` is deprecated": FutureWarning,  # 2.4: where it recomputes
     "You are using `torch.load` with `weights_only=False`": FutureWarning,  # 2.4 and 2.5: where a tensor is unpickled
+    "DTensor random operators may not have complete support on cpu": UserWarning,  # 2.4: parallelize_module
     "Skipping serialization of skipfiles_inline_module_allowlist value": UserWarning,  # 2.6: inductor's cache
 }
 """How messages begin by which older versions warn of themselves, whatever the tests do."""
