@@ -182,7 +182,14 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
 
 @pytest.mark.parametrize(
     ("backend", "whole", "every"),
-    [(EAGER, True, 1), (EAGER, True, 4), (EAGER, False, 1), (EAGER, False, 4), ("inductor", True, 1), ("inductor", False, 1)],
+    [
+        (EAGER, True, 1),
+        (EAGER, True, 4),
+        (EAGER, False, 1),
+        (EAGER, False, 4),
+        pytest.param("inductor", True, 1, marks=pytest.mark.full),
+        pytest.param("inductor", False, 1, marks=pytest.mark.full),
+    ],
 )
 def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
     """No hook runs in such a backward: training is unchanged, and norms are those after clipping, on the rung `optimizer` for good.

@@ -163,6 +163,7 @@ def test_thirty_steps_are_counted_and_summed_up(thirty_steps: Running) -> None:
     assert "Traceback" not in thirty_steps.errors
 
 
+@pytest.mark.full
 def test_the_same_seed_trains_the_same(start: Start, thirty_steps: Running) -> None:
     """Two runs with one seed end with the same loss and norm, one with another seed does not."""
     runs = [start("--steps", "30", "--seed", seed) for seed in ("1", "2")]
@@ -223,6 +224,7 @@ def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> 
     assert 0.0 < scrape.total("torch_train_loss") < 10.0
 
 
+@pytest.mark.full
 def test_explode_is_a_spike_that_clipping_takes_away(start: Start) -> None:
     """For some steps the norms are thousands of times their usual size, and the spike counter rises."""
     demo_ = start("--inject", "explode@60")
@@ -233,6 +235,7 @@ def test_explode_is_a_spike_that_clipping_takes_away(start: Start) -> None:
     assert 0.0 < scrape.total("torch_train_loss") < 10.0
 
 
+@pytest.mark.full
 def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
     """The early layers' norms are under 1e-7 of the global one, and not zero; the late layers' are not."""
     demo_ = start("--inject", "vanish@3")
@@ -242,6 +245,7 @@ def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
     assert scrape.total("torch_grad_norm", layer="blocks.1.linear1") > 1e-3 * global_norm
 
 
+@pytest.mark.full
 def test_dead_units_show_in_their_layer(start: Start) -> None:
     """Every unit of one layer is dead over all samples; its counterpart in the other block is not."""
     demo_ = start("--inject", "dead@1")
@@ -251,6 +255,7 @@ def test_dead_units_show_in_their_layer(start: Start) -> None:
     assert scrape.total("torch_grad_dead_ratio", layer="blocks.1.linear1") < 0.5
 
 
+@pytest.mark.full
 def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> None:
     """While the loop hangs, /metrics answers, and the time of the last step falls behind."""
     demo_ = start("--inject", "stall@6:600")
@@ -263,6 +268,7 @@ def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> Non
     assert "Traceback" not in demo_.errors
 
 
+@pytest.mark.full
 def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
     """The progress bar is an extra; without it the step and the loss are printed."""
     hidden = "import sys; sys.modules['tqdm'] = None; from torch_grad_exporter.cli.main import main; sys.exit(main(sys.argv[1:]))"

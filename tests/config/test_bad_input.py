@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from tests.config.test_settings import WRONG, WRONG_TEXT
+from tests.support.tools import lasting_threads
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.config.option import PREFIX
 
@@ -83,7 +83,7 @@ def registered() -> dict[str, object]:
             len(torch_optimizer._global_optimizer_post_hooks),
             len(OPTIMIZER._optimizer_step_pre_hooks) + len(FOREIGN._optimizer_step_pre_hooks),
         ),
-        "threads": {thread for thread in threading.enumerate() if thread.name.startswith("torch-grad-exporter")},
+        "threads": [name for name in lasting_threads() if name.startswith("torch-grad-exporter")],
         "sockets": sockets(),
     }
 

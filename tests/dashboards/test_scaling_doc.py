@@ -80,6 +80,7 @@ def test_every_scrape_keeps_the_labels_of_the_exporter() -> None:
     assert all(job["honor_labels"] is True for job in found)
 
 
+@pytest.mark.full
 def test_series_per_layer_are_those_of_real_jobs(replicated: Recording, sharded: Recording) -> None:
     """Each row of the page's table is what a layer has on rank 0 under DDP and on each rank under FSDP2, and none is missing."""
     rows = re.findall(r"^\| `(torch_\w+)` \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
@@ -89,6 +90,7 @@ def test_series_per_layer_are_those_of_real_jobs(replicated: Recording, sharded:
         assert int(re.findall(r"^\| all \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)[0][column - 1]) == sum(counted.values())
 
 
+@pytest.mark.full
 def test_series_of_runs_follow_from_those_of_ranks_and_layers(replicated: Recording, sharded: Recording) -> None:
     """The page's sums for 100 to 10,000 ranks are those of its formulas, and 160 series of a rank are right to a tenth."""
     per_layer = [sum(series_per_layer(one).values()) for one in (replicated, sharded)]
@@ -105,6 +107,7 @@ def test_series_of_runs_follow_from_those_of_ranks_and_layers(replicated: Record
         )
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_what_the_page_drops_is_dropped_and_nothing_else(tmp_path: Path, sharded: Recording) -> None:
     """A real Prometheus keeps six series of each layer and rank, the host's from local rank 0 alone, and all of the training's."""
@@ -140,6 +143,7 @@ def test_what_the_page_drops_is_dropped_and_nothing_else(tmp_path: Path, sharded
     assert counts == [6 * LAYERS * RANKS, training * RANKS, 0]
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_four_shards_have_every_rank_once_and_hosts_whole(tmp_path: Path, sharded: Recording) -> None:
     """By the page's hash and its four numbers promtool finds each of 40 ranks in one shard, and those of a host in the same."""

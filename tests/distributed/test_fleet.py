@@ -18,6 +18,8 @@ from benchmarks.fleet_server import TARGETS, Fleet
 from benchmarks.fleet_tables import complaints, fitted, tables
 from tests.support.tools import PATIENCE, eventually
 
+pytestmark = pytest.mark.full  # what a benchmark simulates, not the package
+
 RANKS, LAYERS, SCRAPES = 20, 5, 3
 OWN_SERIES = 5  # that Prometheus adds to each target
 

@@ -279,6 +279,7 @@ def load(steps_a_second: dict[str, list[float]], outcomes: dict[str, int]) -> ab
     return abuse_load.Load(stretches, scrapes, Scrapes(scrapes.moments, {"200": 1}), 10_000, 1)
 
 
+@pytest.mark.full
 def test_the_throughput_that_is_left_is_found() -> None:
     """By rounds: 80 steps of 100 and 160 of 200 are 80 % and beyond the bar; 95 % are within it; a 503 is a complaint."""
     names = (abuse_load.SCRAPED, abuse_load.ELSEWHERE, abuse_load.QUIET, abuse_load.LONG)

@@ -41,7 +41,7 @@ from tests.outputs.http.test_server import (
 from tests.support.certificates import Authority, Issued, authority, client_context
 from tests.support.real_prometheus import Prometheus
 from tests.support.tools import FOREVER, PATIENCE, REPOSITORY, eventually, find, lasting_threads
-from torch_grad_exporter.outputs.http import server as server_module
+from torch_grad_exporter.outputs.http import admission
 from torch_grad_exporter.outputs.http.basic_auth import BasicAuth, matches
 from torch_grad_exporter.outputs.http.connection import Connection
 from torch_grad_exporter.outputs.http.endpoints import Endpoints
@@ -483,7 +483,7 @@ def test_guesses_are_told_to_come_later(training: Training, site: Site, monkeypa
         training.now += 0.5
         return matches(password, known)
 
-    monkeypatch.setattr(server_module, "BasicAuth", functools.partial(BasicAuth, check))
+    monkeypatch.setattr(admission, "BasicAuth", functools.partial(BasicAuth, check))
     with serving(training, site, ALICE, clock=lambda: training.now) as server:
         assert fetch_plain(server, authorization=basic("alice", "guess1")).status == 401
         answer = fetch_plain(server, authorization=basic("alice", "guess2"))
@@ -503,7 +503,7 @@ def test_a_slow_check_delays_no_other_client(training: Training, site: Site, mon
             assert checked.wait(FOREVER)
         return matches(password, known)
 
-    monkeypatch.setattr(server_module, "BasicAuth", functools.partial(BasicAuth, check))
+    monkeypatch.setattr(admission, "BasicAuth", functools.partial(BasicAuth, check))
     with serving(training, site, f"{ALICE}  bob: {hashed('x')}\n", timeout=FOREVER) as server:
         right = basic("alice", "secret")
         assert fetch_plain(server, authorization=right).status == 200

@@ -226,7 +226,7 @@ def trained() -> Iterator[Trained]:
     optimizer = sgd(model)
     off = dict.fromkeys(("gpu", "cuda_memory", "container"), False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(Recorder.__init__.__kwdefaults__, "interval", FOREVER)  # no other record than these
+        patch.setitem(recorder.__kwdefaults__, "interval", FOREVER)  # no other record than these
         exporter = start_exporter(model, 0, addr="127.0.0.1", every=1, dead_window=5, collectors=off)
     with exporter:
         made = Trained(exporter, {})
