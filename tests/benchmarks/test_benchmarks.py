@@ -15,6 +15,8 @@ from benchmarks.monitors import MONITORS, Entry, ThisExporter
 from benchmarks.workloads import WORKLOADS, Training
 from tests.support.tools import eventually
 
+pytestmark = pytest.mark.full  # what measures the package, not the package
+
 
 class Machine:
     """A clock that only steps move; `speed` changes between readings, as that of a shared machine does."""

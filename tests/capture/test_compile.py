@@ -184,8 +184,8 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
     ("backend", "whole", "every"),
     [
         (EAGER, True, 1),
-        (EAGER, True, 4),
-        (EAGER, False, 1),
+        pytest.param(EAGER, True, 4, marks=pytest.mark.full),
+        pytest.param(EAGER, False, 1, marks=pytest.mark.full),
         (EAGER, False, 4),
         pytest.param("inductor", True, 1, marks=pytest.mark.full),
         pytest.param("inductor", False, 1, marks=pytest.mark.full),

@@ -481,7 +481,9 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return out.detach().new_ones(6) * index, torch.tensor(facts())
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=[pytest.mark.full] * (one == "spawn")) for one in multiprocessing.get_all_start_methods()]
+)
 def test_loader_workers(method: str) -> None:
     """Workers of each kind that carry the model end, hold no socket and start nothing; the parent's exporter goes on."""
     one = attach("output", 0)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from tests.matrix import REGIMES
 from tests.matrix.harness import Run, Way
+
+
+def thinned() -> Iterator[str | ParameterSet]:
+    """The regimes; of those that differ in a parameter all but the first are left to `make test-full`."""
+    seen = set[str]()
+    for name in REGIMES:
+        kind = name.partition("[")[0]
+        yield pytest.param(name, marks=pytest.mark.full) if kind in seen else name
+        seen.add(kind)
 
 
 @functools.cache
@@ -20,7 +31,7 @@ def without_exporter(name: str) -> Run:
 @pytest.mark.parametrize(
     "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
 )
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", thinned())
 def test_regime(name: str, way: Way) -> None:
     """Each scrape agrees with the loop's own record; losses and what the model holds are those of a run without an exporter."""
     run, plain = REGIMES[name].run(way), without_exporter(name)
