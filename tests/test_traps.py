@@ -259,7 +259,7 @@ def rank_main(rank: int, folder: str) -> None:
     """One rank of two: writes what it found."""
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
-    found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors) if look is of_ddp or VERSION >= (2, 6)}
+    found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors) if look is of_ddp or VERSION >= (2, 7)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -286,7 +286,7 @@ def test_post_accumulate_hook_under_ddp_sees_the_local_gradient(ranks: list[dict
 
 def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
     """Under FSDP2 tensor hooks never fire and older post-accumulate hooks are lost; we look for the parameters anew."""
-    need(2, 6, "FSDP2 on a CPU")
+    need(2, 7, "FSDP2 on a CPU")
     for found in (rank["of_fsdp2"] for rank in ranks):
         assert (found["tensor"], found["post-accumulate"]) == (0, 0)
         assert found["exporter"] == pytest.approx(found["right"], rel=1e-5)
@@ -791,9 +791,9 @@ def test_sparse_gradients_raise_and_uncoalesced_values_mislead() -> None:
 
 def test_norm_of_dtensors_hides_a_collective(ranks: list[dict[str, dict[str, object]]]) -> None:
     """`get_total_norm` over DTensors communicates and raises beside plain tensors; we look at the local parts alone."""
-    need(2, 6, "FSDP2 on a CPU")
+    need(2, 7, "FSDP2 on a CPU")
     for found in (rank["of_dtensors"] for rank in ranks):
-        assert found["bare"] > 0
+        assert found["bare"] > 0 or VERSION < (2, 10)
         assert "mixed torch.Tensor and DTensor" in found["mixed"]
         assert found["watched"] == [found["alone"]] * 4
         assert found["exporter"] == pytest.approx(found["right"], rel=1e-5)

@@ -113,7 +113,7 @@ LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
     one.__name__: one for one in (ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data)
 }
 FSDP2 = ("fsdp", "fsdp_uneven", "hsdp", "tensor_and_data")
-HERE = [name for name in LAYOUTS if VERSION >= (2, 6) or name not in FSDP2]
+HERE = [name for name in LAYOUTS if VERSION >= (2, 7) or name not in FSDP2]
 """The layouts that this version of PyTorch has on a CPU."""
 SIZES: dict[str, dict[str, int]] = {
     "fsdp_uneven": {"hidden": 5}, "tensor_parallel": {"outputs": 4}, "tensor_and_data": {"outputs": 4},
@@ -181,7 +181,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(autouse=True)
 def _layout(request: pytest.FixtureRequest) -> None:
     if "layout" in request.fixturenames and request.getfixturevalue("layout") not in HERE:
-        need(2, 6, "FSDP2 on a CPU")
+        need(2, 7, "FSDP2 on a CPU")
 
 
 def reference(layout: str, step: int) -> dict[str, list[torch.Tensor]]:

@@ -29,7 +29,7 @@ from tests.matrix.naive import naive_capture
 from tests.matrix.test_matrix import same
 from tests.support.ranks import PATIENCE, joined, start_ranks
 from tests.support.scrape import Key, key, values
-from tests.support.torch_versions import let_torch_warn
+from tests.support.torch_versions import let_torch_warn, need
 
 WAYS = (*Way, *Naive)
 
@@ -190,6 +190,8 @@ def test_ranks_agree(name: str, findings: Findings) -> None:
 @pytest.mark.parametrize("name", REGIMES)
 def test_naive_capture_is_noticed(name: str, naive: Naive, findings: Findings) -> None:
     """With the capture moved to a naive place the checks fail on some rank, or hold on all where the regime says so."""
+    if name == "sequence_parallel":
+        need(2, 10, "what a naive capture misses there")
     assert not any(mine.failed for mine in findings.of(name, Way.PLAIN))
     said = [line for mine in findings[name, naive] for line in ([mine.failed] if mine.failed else mine.wrong)]
     wrong = of_reading(said)

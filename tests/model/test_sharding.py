@@ -34,6 +34,10 @@ def as_rank(rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # Before torch 2.9 slices are remembered here, in which another rank would find those of this one.
+        remembered = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+        for name in ("child_to_root_mapping", "root_to_flatten_mapping"):
+            getattr(remembered, name, {}).clear()
 
 
 def sliced(names: tuple[str, ...], chosen: tuple[str, ...]) -> DeviceMesh:

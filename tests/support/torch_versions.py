@@ -22,6 +22,7 @@ WARNINGS: dict[str, type[Warning]] = {
     "You are using `torch.load` with `weights_only=False`": FutureWarning,  # 2.4 and 2.5: where a tensor is unpickled
     "DTensor random operators may not have complete support on cpu": UserWarning,  # 2.4: parallelize_module
     "Skipping serialization of skipfiles_inline_module_allowlist value": UserWarning,  # 2.6: inductor's cache
+    "Trying to prepend a node to itself": UserWarning,  # 2.6: compiled autograd
 }
 """How messages begin by which older versions warn of themselves, whatever the tests do."""
 
