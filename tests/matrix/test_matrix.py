@@ -31,7 +31,7 @@ def without_exporter(name: str) -> Run:
 @pytest.mark.parametrize(
     "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
 )
-@pytest.mark.parametrize("name", thinned())
+@pytest.mark.parametrize("name", list(thinned()))
 def test_regime(name: str, way: Way) -> None:
     """Each scrape agrees with the loop's own record; losses and what the model holds are those of a run without an exporter."""
     run, plain = REGIMES[name].run(way), without_exporter(name)
