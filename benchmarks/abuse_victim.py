@@ -54,13 +54,13 @@ class State:
 class Victim:
     """The process. It listens at `url`, on loopback, as soon as it is made.
 
-    `layers` beside a small perceptron give series; a label of `label` characters on each makes the scrape longer. A context
-    manager: leaving it ends the process.
+    `layers` beside a small perceptron give series; a label of `label` characters on each makes the scrape longer. It rests `pace`
+    seconds between two steps. A context manager: leaving it ends the process.
     """
 
-    def __init__(self, *, layers: int = 0, label: int = 1) -> None:
+    def __init__(self, *, layers: int = 0, label: int = 1, pace: float = 0.0) -> None:
         # A socket that is left to the garbage collector shows in the log as well.
-        arguments = ["--layers", str(layers), "--label", str(label)]
+        arguments = ["--layers", str(layers), "--label", str(label), "--pace", str(pace)]
         command = [sys.executable, "-W", "always::ResourceWarning", "-m", "benchmarks.abuse_victim", *arguments]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the process has ended
         pipe = subprocess.PIPE
@@ -153,8 +153,9 @@ def _body(url: str) -> str:
 class Training:
     """What runs in the process: it trains until its input ends."""
 
-    def __init__(self, layers: int, label: int) -> None:
+    def __init__(self, layers: int, label: int, pace: float) -> None:
         torch.manual_seed(0)
+        self._pace = pace
         self._model = Model(layers)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)
         self._inputs = torch.randn(8, 256)
@@ -170,7 +171,7 @@ class Training:
         print(json.dumps({"port": self._exporter.port}), flush=True)
         paused = False
         while True:
-            if select.select([sys.stdin], [], [], None if paused else 0)[0]:
+            if select.select([sys.stdin], [], [], None if paused else self._pace)[0]:
                 word = sys.stdin.readline().strip()
                 if not word:
                     break
@@ -210,10 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.abuse_victim", description=__doc__)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--label", type=int, default=1)
+    parser.add_argument("--pace", type=float, default=0.0)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
-    Training(chosen.layers, chosen.label).run()
+    Training(chosen.layers, chosen.label, chosen.pace).run()
 
 
 if __name__ == "__main__":

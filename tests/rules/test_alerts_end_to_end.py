@@ -27,7 +27,8 @@ from tests.support.real_victoria import flushing, victoria
 from tests.support.tools import PATIENCE, REPOSITORY, eventually
 from torch_grad_exporter.config.option import UNSET
 
-pytestmark = pytest.mark.timeout(1200)
+# In `make test-full`: by `make test` each rule has its unit tests, and both its judgements the same histories.
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
 
 RULES = sorted((REPOSITORY / "dashboards" / "prometheus").glob("*.yml"))
 SCRAPE = EVALUATION = 1.0

@@ -30,11 +30,14 @@ from torch_grad_exporter.outputs.http.message import MAX_HEAD, Request, RequestE
 SEND_BUFFER = Path("/proc/sys/net/ipv4/tcp_wmem")
 """The smallest, usual and largest size of what the kernel takes of an answer before the client reads it."""
 
+PACE = 0.005
+"""Seconds between two steps of a victim, which leave the core to its server and to other tests."""
+
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[Victim]:
     """A training process with a small model that is scraped now and then."""
-    with Victim() as made:
+    with Victim(pace=PACE) as made:
         yield made
 
 
@@ -118,7 +121,7 @@ def test_heads_of_a_megabyte_are_refused_to_their_end(victim: Victim) -> None:
 
 def test_clients_that_hang_up_in_mid_body_leave_nothing() -> None:
     """60 clients reset the connection while an answer that no buffer holds is on its way; when it ends nothing of ours is left."""
-    with Victim(label=abuse_storm.LONG_LABEL) as victim:
+    with Victim(label=abuse_storm.LONG_LABEL, pace=PACE) as victim:
         largest = int(SEND_BUFFER.read_text().split()[2]) if SEND_BUFFER.exists() else 4 * 2**20
         assert len(exchange(victim.port, abuse_storm.GET) or b"") > largest
         storm = abuse_storm.resets(victim, 60)
@@ -155,7 +158,7 @@ def test_300_half_open_connections_are_let_go(victim: Victim) -> None:
 
 def test_50_scrapes_a_second_beside_training() -> None:
     """With 10,000 series and for 100 steps all are answered with 200 while the training goes on, and nothing is left."""
-    with Victim(layers=SERIES // SERIES_PER_LAYER) as victim:
+    with Victim(layers=SERIES // SERIES_PER_LAYER, pace=PACE) as victim:
         assert outcome(victim.url) == "200"
         before = victim.state()
         scraper = Scraper(victim.url, 50.0)
