@@ -56,7 +56,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nu
 test: venv tools ## run the tests (ARGS='-k demo')
 	$(PYTEST) $(ARGS)
 
-test-full: venv tools ## run the tests that `make test` leaves out: those of the tests, and thin variants
+test-full: venv tools ## run the tests that `make test` leaves out: variants, alerts end to end, and tests of the tests
 	$(PYTEST) -m full $(ARGS)
 
 # A test that needs a newer torch skips itself (tests/support/torch_versions.py).
@@ -131,5 +131,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-.PHONY: help venv demo test test-full compat mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
+	rm -rf .venv .venv-bench .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
