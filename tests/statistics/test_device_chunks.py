@@ -192,6 +192,18 @@ def test_gradients_in_chunks_among_others_and_in_several_readings() -> None:
             assert_true(rows[position], truth(gradient, table.tracked[position].units), gradient.numel())
 
 
+def test_gradients_in_chunks_each_in_a_reading_of_its_own() -> None:
+    """As optimizers within the backward have them: a large one without units costs nothing of those that have units."""
+    shapes = [(8, 5), (300_000,), (400, 500)]
+    gradients = [some(shape, seed=seed) for seed, shape in enumerate(shapes)]
+    table, statistics = plan_of(Bare(*shapes)), ON_DEVICE(1, WITH_MOMENTS, chunk_elements=STACKED_ELEMENTS)
+    pairs = list(enumerate(gradients))
+    readings = [reading for pair in pairs for reading in statistics.read(table, [pair])]
+    rows = by_position(statistics.finish(readings, 0))
+    for position, gradient in pairs:
+        assert_true(rows[position], truth(gradient, table.tracked[position].units), gradient.numel())
+
+
 # Without float64
 
 

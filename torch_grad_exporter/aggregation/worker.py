@@ -140,8 +140,9 @@ class HostSide:
         """
         with self._held(WAIT_SECONDS):
             snapshot = self._snapshot()
+            gradients = self._gradients.read(cursor, snapshot.gradients)
             losses, cursor.losses = cursor.losses, Losses()
-            return Reading(snapshot, self._gradients.read(cursor, snapshot.gradients), losses)
+            return Reading(snapshot, gradients, losses)
 
     def _snapshot(self) -> Snapshot:
         self._drain()

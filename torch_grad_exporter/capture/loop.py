@@ -184,7 +184,7 @@ class TrainingLoop:
         if seconds is not None:
             parts.schedule.stepped(seconds - own, None if sampled else own)
         if first:
-            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook)
+            self._count_only.round_over(self._steps.regular_optimizer, self._over_hook, self._steps.prepare_next)
 
     # The end
 

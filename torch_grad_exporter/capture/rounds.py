@@ -265,6 +265,7 @@ class RoundTracker:
     def _begin_round(self, *, skipped: bool = False) -> None:
         """Ends the current round and begins the next one."""
         last, number = self.current, self.current.number + 1
+        due = self._due(number)  # as the forward was told; the end of a sample may change the interval
         self._end(Outcome.SKIPPED if skipped else Outcome.UNKNOWN)
         released = self.pattern.learn(last.models, last.stepped, last.backwards)
         if released:
@@ -275,7 +276,7 @@ class RoundTracker:
         late = self._effects.step_before_skipped(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
         self._skipped_unseen = False
-        self.current = Round(number, self._due(number) or surprising)
+        self.current = Round(number, due or surprising)
         self._effects.round_began(self.current.sampled, bool(last.stepped))
 
     def training_over(self) -> None:

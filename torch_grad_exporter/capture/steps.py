@@ -68,8 +68,12 @@ class StepWatch:
             self._look(self._view(optimizer))
         first = not rounds.current.stepped
         rounds.step_ended(optimizer, self._waited(optimizer) if rounds.sample_is_open else frozenset())
-        self._backward.step_over()
+        self.prepare_next()
         return first
+
+    def prepare_next(self) -> None:
+        """A round may begin: what its backward needs is there."""
+        self._backward.step_over()
 
     def abandoned(self) -> None:
         """A step that had begun raised and will not end."""

@@ -232,7 +232,8 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
         # A step with a NaN in it would destroy the weights.
         if norm.isfinite():
             optimizer.step()
-            schedule.step()
+            if schedule.last_epoch < horizon:  # the cosine would rise again
+                schedule.step()
         optimizer.zero_grad()
         progress.advance(loss)
 

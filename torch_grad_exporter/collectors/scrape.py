@@ -138,7 +138,8 @@ class Scrape:
     def _reports(self, results: dict[str, _Result]) -> Iterator[Family]:
         """Series of the scrape before; success and duration of each collector; no duration of one that was not run or has not ended."""
         success = {(name,): name in results and results[name].families is not None for name in self._collectors}
-        yield scalar(EXPORTER_SERIES, self._series or None)
+        if "exporter" in self._collectors:
+            yield scalar(EXPORTER_SERIES, self._series or None)
         yield self._rows.family(EXPORTER_COLLECTOR_SUCCESS, success)
         yield self._rows.family(EXPORTER_COLLECTOR_DURATION, {(name,): result.seconds for name, result in results.items()})
 

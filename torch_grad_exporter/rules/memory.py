@@ -44,11 +44,11 @@ Moment = tuple[float, Table]
 class Memory:
     """What a metric was: all its rows, now and then, for `seconds` and a little longer. `now` is Unix time.
 
-    Metrics of layers have many rows: they are remembered seldom, and in half as many bits.
+    Metrics of layers that the package's own rules need have many rows: they are remembered seldom, and in half as many bits.
     """
 
     def __init__(self, spec: Spec, seconds: float) -> None:
-        layers = "layer" in spec.labels
+        layers = "layer" in spec.labels and spec in REMEMBERED
         self._spec = spec
         self._seconds = seconds
         self._every = SELDOM if layers or seconds > HOUR else OFTEN

@@ -136,8 +136,9 @@ class EagerStatistics:
             zero, alive = joined([part.zero for part in parts]), joined([part.alive for part in parts])
             counts = state.update(together, zero, alive, sample).t()
             for part, own, mine in zip(parts, members, torch.split(counts, [len(own) for own in members]), strict=True):
-                rows = mine if part.pieces is None else _spread(mine, part.pieces[: len(own)])
-                part.rows[: len(rows), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = rows.to(part.rows.dtype)
+                if own:
+                    rows = mine if part.pieces is None else _spread(mine, part.pieces[: len(own)])
+                    part.rows[: len(rows), Column.ZERO_UNITS : Column.DEAD_UNITS + 1] = rows.to(part.rows.dtype)
         pieces = None
         if any(part.pieces is not None for part in parts):
             pieces = np.concatenate([np.ones_like(part.group.positions) if part.pieces is None else part.pieces for part in parts])

@@ -209,6 +209,7 @@ BAD = {
     "burst negative": Bad(limit("interval: 1s\nburst: -1\n"), 2, "refuses every request"),
     "burst is text": Bad(limit("interval: 1s\nburst: '2'\n"), 3, "burst takes a whole number"),
     "burst is a fraction": Bad(limit("interval: 1s\nburst: 2.5\n"), 3, "burst takes a whole number"),
+    "burst without a digit": Bad(limit("interval: 1s\nburst: !!int '_'\n"), 3, "burst takes a whole number"),
     "burst in another base": Bad(limit("interval: 1s\nburst: 0x10\n"), 3, "burst takes a whole number"),
 }
 if not tls.SEVERAL_CURVES:

@@ -44,6 +44,7 @@ class CountOnly:
         self._seen = (0, 0)
         """Examples and backward passes up to the last round."""
         self._counting: CountingHook | None = None
+        self._resume: Callable[[], None] | None = None
         self._witness: Witness | None = None
         """Reports backwards, in rounds that are only counted or on trial."""
         self._skipped = 0
@@ -51,11 +52,11 @@ class CountOnly:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], int | None], over: GuardedHook) -> None:
+    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, resume: Callable[[], None]) -> None:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
 
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
-        step that ends the counting, and with that of another optimizer.
+        step that ends the counting, and with that of another optimizer. `resume`: prepares the round after it.
         """
         number, backwards = self._rounds.current.number, self._backwards_of_round()
         if self._clock.skipped != self._skipped:
@@ -66,6 +67,7 @@ class CountOnly:
         if len(found) != 1 or found[0][0] != stepper:
             self._dismiss()
         elif self._on_trial(backwards):
+            self._resume = resume
             self._begin(found[0], rounds, over)
 
     def _backwards_of_round(self) -> int:
@@ -174,6 +176,8 @@ class CountOnly:
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""
         self._rounds.rounds_counted(steps, skipped)
+        if steps and self._resume is not None:
+            self._resume()
         if backwards:
             self._rounds.backwards_counted(backwards)
             self._parts.probes.backward_over(self._rounds.current.models)

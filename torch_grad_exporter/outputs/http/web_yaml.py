@@ -133,7 +133,7 @@ class _Value:
 
     def integer(self) -> int:
         """A whole number, in base 10."""
-        if self.node.tag != f"{_STANDARD}int" or not re.fullmatch(r"[-+]?[0-9_]+", self.node.value):
+        if self.node.tag != f"{_STANDARD}int" or not re.fullmatch(r"[-+]?[0-9][0-9_]{0,18}", self.node.value):
             raise self.error(f"{self.name} takes a whole number, without quotes")
         return int(self.node.value.replace("_", ""))
 

@@ -123,7 +123,7 @@ class Instruments:
         values = self._guard.result(last) or {}
         with _lock:
             self._left = {spec: [shown] * times for spec, shown in values.items() if shown}
-            self._scrape, self._families = list, {}
+            self._families = {}
 
     def drop(self) -> None:
         """Takes the values out of the instruments at once, without a lock, as a forked child needs it; idempotent."""

@@ -139,14 +139,14 @@ class Push:
             thread.join(0.05)
         if self._over():
             thread.join(GRACE)
-        transfer.stopped, late = True, None
+        transfer.stopped, late, outcomes = True, None, list(transfer.outcomes)  # not what closing the connection makes fail
         if thread.running:
             self._hanging.append(thread)
             if not self._over():  # else the last export closes the connection, which ends a pause between two tries
                 self._delivery = None
                 way.close()
                 late = TimeoutError(f"a request did not finish within {limit:g} s")
-        self._judge(transfer, late)
+        self._judge(outcomes, late)
 
     def _export_last(self) -> None:
         """The end of the run: first the metrics of the whole process, with its state, and then those of each layer.
@@ -170,7 +170,7 @@ class Push:
                 ways.callback(way.close)
                 if not transfer.sent(way, request):
                     break
-            self._judge(transfer, late)
+            self._judge(transfer.outcomes, late)
 
     def _over(self) -> bool:
         """Whether the run is."""
@@ -185,14 +185,17 @@ class Push:
         """Metrics that `_values` gave last."""
         return self._encoder.requests(families, start=self._began, since=self._deltas.since, at=self._at)
 
-    def _judge(self, transfer: _Transfer, late: TimeoutError | None) -> None:
+    def _judge(self, outcomes: list[Outcome], late: TimeoutError | None) -> None:
         """Notes what has become of an export until now. What a thread that is left behind still does is not noted."""
-        outcomes = list(transfer.outcomes)
         for family, rows in (row for request, failure in outcomes if _settled(failure) for row in request.rows):
             self._deltas.arrived(family, rows)
         failures = [failure for _, failure in [*outcomes, (None, late)] if failure is not None]
         if failures:
             self._on_error(failures[0])
+
+
+Outcome = tuple[Request, Exception | None]
+"""A request, and what it has failed of, if it has."""
 
 
 class _Transfer:
@@ -203,7 +206,7 @@ class _Transfer:
 
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
-        self.outcomes: list[tuple[Request, Exception | None]] = []
+        self.outcomes: list[Outcome] = []
         self.stopped = False
         self.began_at = time.monotonic()
 

@@ -117,14 +117,15 @@ def resolve(
     metadata = None if headers is None else _checked_headers(headers)
     seconds = None if interval is None else _checked_interval(interval)
     variables = _Variables(environment)
-    exporters = {name.strip().lower() for name in variables.text("OTEL_METRICS_EXPORTER").split(",")}
+    asked = variables.text("OTEL_METRICS_EXPORTER")
+    exporters = {name.strip().lower() for name in asked.split(",")}
     off = "OTEL_METRICS_EXPORTER=none" if "none" in exporters else ""
     if variables.text("OTEL_SDK_DISABLED").lower() == "true":
         off = "OTEL_SDK_DISABLED=true"
     try:
         if off and where is not None:
             say(logger, logging.INFO, "no metrics are pushed: %s", off)
-        wanted = variables.found("ENDPOINT")[1] and ("otlp" in exporters or exporters == {""})
+        wanted = variables.found("ENDPOINT")[1] and ("otlp" in exporters or not asked)
         return _resolved(where, chosen, metadata, seconds, variables) if not off and (wanted or where is not None) else None
     except _UnusableError as error:
         say(logger, logging.WARNING, "no metrics are pushed: %s", error)
@@ -214,6 +215,9 @@ def _is_header(name: str, value: str) -> bool:
 # Variables
 
 
+_METRICS = "OTEL_EXPORTER_OTLP_METRICS_"
+
+
 class _Variables:
     """OpenTelemetry's variables for an exporter of metrics over OTLP. An empty one counts as unset."""
 
@@ -226,7 +230,7 @@ class _Variables:
 
     def found(self, name: str) -> tuple[str, str]:
         """The variable for metrics or else the one for all signals: its name and text."""
-        own = f"OTEL_EXPORTER_OTLP_METRICS_{name}"
+        own = f"{_METRICS}{name}"
         variable = own if self.text(own) else f"OTEL_EXPORTER_OTLP_{name}"
         return variable, self.text(variable)
 
@@ -242,9 +246,9 @@ class _Variables:
             return default
         return number
 
-    def choice(self, name: str, choices: Mapping[str, _Value], default: str) -> _Value:
+    def choice(self, variable: str, choices: Mapping[str, _Value], default: str) -> _Value:
         """What one of several texts stands for, in whatever case; any other logs a warning."""
-        variable, text = self.found(name)
+        text = self.text(variable)
         if text and text.lower() not in choices:
             self.ignored(variable, f"expected one of {', '.join(choices)}")
         return choices.get(text.lower(), choices[default])
@@ -283,11 +287,11 @@ def _resolved(
         headers=headers,
         interval=interval or _interval(variables),
         timeout=_timeout(variables),
-        compression=variables.choice("COMPRESSION", {one.value: one for one in Compression}, "none"),
+        compression=variables.choice(variables.found("COMPRESSION")[0], {one.value: one for one in Compression}, "none"),
         certificates=Certificates(*map(variables.file, ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))),
         insecure=_is_insecure(endpoint, variables),
-        temporality=variables.choice("METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
-        exponential=variables.choice("METRICS_DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
+        temporality=variables.choice(f"{_METRICS}TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
+        exponential=variables.choice(f"{_METRICS}DEFAULT_HISTOGRAM_AGGREGATION", _HISTOGRAMS, "explicit_bucket_histogram"),
     )
 
 

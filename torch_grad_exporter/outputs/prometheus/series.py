@@ -12,7 +12,6 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from prometheus_client.utils import floatToGoString
 
 from torch_grad_exporter.metrics.families import Exemplar, Family, FloatArray, Kind, Spec
 
@@ -29,9 +28,19 @@ def columns(spec: Spec) -> tuple[Column, ...]:
     """The series that each row of the metric yields, in the order of the scrape."""
     if spec.kind is not Kind.HISTOGRAM:
         return (Column(""),)
-    # Two spellings of one bound would be two series: all official clients use this one.
-    bounds = (*map(floatToGoString, spec.buckets), "+Inf")
+    bounds = (*map(bound_text, spec.buckets), "+Inf")
     return (*(Column("_bucket", bound) for bound in bounds), Column("_sum"), Column("_count"))
+
+
+def bound_text(bound: float) -> str:
+    """A finite bucket bound as `le` value, in the canonical form of OpenMetrics: `0.0001`, `1.0`, `1e+06`.
+
+    Two spellings of one bound would be two series. prometheus_client has this one too, but not in all its releases.
+    """
+    if abs(bound) < 1e6:
+        return repr(float(bound))
+    digits = len(repr(float(bound)).split("e")[0].replace(".", "").strip("-").rstrip("0"))
+    return f"{bound:.{max(digits, 1) - 1}e}"
 
 
 def table(family: Family) -> FloatArray:
