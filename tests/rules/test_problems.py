@@ -18,7 +18,7 @@ from tests.rules.test_rules import ALERTS, promtool, rules
 from tests.rules.test_rules import RULES as RECORDS
 from tests.support.catalogue import by_constant
 from torch_grad_exporter.collectors.training import STATES
-from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
+from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.rules import Problem, Values, Watch, context, exporter, gradients, memory, training
 from torch_grad_exporter.rules.context import LAYERS, THRESHOLDS
 from torch_grad_exporter.rules.watch import RULES, SEVERITIES
@@ -923,3 +923,14 @@ def test_the_remainder_of_removed_layers_is_no_rows_of_a_rule() -> None:
     assert sum(value for _, value in values.rows(c.GRAD_NONFINITE_ELEMENTS)) == 521.0
     only = Values([Family(c.GRAD_CAPTURES, np.array([7.0]), LabelRows((("(removed)",),)))])
     assert only.table(c.GRAD_CAPTURES).rows == ()
+
+
+def test_what_rules_of_others_remember_is_exact() -> None:
+    """A counter of layers above 2**24, which float32 would round, did not grow; the package's own are kept in half the bits."""
+    spec = Spec("others_total", Kind.COUNTER, "Of a rule from elsewhere.", ("layer",))
+    assert spec not in memory.REMEMBERED
+    remembered = memory.Memory(spec, 60.0)
+    remembered.remember(Values([family(spec, {("x",): 1e9 + 33})]), 0.0)
+    found = remembered.before(0.0)
+    assert found is not None
+    assert found[1].numbers.tolist() == [1e9 + 33]

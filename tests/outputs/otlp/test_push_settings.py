@@ -134,6 +134,7 @@ SWITCHES: list[tuple[dict[str, str], bool, bool]] = [
     ({"OTEL_METRICS_EXPORTER": "console"}, False, True),
     ({"OTEL_METRICS_EXPORTER": "prometheus,console"}, False, True),
     ({"OTEL_METRICS_EXPORTER": ""}, True, True),
+    ({"OTEL_METRICS_EXPORTER": ","}, False, True),
 ]
 
 
@@ -172,6 +173,7 @@ RIGHT: list[tuple[str, str, str, object]] = [
     ("METRIC_EXPORT_INTERVAL", "1", "interval", 0.1),
     *[("OTLP_METRICS_TEMPORALITY_PREFERENCE", text, "temporality", CUMULATIVE) for text in ("cumulative", "Cumulative", "")],
     *[("OTLP_METRICS_TEMPORALITY_PREFERENCE", text, "temporality", DELTA) for text in ("delta", "DELTA")],
+    ("OTLP_METRICS_METRICS_TEMPORALITY_PREFERENCE", "delta", "temporality", CUMULATIVE),  # a variable that there is not
     # Our counters are asynchronous, which stay totals.
     ("OTLP_METRICS_TEMPORALITY_PREFERENCE", "LowMemory", "temporality", {**CUMULATIVE, Kind.HISTOGRAM: Temporality.DELTA}),
     ("OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "base2_exponential_bucket_histogram", "exponential", True),
