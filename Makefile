@@ -13,6 +13,10 @@ BENCH := .venv-bench/bin
 BENCH_STAMP := .venv-bench/installed
 COMPOSER := mosaicml==0.32.1
 
+# The trainers that people use, and what each of them needs, stay out of the way of development as well.
+TRAINERS := .venv-trainers/bin
+TRAINERS_STAMP := .venv-trainers/installed
+
 # What `make compat` runs: the oldest torch that pyproject.toml allows, and two in between, each in an environment of its own.
 # A version may name a build, such as 2.4.0+cpu; COMPAT_PIP is what pip needs in addition to find it. From PyPI's builds for
 # Linux comes CUDA as well: about 5 GB each. COMPAT_NEEDS: `numpy<2` for one that was built before numpy 2.
@@ -26,7 +30,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full compat mutants soak bench bench-cuda lint type golden dashboards docs tools build clean
+.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda lint type golden dashboards gallery docs tools build clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -56,8 +60,23 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nu
 test: venv tools ## run the tests (ARGS='-k demo')
 	$(PYTEST) $(ARGS)
 
-test-full: venv tools ## run the tests that `make test` leaves out: variants, alerts end to end, and tests of the tests
-	$(PYTEST) -m full $(ARGS)
+test-full: venv tools $(TRAINERS_STAMP) ## run the tests that `make test` leaves out: variants, alerts end to end, tests of the tests, and trainers
+	@failed=0; \
+	$(PYTEST) -m full $(ARGS) || failed=1; \
+	$(PYTEST_TRAINERS) $(ARGS) || failed=1; \
+	exit $$failed
+
+# Elsewhere the folder is left out (tests/conftest.py); here a package that is absent fails its tests.
+PYTEST_TRAINERS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest --numprocesses $$(nproc) tests/trainers
+
+trainers: $(TRAINERS_STAMP) ## train by Transformers, Lightning, Accelerate, peft and timm with the exporter on (ARGS='-k lightning')
+	$(PYTEST_TRAINERS) $(ARGS)
+
+$(TRAINERS_STAMP): pyproject.toml
+	@$(PYTHON) -m venv .venv-trainers
+	$(TRAINERS)/python -m pip install 'pip>=23'
+	$(TRAINERS)/python -m pip install --editable '.[trainers]'
+	@touch $@
 
 # A test that needs a newer torch skips itself (tests/support/torch_versions.py).
 compat: $(COMPAT:%=.venv-torch-%/installed) ## run the tests that concern PyTorch on older versions of it (COMPAT='2.4.0', ARGS='-x')
@@ -75,7 +94,7 @@ compat: $(COMPAT:%=.venv-torch-%/installed) ## run the tests that concern PyTorc
 	.venv-torch-$*/bin/python -m pip install $(COMPAT_PIP) --editable '.[compat]' 'torch==$*' $(COMPAT_NEEDS)
 	@touch $@
 
-mutants: venv tools ## plant 60 faults and see which the tests find (40 min; ARGS="'rank 0'" plants some)
+mutants: venv tools ## plant 111 faults and see which the tests find (50 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: venv tools ## abuse the server, train 1,000,000 steps, look for leaks and false alarms, into docs/benchmarks.md (55 min)
@@ -120,6 +139,9 @@ golden: venv ## write docs/metrics.md, the golden scrape and what follows from t
 dashboards: venv ## make the Grafana dashboards anew
 	$(BIN)/python -m dashboards.generate
 
+gallery: venv tools ## draw the dashboards of nine kinds of runs into docs/dashboards/ (3 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.gallery $(ARGS)
+
 docs: venv ## build the documentation as a site into site/, and check its links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -131,5 +153,5 @@ build: venv ## build the wheel into dist
 	$(BIN)/python -m build --wheel
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-bench .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .venv-trainers .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

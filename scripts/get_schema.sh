@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Puts what the Grafana dashboards are checked with into .tools/grafana_schema: Grafana's published types, the TypeScript
 # compiler, and Grafana's list of units. Versions and hashes stand in tests/dashboards/grafana_schema; npm runs no script of theirs.
+# What depends on the version stands there too, and a test compares it: units.txt, and defaults.json, which defaults.mjs prints.
 #
 # Without npm there is nothing to do and the tests that need it are skipped; where CI is "true" that is an error.
 set -euo pipefail

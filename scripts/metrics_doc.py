@@ -39,6 +39,14 @@ def ranks(spec: Spec) -> str:
 
 def switch(spec: Spec) -> str:
     """What switches a metric on that is off by default: a collector or an option."""
+    if spec.opt_in in ("alerts", "dry_run"):
+        return f"{spec.opt_in}=[...]"
+    if spec.opt_in == "clip":
+        return "clip=... or dry_run=[...]"
+    if spec.opt_in == "on":
+        return "exporter.on(...)"
+    if spec.opt_in == "freeze":
+        return "exporter.on(Freeze(...))"
     return f'collectors={{"{spec.opt_in}": True}}' if spec.opt_in in REGISTRY.names else f"{spec.opt_in}=True"
 
 

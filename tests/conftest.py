@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,14 @@ from tests.support.programs import Starter
 
 HERE = Path(__file__).parent
 
+TRAINERS = ("transformers", "lightning", "accelerate", "peft", "timm")
+collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["trainers"]
+"""What `make trainers` runs, in an environment of its own; named on the command line it is never left out."""
+
 LONG = (
+    "matrix/test_random_loops.py",
     "rules/test_alerts_end_to_end.py",
+    "dashboards/test_nine_runs.py",
     "test_fault_injection.py",
     "matrix/test_matrix.py",
     "test_exits.py",

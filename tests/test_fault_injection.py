@@ -16,6 +16,7 @@ import pkgutil
 import socket
 import tempfile
 import threading
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ import torch_grad_exporter
 from tests.support.models import Perceptron
 from tests.support.scrape import errors
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import AGC, AutoClip, MaxNorm
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.capture.count_only import budget, counting
 from torch_grad_exporter.outputs.live import view
@@ -39,6 +41,12 @@ from torch_grad_exporter.outputs.prometheus import series
 STEPS = 40
 
 LEFT_OUT = {
+    **dict.fromkeys(
+        (f"actions.clip.{room}" for room in (
+            "adaptive", "changing", "clipper", "fixed", "measuring", "policy", "running", "skipping", "table",
+        )),
+        "called by the user's own loop, or behind the guard of `at_steps`; tests/actions/test_clipper.py and test_clip_at_steps.py",
+    ),
     "cli.main": "a program of its own",
     "cli.demo": "a program of its own",
     **dict.fromkeys(
@@ -50,6 +58,8 @@ LEFT_OUT = {
     "collectors.registry": "read at the start only",
     "errors": "the guard itself, which has no guard",
     "exporter": "the user's door, which the scenes go through",
+    "actions.users_code": "in the threads of notifications and actions",
+    "stages": "as `exporter`",
     "start": "as `exporter`",
     "lifecycle": "as `exporter`",
     "cli.assets": "a program of its own",
@@ -64,6 +74,35 @@ LEFT_OUT = {
         "a thread of its own, in which nothing of the training runs",
     ),
     "outputs.otlp.push_settings": "wrong settings raise before the training",
+    **dict.fromkeys(
+        (
+            *(f"actions.notify.{room}" for room in (
+                "episodes", "job", "notification", "notify", "post", "sending", "sink",
+            )),
+        ),
+        "threads of its own, in which nothing of the training runs, tests/actions/notify/test_notify.py",
+    ),
+    **dict.fromkeys(
+        (f"actions.notify.{room}" for room in ("address", "body", "notifiers")),
+        "wrong arguments raise before the training; the rest runs in those threads",
+    ),
+    **dict.fromkeys(
+        (
+            *(f"actions.act.{room}" for room in (
+                "act", "agreement", "event", "measurements", "queue", "trigger",
+            )),
+            "collectors.outcomes", "collectors.happened",
+        ),
+        "threads of its own, tests/actions/act/test_act.py, and wrong arguments, which raise",
+    ),
+    **dict.fromkeys(
+        (f"actions.act.{room}" for room in ("between_steps", "schedulers", "steps")),
+        "behind the guard of each action, which only `on` makes, tests/actions/act/test_training.py",
+    ),
+    **dict.fromkeys(
+        (*(f"actions.freeze.{room}" for room in ("freeze", "layers", "norms", "refusals")), "collectors.frozen_layers"),
+        "behind the guard of each action, which only `on` makes, tests/actions/freeze/test_freeze.py",
+    ),
     "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(
         (f"outputs.otlp.{room}" for room in ("delivery", "delivery_grpc", "delivery_http", "delta", "otlp", "protobuf")),
@@ -71,7 +110,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "rules", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration",
+            "outputs.live.history", "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context",
+            "rules.declaration",
             "rules.memory", "rules.resources", "rules.training", "rules.values", "rules.watch",
             "outputs.live.live", "outputs.live.pages",
         ),
@@ -95,9 +135,44 @@ LEFT_OUT = {
 """Rooms without seams, and why."""
 
 UNREACHED = {
+    **dict.fromkeys(
+        (f"actions.clip.{name}" for name in (
+            "at_steps.ClipAtSteps.start", "at_steps._Hook.connect", "at_steps.Wanted.policies", "clipping.check_fits",
+        )),
+        "the start with `clip=`, which raises",
+    ),
+    **dict.fromkeys(
+        (f"actions.clip.{name}" for name in (
+            "at_steps.ClipAtSteps.state", "at_steps.ClipAtSteps.load", "clipping.Clipping.load", "clipping.Clipping.check",
+            "clipping.check_observed",
+        )),
+        "calls of the user's, which raise, tests/actions/test_clip_at_steps.py",
+    ),
+    "actions.clip.clipping.Clipping.remembers": "CUDA graphs",
+    **dict.fromkeys(
+        ("actions.clip.clipping.Clipping.observe", "actions.clip.known.KnownOptimizers.clippings"),
+        "a policy that follows the loss, tests/actions/test_clip_at_steps.py",
+    ),
+    "actions.clip.known.KnownOptimizer.untell": "a step that raises, tests/actions/test_clip_unusual.py",
+    **dict.fromkeys(
+        ("actions.clip.at_steps.ClipAtSteps.after_fork_in_child", "collectors.clip_reports.ClipReports.after_fork_in_child"),
+        "a forked child, tests/actions/test_clip_at_steps.py",
+    ),
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
+    "capture.backward.BackwardWatch.watch": "the start",
+    **dict.fromkeys(
+        ("aggregation.pending.PendingSample.withdrawn", "capture.reader.GradientReader.withdraw"),
+        "parameters that are thawed between the backwards of a round, tests/capture/test_late_backwards.py",
+    ),
+    "capture.ladder._Detector.is_trained": "other parameters that are trained, tests/matrix/test_random_loops.py",
+    **dict.fromkeys(
+        (f"capture.{name}" for name in (
+            "watched_data_loader._Given.keep", "watched_data_loader._Given.of", "watched_loader.Waits.counts_for",
+        )),
+        "the call of `watch_loader`, and copies, tests/capture/test_watched_data_loader.py",
+    ),
     **dict.fromkeys(
         (f"model.folding._Module.{name}" for name in ("shown", "rows", "row_of")),
         "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
@@ -109,9 +184,7 @@ UNREACHED = {
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
-    "capture.observations.Observations.output": "models that return a loss, tests/collectors/test_training_values.py",
     "capture.rounds.RoundTracker.backwards_counted": "a pause within an accumulation, tests/capture/test_count_only.py",
-    "capture.rounds.RoundTracker.sample_impossible": "a CUDA graph, or gathered parameters, tests/test_traps.py",
     "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",
     "capture.torch_hooks._ModuleHooks.set_on": "the start",
@@ -136,6 +209,13 @@ UNREACHED = {
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
     "model.layers.LayerIndex.all_layers": "the start",
+    **dict.fromkeys(
+        (
+            *(f"aggregation.cursor.NormSums.{name}" for name in ("enter", "moved", "take")),
+            "model.layers.LayerIndex.roots", "model.layers.LayerIndex.shared",
+        ),
+        "an action that freezes layers, tests/actions/freeze/test_freeze.py",
+    ),
     "model.layers.LayerIndex.find_replicas": "several ranks, tests/distributed/test_ranks.py",
     "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
     "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
@@ -155,6 +235,7 @@ UNREACHED = {
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
     "torch_compat.tell": "the start",
+    "torch_compat.follows_freezing": "Freeze, tests/actions/freeze/test_ranks.py",
     "torch_compat.never_compile": "the import",
     "torch_compat.has_scale": "a start with a gradient scaler, tests/config/test_bad_input.py",
     "torch_compat.root_mesh": "a slice of a mesh of ranks, tests/model/test_sharding.py",
@@ -162,6 +243,15 @@ UNREACHED = {
     "torch_compat.default_store": "several ranks, tests/distributed/test_ranks.py",
     "torch_compat.own_connection": "several ranks, tests/distributed/test_store.py",
     "torch_compat.without_prefix": "several ranks, tests/distributed/test_store.py",
+    **dict.fromkeys(
+        (
+            "torch_compat.flat_of", "torch_compat.flat_wrapper", "torch_compat.awaits_reduction",
+            "model.flat_parts.FlatPart.parameter", "model.flat_parts.FlatPart.is_reduced", "model.flat_parts.FlatPart.of",
+            "model.flat_parts.FlatParts.of",
+        ),
+        "FSDP, tests/matrix/test_distributed.py",
+    ),
+    "model.optimizers.Optimizers.manual_number": "several ranks, tests/distributed/test_by_hand.py",
     "model.reduction.within": "several ranks, tests/model/test_replicas.py",
     "model.reduction.anywhere": "several ranks, tests/model/test_replicas.py",
 }  # fmt: skip
@@ -312,6 +402,7 @@ class Watched(Watch):
         """Takes back what a failing `close` has left."""
         exporter = self.exporter
         closes = [exporter.close, exporter._host.close, exporter._training.hooks.close, exporter._training.capture.settle]
+        closes += [] if exporter._clip is None else [exporter._clip.close]
         for close in [*closes, functools.partial(exporter._outputs.close, failed=False, hurried=True)]:
             close()
 
@@ -383,7 +474,7 @@ def observed(watch: Watch) -> torch.nn.Module:
         model.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
-        watch.observe(loss=loss, grad_norm=clipped(model), samples=5, tokens=torch.tensor(7), epoch=number // 20)
+        watch.observe(loss=loss, grad_norm=clipped(model), samples=5, tokens=torch.tensor(7), epoch=number // 20, grad_divisor=1)
         for optimizer in optimizers:
             optimizer.step()
         if number % 5 == 4:
@@ -425,6 +516,7 @@ def adapting(watch: Watch) -> torch.nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     watch.start(model, every="auto", overhead_budget=0.9)
     for x in batches(3 * STEPS):
+        time.sleep(0.002)  # else a sample on a busy machine costs so many steps that there are too few of them
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -518,6 +610,36 @@ def within_backward(watch: Watch) -> torch.nn.Module:
     watch.start(model, weights=True)
     for x in batches():
         model(x).square().mean().backward()
+    return model
+
+
+class Returning(Perceptron):
+    """A model that returns its loss."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x).square().mean()}
+
+
+def returning(watch: Watch) -> torch.nn.Module:
+    """A model that returns its loss, in rounds of two micro-batches, and in closures."""
+    model = seeded(Returning)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model, every=3)
+    for number, x in enumerate(batches()):
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            model(x)["loss"].backward()
+            return torch.zeros(())
+
+        if number % 2 == 0:
+            closure()
+        elif number % 4 == 1:
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        else:
+            closure()
+            optimizer.step()
+            optimizer.zero_grad()
     return model
 
 
@@ -708,6 +830,20 @@ def replicated(watch: Watch) -> torch.nn.Module:
             dist.destroy_process_group()
 
 
+def clipping(watch: Watch) -> torch.nn.Module:
+    """Gradients are clipped before each step, to a limit that leaves every bit as it is."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch.start(model, every=1, clip=MaxNorm(1e9), dry_run=[AutoClip(), AGC()])
+    for x in batches():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        watch.observe(loss=1.0, epoch=1)
+        watch.scrape()
+    return model
+
+
 def served(watch: Watch) -> torch.nn.Module:
     """A loop that is scraped over HTTP."""
     model = seeded()
@@ -726,8 +862,9 @@ def served(watch: Watch) -> torch.nn.Module:
 SCENES: dict[str, Callable[[Watch], torch.nn.Module]] = {
     scene.__name__: scene
     for scene in (
-        plain, observed, counted, adapting, renewed, by_parts, by_hand, by_closure, within_backward, assorted, scaled, unseen,
-        sharp, adversarial, nested, on_meta, replicated, served,
+        plain, observed, counted, adapting, renewed, by_parts, by_hand, by_closure, within_backward, returning, assorted, scaled,
+        unseen, sharp, adversarial, nested, on_meta, replicated, clipping,
+        served,
     )
 }  # fmt: skip
 

@@ -52,6 +52,10 @@ REPLACED = [
     "torch.nn.Module._parameters",
     "torch.nn.Module._modules",
     "torch.nn.modules.conv._ConvTransposeNd",
+    "torch._foreach_norm",
+    "torch._foreach_mul_",
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    "torch.utils._foreach_utils._has_foreach_support",
 ]
 """Names that have a public substitute: nothing is lost."""
 
@@ -71,10 +75,11 @@ def trainings() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["", *TOLD, *REPLACED, *EITHER])
 def test_a_training_runs_without_a_private_name(name: str) -> None:
-    """Whichever private name PyTorch lacks at import, the training ends with the true norm, all its steps and no failure."""
+    """Whichever private name PyTorch lacks at import, the training ends with the true norm, no failure, and can be clipped."""
     found = trainings()[name]
     assert "raised" not in found, found["raised"]
     assert found["norm"] == pytest.approx(found["true_norm"], rel=1e-6)
+    assert found["clipped_norm"] == pytest.approx(found["true_norm"] / 2, rel=1e-5)
     assert found["steps"] == 12
     assert found["errors"] == 0
 
@@ -317,3 +322,66 @@ def test_a_store_that_hides_what_it_is_around_is_itself() -> None:
     """A store whose prefixes cannot be taken off is returned as it is."""
     store = object()
     assert torch_compat.without_prefix(store) is store
+
+
+class Schedule:
+    """As a pipeline schedule that shows what it is given."""
+
+    def __init__(self, **shown: object) -> None:
+        vars(self).update(shown)
+
+    def _step_microbatches(self) -> torch_compat.Pipeline | None:
+        return torch_compat.calling_pipeline(sys._getframe(0))
+
+
+def schedules(monkeypatch: pytest.MonkeyPatch, **names: object) -> types.ModuleType:
+    """A module of schedules in the place of PyTorch's, in which `Schedule` runs."""
+    module = types.ModuleType("schedules")
+    run = types.FunctionType(Schedule._step_microbatches.__code__, vars(module))
+    vars(module).update(names, torch_compat=torch_compat, sys=sys)
+    monkeypatch.setattr(Schedule, "_step_microbatches", run)
+    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.schedules", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("shown", "stage", "expected"),
+    [
+        ({"_n_microbatches": 4, "scale_grads": True}, {"scale_grads": print}, 4),
+        ({"_n_microbatches": 4, "scale_grads": False}, {"scale_grads": print}, 1),
+        ({"_n_microbatches": 4}, {}, 1),
+        ({"_n_microbatches": 4}, {"scale_grads": print}, None),
+        ({"scale_grads": True}, {"scale_grads": print}, None),
+    ],
+)
+def test_a_schedule_says_by_what_it_divides(
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[[], list[str]],
+    shown: dict[str, object],
+    stage: dict[str, object],
+    expected: int | None,
+) -> None:
+    """Before stages could divide none does; where a schedule hides what it does, that is not known, and the user learns it."""
+    schedules(monkeypatch, PipelineScheduleSingle=Schedule, _PipelineStageBase=type("Stage", (), stage))
+    found = Schedule(**shown)._step_microbatches()
+    assert found == torch_compat.Pipeline(expected, piecewise=False)
+    lost = torch_compat.LOST["torch.distributed.pipelining.schedules._PipelineSchedule"]
+    assert [lost in line for line in said()] == [True] * (expected is None)
+
+
+def test_no_schedule_among_the_callers() -> None:
+    """A function that no schedule has called."""
+    assert torch_compat.calling_pipeline(sys._getframe(0)) is None
+
+
+@pytest.mark.parametrize("shown", [{}, {"_handle": object()}, {"_handle": types.SimpleNamespace(flat_param=torch.ones(2))}])
+def test_fsdp1_that_hides_its_parts_has_none(said: Callable[[], list[str]], shown: dict[str, object]) -> None:
+    """Where FullyShardedDataParallel does not show what it keeps, nothing is taken for known, and the user learns what follows."""
+    assert torch_compat.flat_of(types.SimpleNamespace(**shown)) is None
+    assert torch_compat.LOST["torch.distributed.fsdp.FullyShardedDataParallel._handle"] in said()[0]
+
+
+def test_an_fsdp1_module_without_parameters_has_no_part(said: Callable[[], list[str]]) -> None:
+    """A module whose parameters are all those of modules within."""
+    assert torch_compat.flat_of(types.SimpleNamespace(_handle=None)) is None
+    assert said() == []

@@ -438,8 +438,8 @@ def test_closures_run_the_backward_within_the_step(rung: str) -> None:
         assert next(calls) > 12
         assert mode(exporter) == rung
         assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(last.values()), rel=1e-5)
-        # Two rounds are lost at most to each rung that does not see the backward.
-        assert value(exporter, "torch_grad_captures_total", layer="first") == (6 if rung == "output" else 2)
+        # Two rounds are lost where no rung can see a backward.
+        assert value(exporter, "torch_grad_captures_total", layer="first") == (6 if rung == "output" else 4)
         assert value(exporter, "torch_train_steps_total", optimizer="LBFGS") == 6
         assert value(exporter, "torch_train_skipped_steps_total") == 0
         assert errors(exporter) == {}
@@ -563,8 +563,8 @@ class Heads(torch.nn.Module):
         return sum(head(x).square().mean() * factor for head, factor in zip(self.heads, self.FACTORS, strict=True))
 
 
-def test_probes_agree_while_clip_by_value_cuts_the_big_layer() -> None:
-    """Three fixed probes agree on a coefficient of 1 while the big layer is cut; ours are the largest tensors."""
+def test_three_gradients_agree_while_clip_by_value_cuts_the_big_layer() -> None:
+    """Three fixed gradients agree on a coefficient of 1 while the big layer is cut; ours is that of all, at once."""
     model = Heads()
     optimizer = sgd(model, lr=1e-6)
     with watching(model) as exporter:
@@ -581,26 +581,21 @@ def test_probes_agree_while_clip_by_value_cuts_the_big_layer() -> None:
             whole = norm(after.values()) / norm(before.values())
             assert (whole < 0.9) == (step >= 2)
             assert value(exporter, "torch_grad_clipped_steps_total") == max(0, step - 1)
-            shown = value(exporter, "torch_grad_clip_coefficient")
-            # Where the probes disagree for the first time the others were not measured again.
-            assert shown == pytest.approx(whole, rel=1e-5) if step != 2 else shown is None or shown == pytest.approx(whole)
+            assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(whole, rel=1e-5)
 
 
-def test_cut_beside_the_probes_shows_in_the_full_pass() -> None:
-    """A cut of a small tensor alone moves no probe; the full pass on every eighth sample measures it."""
+def test_a_cut_of_a_small_gradient_alone() -> None:
+    """A cut of a small tensor alone hardly moves the norm of all; it is seen, since all are measured again."""
     model = Heads()
     optimizer = sgd(model, lr=1e-6)
-    found = []
     with watching(model) as exporter:
-        for step in range(24):
+        for step in range(6):
             optimizer.zero_grad()
             model(batch(inputs=3)).backward()
             if step >= 3:
                 model.heads[0].weight.grad.zero_()
             optimizer.step()
-            found.append(value(exporter, "torch_grad_clipped_steps_total"))
-    assert found[2] == 0
-    assert found[3 + 8] >= 1
+            assert value(exporter, "torch_grad_clipped_steps_total") == max(0, step - 2)
 
 
 def test_float32_norm_of_tiny_and_huge_rows() -> None:

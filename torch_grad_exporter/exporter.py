@@ -9,144 +9,47 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
-from types import TracebackType
-from typing import Self, TypeVar
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar, overload
 
 import torch
+from torch.utils.data import DataLoader
 
 from torch_grad_exporter import lifecycle, torch_compat
-from torch_grad_exporter.aggregation.gradients import GradientAggregation
-from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.worker import HostSide
-from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.actions.act.act import Handle
+from torch_grad_exporter.actions.act.between_steps import BetweenSteps
+from torch_grad_exporter.actions.act.event import Action
+from torch_grad_exporter.actions.act.trigger import Condition
+from torch_grad_exporter.actions.freeze.freeze import Freeze
 from torch_grad_exporter.capture.observations import Number
-from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import GradientReader
-from torch_grad_exporter.capture.schedule import SamplingSchedule
-from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.capture.watched_data_loader import watched
 from torch_grad_exporter.capture.watched_loader import WatchedLoader
 from torch_grad_exporter.collectors import REGISTRY
-from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.gradients import dead_from
 from torch_grad_exporter.collectors.process import STANDARD
-from torch_grad_exporter.collectors.scrape import Scrape
-from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
-from torch_grad_exporter.distributed.identity import LateGroup, hostname
+from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.errors import ErrorLog, Guard, say
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement
-from torch_grad_exporter.outputs.live.live import Run
+from torch_grad_exporter.outputs.live.live import Judged, Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
-from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.rules import Problem
-from torch_grad_exporter.statistics.declared import chosen
-from torch_grad_exporter.statistics.eager import EagerStatistics
-from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Decisions, Mailbox
+from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, clipping, host_side, notifying, scrape
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
-
-SOURCES = (
-    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
-    "devices", "discovery", "textfile", "web_config", "otlp", "history",
-)  # fmt: skip
-"""Every boundary at which a failure of ours can be counted, but for the collectors."""
 
 STORE_SECONDS = 0.4
 """How long the end waits for the job's store, at most."""
 
 _Batch = TypeVar("_Batch")
-
-
-# The stages, in the order of the data
-
-
-class TrainingSide:
-    """What belongs to the training thread. `decisions`: the one way back, from the host's side. `layout`: what is measured."""
-
-    def __init__(self, checked: Checked, errors: ErrorLog) -> None:
-        settings = checked.settings
-        self.mailbox, self.decisions = Mailbox(), Decisions()
-        self.layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
-        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
-        self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
-        self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
-        cost = SampleCost(self.clock, self.schedule)
-        reader = GradientReader(
-            index=checked.index,
-            optimizers=self.optimizers,
-            statistics=EagerStatistics(settings.dead_window, self.layout),
-            clock=self.clock,
-            cost=cost,
-            mailbox=self.mailbox,
-            decisions=self.decisions,
-            errors=errors,
-            scaler=checked.arguments.grad_scaler,
-        )
-        self.memory = DeviceMemory(used=lambda: reader.devices)
-        self._look = errors.boundary("devices")
-        parts = Parts(
-            index=checked.index,
-            optimizers=self.optimizers,
-            cost=cost,
-            reader=reader,
-            schedule=self.schedule,
-            clock=self.clock,
-            mailbox=self.mailbox,
-            hooks=self.hooks,
-            errors=errors,
-            options=checked.capture,
-            periodic=self._look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
-        )
-        self.capture = Capture(parts)
-
-    def _look_at_devices(self) -> None:
-        self._look(self.memory.refresh)
-
-
-def _host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
-    exponential = checked.push is not None and checked.push.exponential
-    gradients = GradientAggregation(training.decisions, training.layout, exponential=exponential)
-    gradients.use(checked.index.table)
-    return HostSide(training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look)
-
-
-def _scrape(checked: Checked, training: TrainingSide, host: HostSide, errors: ErrorLog, ending: lifecycle.Ending) -> Scrape:
-    settings, snapshots, group = checked.settings, Snapshots(host.snapshot), LateGroup(checked.identity, checked.rank)
-
-    def prepare() -> None:
-        snapshots.renew()
-        group.check()
-
-    context = CollectorContext(
-        snapshots=snapshots,
-        clock=training.clock,
-        optimizers=training.optimizers.names,
-        capture=training.capture,
-        schedule=training.schedule,
-        memory=training.memory,
-        errors=errors,
-        identity=checked.identity,
-        rank=checked.rank,
-        store=checked.store,
-        expected_devices=device_kinds(checked.index, checked.models.values()),
-        ended=lambda: ending.state,
-        dead_window=settings.dead_window,
-        moments=settings.moments,
-        weights=settings.weights,
-    )
-    return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 # The user's interface
@@ -169,8 +72,21 @@ class Exporter:
         self._ending = lifecycle.Ending(checked.identity.world_size)
         self._store = checked.store
         self._training = TrainingSide(checked, errors)
-        self._host = _host_side(checked, self._training, errors)
-        self._scrape = _scrape(checked, self._training, self._host, errors, self._ending)
+        self._host = host_side(checked, self._training, errors)
+        self._should_stop = False
+        self._act = acting(checked, self._training, self._host, errors, judge=self._judged, stop=self._stop)
+        self._notify = notifying(checked, self._training, self._judged_for_both, errors)
+        self._clip = clipping(checked, self._training, errors)
+        self._scrape = scrape(
+            checked,
+            self._training,
+            self._host,
+            errors,
+            ended=lambda: self._ending.state,
+            notified=None if self._notify is None else self._notify.totals,
+            acted=self._act.totals,
+            clip=None if self._clip is None else self._clip.reports,
+        )
         self._registry = RegistryCollector(
             self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=errors.count
         )
@@ -192,14 +108,26 @@ class Exporter:
         _open[self] = None
         _handle_forks_and_exit()
 
+    def _judged(self) -> Judged:
+        return self._view.live.judged(fresh=True)
+
+    def _judged_for_both(self) -> list[Problem]:
+        """What is wrong now, for Notify; actions use the same judgement."""
+        judged = self._judged()
+        self._act.take(judged)
+        return judged.problems
+
+    def _stop(self) -> None:
+        self._should_stop = True
+
     def _make_view(self, checked: Checked, announcement: Announcement) -> View:
-        clock = self._training.clock
         return View(
             Run(self.run, self.rank, checked.identity.world_size, hostname(), __version__),
             self._host,
-            lambda: max(clock.counts().steps.values(), default=0),
+            self._training.steps,
             self._scrape,
             targets=announcement.body,
+            happened=self._act.totals.happened.latest,
             dead_from=dead_from(self.settings.dead_window),
             now=time.time,
             on_error=functools.partial(self._errors.count, "history"),
@@ -226,9 +154,13 @@ class Exporter:
         )
         self._scrape.start()
         self._errors.boundary("history", limit=None)(self._view.start)
+        if self._notify is not None:
+            self._errors.boundary("notify", limit=None)(self._notify.start)
         if REGISTRY.reads_devices(checked.settings.collectors):  # their counters are there before the first step
             self._errors.boundary("devices", limit=None)(self._training.memory.refresh_now)
         self._training.capture.watch(checked.models.values())
+        if self._clip is not None:
+            self._clip.start()
         torch_compat.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
@@ -256,6 +188,34 @@ class Exporter:
         """The address of the metrics as seen from this host, `None` if nothing is served."""
         return None if self._outputs is None or self._ending.closed else self._outputs.url
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether `Stop()` wants the training to end, for the loop to look at; in a job after the same step on all ranks."""
+        return self._should_stop
+
+    def on(
+        self,
+        what: str | Condition | Freeze,
+        action: Action | BetweenSteps | None = None,
+        *,
+        name: str | None = None,
+        for_: float = 0,
+        cooldown: float = 600,
+    ) -> Handle:
+        """Does something when a rule or a condition holds. Returns a handle, whose `remove()` ends it.
+
+        `what`: the name of a rule, such as "GradientExploding", or a callable of the values of now and their windows that says
+        whether its condition holds, such as `lambda m: m.mean("torch_grad_global_norm", samples=100) > 2`; it has to take all its
+        windows each time. `action`: a callable that takes an `Event`, which runs in the background; or one that runs between steps
+        and changes the training: `Stop()`, `ScaleLearningRate(factor)` or `Freeze(...)`. Without an action `what` is a `Freeze`,
+        which knows by itself when it is due. `name`: what it is called in events and in the log.
+        `for_`: seconds that it has to hold. It acts again every `cooldown` seconds while it still holds. See docs/act.md.
+
+        Raises `TypeError` or `ValueError` where an argument is wrong, and `RuntimeError` where the ranks of a job cannot agree on a
+        step, or the exporter is closed. What conditions and actions raise later is logged once and counted.
+        """
+        return self._act.on(what, action, name=name, for_=for_, cooldown=cooldown)
+
     def observe(
         self,
         *,
@@ -264,19 +224,28 @@ class Exporter:
         tokens: Number | None = None,
         epoch: Number | None = None,
         grad_norm: Number | None = None,
+        grad_divisor: Number | None = None,
     ) -> None:
         """Takes values of the current step; a device tensor is copied in the background and not waited for.
 
-        `loss` and `epoch` replace the value before, `samples` and `tokens` are added up. `grad_norm`: the global
-        norm before clipping, as `clip_grad_norm_` returns it; with several optimizers it is ignored, since it is not known
-        whose norm it is. May be called from any thread, except with `grad_norm`,
-        which belongs to the step of the thread that trains: from another one it is counted as an error and changes nothing.
+        `loss` and `epoch` replace the value before, `samples` and `tokens` are added up.
+
+        `grad_norm`: the global norm before clipping, as `clip_grad_norm_` returns it; with several optimizers it is ignored, since
+        it is not known whose norm it is. `grad_divisor`: by what the loop divides this round's gradients between its backwards and
+        the clipping, such as the number of tokens; norms are then those after the division. Tell it before the step: after the
+        step before, or any time since.
+
+        May be called from any thread, except with `grad_norm` and `grad_divisor`, which belong to the step of the thread that
+        trains: from another one they are counted as errors and change nothing.
         """
-        given = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch, "grad_norm": grad_norm}
+        given = {"loss": loss, "samples": samples, "tokens": tokens, "epoch": epoch}
+        given |= {"grad_norm": grad_norm, "grad_divisor": grad_divisor}
         values = iter([(name, value) for name, value in given.items() if value is not None])
         for _ in given:  # a value that fails costs itself alone: those behind it are taken
             if self._ending.closed or self._guards["observe"](self._training.capture.observe, values):
                 break
+        if self._clip is not None:
+            self._guards["observe"](self._clip.observe, loss, epoch)
 
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
@@ -286,10 +255,40 @@ class Exporter:
         """
         if not self._ending.closed:
             self._guards["step"](self._training.capture.manual_step, number)
+            self._act.step_reported()
 
-    def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]:
-        """The same loader, with the time that the loop waits for it counted as the phase `data`."""
-        return WatchedLoader(loader, self._training.clock, self._errors)
+    @overload
+    def watch_loader(self, loader: _Loader) -> _Loader: ...
+
+    @overload
+    def watch_loader(self, loader: Iterable[_Batch]) -> WatchedLoader[_Batch]: ...
+
+    def watch_loader(self, loader: Any) -> Any:
+        """The same loader, with the time that the loop waits for it counted as the phase `data`.
+
+        Of a `torch.utils.data.DataLoader` it is one as well, of a subclass of its class, which shares its attributes; one with
+        `__slots__` comes back as it is and is not timed. Where a framework makes another loader from it, as `prepare` of
+        Accelerate does, watch what the framework returns.
+        """
+        found = self._guards["observe"].result(watched, loader, self._training.clock, self._errors)
+        return loader if found is None else found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the policies of `clip=` and `dry_run=` remember, by optimizer; to be saved with model and optimizer."""
+        return {"clip": {} if self._clip is None else self._clip.state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict()` returned, of an exporter with the same policies.
+
+        An optimizer that has not stepped yet takes it over at its first step. Raises `TypeError` or `ValueError` where it does not
+        fit.
+        """
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("clip"), Mapping):
+            raise TypeError("load_state_dict(): expected what state_dict() returned")
+        if self._clip is not None:
+            self._clip.load(state_dict["clip"])
+        elif state_dict["clip"]:
+            raise ValueError("load_state_dict(): the state is one of clip=, which this exporter does not have")
 
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
@@ -323,11 +322,16 @@ class Exporter:
     def _closers(self) -> Iterator[Callable[[], object]]:
         """The functions that release what each part holds, in the order of the data."""
         training = self._training
+        if self._clip is not None:
+            yield self._clip.close
         yield training.hooks.close
         yield training.capture.settle
         yield training.capture.close
         yield self._host.close
         yield functools.partial(self._view.close, self._ending.error)
+        if self._notify is not None:
+            yield functools.partial(self._notify.close, hurried=self._ending.hurried)
+        yield functools.partial(self._act.close, hurried=self._ending.hurried)
         if self._outputs is not None:
             yield functools.partial(self._outputs.close, failed=self._ending.error is not None, hurried=self._ending.hurried)
         yield self._registry.close
@@ -345,12 +349,25 @@ class Exporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
         self.end(error)
 
     def __repr__(self) -> str:
         where = "closed" if self._ending.closed else self.url or "not serving"
         return f"<Exporter run={self.run!r} rank={self.rank} {where}>"
+
+    # As an attribute of a model: its copies have the same exporter, which does not watch them, and its pickles none.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return types.NoneType, ()
 
     def _release(self) -> None:
         """Releases everything that keeps a parameter alive. A boundary: the garbage collector calls this."""
@@ -370,6 +387,11 @@ class Exporter:
         self._drop_instruments()
         self._store.after_fork_in_child()
         self._host.after_fork_in_child()
+        if self._notify is not None:
+            self._notify.after_fork_in_child()
+        self._act.after_fork_in_child()
+        if self._clip is not None:
+            self._clip.after_fork_in_child()
         self._scrape.after_fork_in_child()
         self._training.hooks.disconnect()
         self._training.capture.release_witness()

@@ -11,6 +11,8 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
+from torch_grad_exporter.actions import Notifier
+from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.config.checked import checked
 from torch_grad_exporter.config.option import UNSET, Unset
@@ -46,12 +48,16 @@ def start_exporter(
     advertise: str | Unset = UNSET,
     linger: float | Unset = UNSET,
     textfile_dir: str | os.PathLike[str] | Unset = UNSET,
+    on_failure: Literal["continue", "raise"] | Unset = UNSET,
     otlp_endpoint: str | None = None,
     otlp_protocol: Literal["http/protobuf", "grpc"] | None = None,
     otlp_headers: Mapping[str, str] | None = None,
     otlp_interval: float | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None = None,
     grad_scaler: Scaler | None = None,
+    clip: Policy | None = None,
+    dry_run: Sequence[Policy] | None = None,
+    alerts: Notifier | Sequence[Notifier] | None = None,
     registry: prometheus_client.CollectorRegistry | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Exporter:
@@ -90,6 +96,8 @@ def start_exporter(
       exporter finds.
     - `linger` (0): seconds that the end waits, at most, for one more scrape.
     - `textfile_dir` (none): directory of node_exporter's textfile collector, for the last values.
+    - `on_failure` ("continue"): what becomes of a step whose gradients `clip` cannot clip. With "continue" it is taken without
+      clipping, which is counted, and after ten in a row nothing is clipped any more; with "raise" it raises `RuntimeError`.
     - `otlp_endpoint` (none): OpenTelemetry receiver to push the metrics to as well, such as "http://localhost:4318".
       OpenTelemetry's other variables count, too; see docs/otlp.md.
     - `otlp_protocol` ("http/protobuf"): how to push. "http/protobuf", or "grpc", which needs the extra of that name.
@@ -98,6 +106,11 @@ def start_exporter(
     - `optimizers` (found): optimizers, to give them names, or where they are not known before their first step.
     - `grad_scaler` (found): the `torch.amp.GradScaler` in use; the norms are divided by its scale. One that is not given is
       found at its first step; give it, so that the first steps, which may overflow, have sizes too.
+    - `clip` (not): how gradients are clipped before each optimizer's step, which changes the training. Such as `MaxNorm(1.0)`
+      from `torch_grad_exporter.actions`. See docs/acting.md.
+    - `dry_run` (none): policies of which it is only shown what each would have done.
+    - `alerts` (none): what tells of problems when they begin and end. Such as `[Log(), Webhook(url)]` from
+      `torch_grad_exporter.actions`. See docs/notify.md.
     - `registry` (none): a registry of `prometheus_client` in which the metrics are to appear as well.
     - `meter_provider` (none): OpenTelemetry's, in whose instruments global values, progress and resources are to appear as
       well.

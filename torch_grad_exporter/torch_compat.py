@@ -16,7 +16,8 @@ import operator
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,8 @@ LOST: Mapping[str, str] = {
     "torch.distributed._composable.replicate": "layers of a model under replicate() are shown by rank 0 only",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "layers of a wrapped model are shown by rank 0 only",
     "torch.nn.parallel.DistributedDataParallel._comm_hooks": "the gradient noise scale is not known",
+    "torch.distributed.fsdp.FullyShardedDataParallel._handle": "gradients under FullyShardedDataParallel are not shown",
+    "torch.distributed.pipelining.schedules._PipelineSchedule": f"under a pipeline schedule {_RUNG}",
     "torch.distributed.distributed_c10d._get_default_store": "ranks find each other only where torchrun started them",
 }
 """What the exporter does without where a private name is gone."""
@@ -95,7 +98,7 @@ set_eval_frame: Callable[[Any], Any] = _find("torch._C._dynamo.eval_frame.set_ev
 """Sets what compiles the frames that are entered from now on, `None` for nothing; returns what did so before."""
 
 
-def never_compile(function: Callable[..., None]) -> None:
+def never_compile(function: Callable[..., object]) -> None:
     """Keeps a function from being compiled as a frame of its own.
 
     Below a compiled function `torch.compile` compiles every frame that is entered eagerly, so also that of a hook, in which
@@ -166,8 +169,21 @@ def graph_is_kept() -> bool:
 
 def node_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
     """The node that accumulates a parameter's gradient, found within a backward as well."""
+    return nodes_of([parameter])[0]
+
+
+def nodes_of(parameters: Iterable[torch.Tensor]) -> list[torch.autograd.graph.Node]:
+    """The same of many leaves that require a gradient: one view for each plain one, a third of what `get_gradient_edge` takes."""
     with torch.enable_grad():  # before torch 2.5 `get_gradient_edge` raises where gradients are off
-        return torch.autograd.graph.get_gradient_edge(parameter).node
+        return [_node_behind(p.view_as(p)) if type(p) in _PLAIN else _node_of_any(p) for p in parameters]
+
+
+def _node_behind(view: torch.Tensor) -> Any:  # noqa: ANN401 - a node
+    return view.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _node_of_any(parameter: torch.Tensor) -> torch.autograd.graph.Node:
+    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
@@ -208,11 +224,22 @@ _STEP = _step_code()
 
 def called_from_step(frame: types.FrameType | None) -> bool:
     """Whether an optimizer's step is among the callers: else one that had begun has raised."""
+    return _step_around(frame) is not None
+
+
+def stepping_around(frame: types.FrameType | None) -> torch.optim.Optimizer | None:
+    """The optimizer within whose step the nearest step among the callers runs, `None` if that one runs by itself."""
+    own = _step_around(frame)
+    around = None if own is None else _step_around(own.f_back)
+    return None if around is None else around.f_locals.get("self")
+
+
+def _step_around(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None:
         if frame.f_code is _STEP if _STEP is not None else _is_step(frame):
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def _is_step(frame: types.FrameType) -> bool:
@@ -287,7 +314,62 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if part is None else part
 
 
+# Many tensors at once
+
+
+_norms: Any = _find("torch._foreach_norm")
+_multiply: Any = _find("torch._foreach_mul_")
+_by_kind: Any = _find("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
+_at_once: Any = _find("torch.utils._foreach_utils._has_foreach_support")
+
+TensorGroup = tuple[list[torch.Tensor], list[int]]
+"""Tensors of one device and type, and their places in the list that they come from."""
+
+
+def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[TensorGroup]:
+    """The tensors by device and type, in the order in which `clip_grad_norm_` takes them."""
+    if _by_kind is not None:
+        return [(lists[0], places) for lists, places in _by_kind([tensors], with_indices=True).values()]
+    found: dict[tuple[torch.device, torch.dtype], TensorGroup] = {}
+    for place, tensor in enumerate(tensors):
+        group = found.setdefault((tensor.device, tensor.dtype), ([], []))
+        group[0].append(tensor)
+        group[1].append(place)
+    return [*found.values()]
+
+
+def can_foreach(tensors: list[torch.Tensor]) -> bool:
+    """Whether PyTorch takes these tensors, which have one device, at once."""
+    if tensors[0].is_complex() and any(tensor.is_conj() for tensor in tensors):
+        return False  # it fails on one that is only marked as conjugate
+    return None not in (_norms, _multiply, _at_once) and bool(_at_once(tensors, tensors[0].device))
+
+
+def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype | None = None, *, at_once: bool) -> Sequence[torch.Tensor]:
+    """The norm of each tensor, rounded to its own type or to `dtype`; `at_once`: as `can_foreach` says."""
+    if at_once:
+        found: Sequence[torch.Tensor] = _norms(tensors, 2.0) if dtype is None else _norms(tensors, 2.0, dtype=dtype)
+        return found
+    return [torch.linalg.vector_norm(tensor, 2.0, dtype=dtype) for tensor in tensors]
+
+
+def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor | Sequence[torch.Tensor], *, at_once: bool) -> None:
+    """Multiplies each tensor by one factor, or by its own; `at_once`: as `can_foreach` says."""
+    if at_once:
+        _multiply(tensors, factor)
+        return
+    factors = [factor] * len(tensors) if isinstance(factor, torch.Tensor) else factor
+    for tensor, one in zip(tensors, factors, strict=True):
+        tensor.mul_(one)
+
+
 # Other ranks
+
+
+def follows_freezing() -> bool:
+    """Whether FSDP2 hands `requires_grad` on to the gathered parameters at each forward, as from torch 2.6 on."""
+    places = ("torch.distributed.fsdp._fully_shard._fsdp_param", "torch.distributed._composable.fsdp._fsdp_param")
+    return any(hasattr(sys.modules.get(place), "set_requires_grad_if_needed") for place in places)
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - a DeviceMesh, which is not in every build
@@ -340,6 +422,103 @@ def takes_the_mean(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
         _gone("torch.nn.parallel.DistributedDataParallel._comm_hooks")
         return False
     return not hooks and not getattr(join, "enable", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """The parameters of one `FullyShardedDataParallel` module, which it keeps in one flat parameter.
+
+    `originals`: the module's own parameters, where the script sees those, else `None`. `elements`: how many of each this rank has,
+    or, first and alone, how many of the flat parameter. `padding`: what follows those in the flat one. `sharded`: whether other
+    ranks have the rest. `group`, `copies`: the ranks that share it, and those that have the same part, if there are more.
+    """
+
+    parameter: torch.nn.Parameter
+    originals: Sequence[torch.nn.Parameter] | None
+    elements: Sequence[int]
+    padding: int
+    sharded: bool
+    group: Any
+    copies: Any
+
+
+def flat_wrapper() -> type[torch.nn.Module] | None:
+    """The class `FullyShardedDataParallel`; `None` where the script has not imported it."""
+    found: type[torch.nn.Module] | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return found
+
+
+def flat_of(wrapper: torch.nn.Module) -> Flat | None:
+    """What a `FullyShardedDataParallel` module itself keeps; `None` where that is nothing, or is not shown."""
+    if not hasattr(wrapper, "_handle"):
+        _gone("torch.distributed.fsdp.FullyShardedDataParallel._handle")
+        return None
+    handle: Any = wrapper._handle
+    if handle is None:
+        return None
+    flat: Any = getattr(handle, "flat_param", None)
+    infos, padding = getattr(flat, "_shard_param_infos", None), getattr(flat, "_shard_numel_padded", None)
+    sharded = getattr(handle, "uses_sharded_strategy", None)
+    if infos is None or padding is None or sharded is None or not _has(flat, "_sharded_size"):
+        _gone("torch.distributed.fsdp.FullyShardedDataParallel._handle")
+        return None
+    originals = getattr(flat, "_params", None)
+    own = [one.numel_in_shard or 0 for one in infos] if originals is not None else [flat._sharded_size.numel() - padding]
+    copies = getattr(wrapper, "_inter_node_pg", None) if sharded else None
+    return Flat(flat, originals, own, padding, sharded, getattr(wrapper, "process_group", None), copies)
+
+
+def is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` keeps a parameter in a flat one, or it is that one."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def is_managed(module: torch.nn.Module) -> bool:
+    """Whether FSDP, of either kind, gathers the parameters of a module for its forward and backward."""
+    # Not by `hasattr`: a module's own look-up costs a microsecond where there is no such attribute.
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def awaits_reduction(flat: torch.Tensor) -> bool:
+    """Whether the gradient of a sharded flat parameter is still this rank's own and whole, as after `no_sync()`."""
+    gradient, whole = flat.grad, getattr(flat, "_unpadded_unsharded_size", None)
+    return gradient is not None and gradient.shape == whole != getattr(flat, "_sharded_size", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A pipeline schedule. `divisor`: by what it divides gradients after its last backward, 1 for nothing; `None` if not known.
+
+    `piecewise`: it may divide some gradients before the backwards of others, or write some without a backward.
+    """
+
+    divisor: int | None
+    piecewise: bool
+
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+
+
+def calling_pipeline(frame: types.FrameType | None) -> Pipeline | None:
+    """The pipeline schedule among the callers, if any."""
+    schedules = sys.modules.get(_SCHEDULES)
+    while frame is not None and schedules is not None:
+        if frame.f_globals is vars(schedules) and hasattr(schedule := frame.f_locals.get("self"), "_step_microbatches"):
+            return _pipeline(schedules, schedule)
+        frame = frame.f_back
+    return None
+
+
+def _pipeline(schedules: types.ModuleType, schedule: object) -> Pipeline:
+    kinds = getattr(schedules, "PipelineScheduleSingle", ()), getattr(schedules, "_PipelineStageBase", None)
+    single, divides = isinstance(schedule, kinds[0]), getattr(schedule, "scale_grads", None)
+    if divides is None and not hasattr(kinds[1], "scale_grads"):
+        divides = False  # before torch 2.6 no schedule divides
+    chunks = getattr(schedule, "_n_microbatches", None)
+    if divides is None or chunks is None or kinds[1] is None:
+        _gone("torch.distributed.pipelining.schedules._PipelineSchedule")
+        return Pipeline(None, not single)
+    return Pipeline(chunks if divides else 1, not single)
 
 
 def default_store() -> Any:  # noqa: ANN401 - a store

@@ -56,7 +56,7 @@ def _table() -> Iterator[str]:
         values = ", ".join(numbers(rule)) or "none"
         lasting = first.for_ or "at once"
         judges = "server" if rule.judge is None else "server, process"
-        name = f"[{rule.name}](#{rule.name.lower()})"
+        name = f"[{rule.name}](#{rule.name})"
         yield f"| {name} | {severities} | {judges} | {values} | {lasting} | {first.keep_firing_for} |"
 
 

@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard
 
 from dashboards.generate.panels import DATASOURCE, Panel
-from dashboards.generate.queries import KEPT, of_run
+from dashboards.generate.queries import KEPT, firing, of_run
 
 TAG = "torch-grad-exporter"
 EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
@@ -28,19 +28,25 @@ class Row:
 
 
 class Event(dashboard.AnnotationQuery):
-    """An annotation from Prometheus, with the texts that the SDK's model has no place for."""
+    """An annotation from Prometheus whose moment is the value of its series, with what the SDK's model has no place for.
+
+    Grafana makes a region of the moments at which a series is there; of a moment that stays the same it makes one mark.
+    """
 
     title: str
     text: str
 
     def to_json(self) -> dict[str, object]:
-        """As the SDK has it, and the texts."""
-        return super().to_json() | {"titleFormat": self.title, "textFormat": self.text}
+        """As the SDK has it, and the rest."""
+        return super().to_json() | {"titleFormat": self.title, "textFormat": self.text, "useValueForTime": True}
 
 
 class _Annotation(Builder[dashboard.AnnotationQuery]):
+    """`expression`: the moments, in seconds of Unix time."""
+
     def __init__(self, name: str, color: str, expression: str, title: str, text: str) -> None:
-        self._event = Event(name=name, datasource=DATASOURCE, enable=True, hide=False, icon_color=color, expr=expression)
+        milliseconds = f"round(1000 * {expression})"
+        self._event = Event(name=name, datasource=DATASOURCE, enable=False, hide=False, icon_color=color, expr=milliseconds)
         self._event.title, self._event.text = title, text
 
     def build(self) -> dashboard.AnnotationQuery:
@@ -49,12 +55,15 @@ class _Annotation(Builder[dashboard.AnnotationQuery]):
 
 
 def _annotations() -> list[_Annotation]:
-    state = of_run("torch_train_state")
-    changed = f"count by (run, state) ({state} == 1 and changes({state}[$__rate_interval]) > 0)"
-    firing = 'ALERTS{alertstate="firing", run=~"$run"}'
+    begun = f'min by (alertname, severity, run) (ALERTS_FOR_STATE{{run=~"$run"}} and ignoring (alertstate) {firing()})'
+    over = of_run("torch_train_state", 'state=~"finished|failed"')
+    last = of_run("torch_train_last_activity_timestamp_seconds")
+    ends = f"min by (run, state) ({last} * on (job, instance, run, rank) group_left (state) ({over} == 1))"
+    acted = f"max by (run, action) ({of_run('torch_grad_exporter_last_action_timestamp_seconds')})"
     return [
-        _Annotation("State changes", "blue", changed, "{{run}} is {{state}}", ""),
-        _Annotation("Firing alerts", "red", firing, "{{alertname}}", "{{severity}}: {{run}} {{rank}} {{layer}} {{device}}"),
+        _Annotation("Actions", "green", acted, "{{action}}", "{{run}}"),
+        _Annotation("Alerts begin", "red", begun, "{{alertname}}", "{{severity}}: {{run}}"),
+        _Annotation("Runs end", "blue", ends, "{{run}} has {{state}}", ""),
     ]
 
 

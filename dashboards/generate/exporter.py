@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from dashboards.generate import acting
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import equal, increase, of_rank, of_run, rate, recorded
+from dashboards.generate.queries import equal, events, of_rank, of_run, rate, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-exporter"
 RANK = "{{run}} rank {{rank}}"
 MODES = {1: ("Model's output", "green"), 2: ("Each parameter", "blue"), 3: ("Optimizer", "orange")}
-SUCCESS = {0: ("Failed", "red"), 1: ("Succeeded", "green")}
-ANSWER = {0: ("Down", "red"), 1: ("Up", "green")}
+SUCCESS = {1: ("Succeeded", "green"), 0: ("Failed", "red")}
+ANSWER = {1: ("Up", "green"), 0: ("Down", "red")}
 
 
 def _overhead() -> Panel:
@@ -46,18 +47,19 @@ def _intervals() -> Panel:
         "of a single step: raise the budget or leave layers out."
     )
     panel = draw.lines(
-        "Sampling interval", text, "short",
+        "Sampling interval", text, "count:steps",
         Query(of_rank("torch_grad_exporter_sampling_interval_steps"), f"{RANK} samples"),
         Query(of_rank("torch_grad_exporter_timing_interval_steps"), f"{RANK} times"), many=True,
     )  # fmt: skip
-    return draw.logarithmic(panel)
+    return draw.logarithmic(panel.min(1))
 
 
 def _samples() -> Panel:
     panel = draw.lines(
-        "Samples", "Samples per second, and samples that were due and not taken or not delivered.", "cps",
+        "Samples", "Samples per second, and samples that were due and not taken or not delivered.", "count:samples/s",
         Query(rate(of_rank("torch_grad_exporter_captures_total")), f"{RANK} taken"),
-        Query(rate(of_rank("torch_grad_exporter_captures_skipped_total")), f"{RANK} skipped"), many=True,
+        Query(f"sum without (reason) ({rate(of_rank('torch_grad_exporter_captures_skipped_total'))})", f"{RANK} skipped"),
+        many=True,
     )  # fmt: skip
     return panel.min(0)
 
@@ -67,13 +69,14 @@ def _age_of_sample() -> Panel:
     sampled = f"sum by (run, rank) (max by (run, rank, optimizer) ({of_rank('torch_grad_sample_step')}))"
     behind = f"clamp_min({counted} - {sampled}, 0)"
     text = "Optimizer steps since the last sample. If it keeps growing, the exporter no longer sees any gradient."
-    return draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), many=True).min(0)
+    nothing = "Not known: this needs the recording rules, and a sample"
+    return draw.lines("Steps since the last sample", text, "short", Query(behind, RANK), nothing=nothing, many=True).min(0)
 
 
 def _mode() -> Panel:
     numbers = {"output": 1, "parameter": 2, "optimizer": 3}
     each = " or ".join(
-        f"{of_rank('torch_grad_exporter_capture_mode', equal('mode', name))} * {number}" for name, number in numbers.items()
+        f"({of_rank('torch_grad_exporter_capture_mode', equal('mode', name))} == 1) * {number}" for name, number in numbers.items()
     )
     text = (
         "How the exporter captures gradients. Capture at the optimizer is the last resort, as under compiled "
@@ -86,21 +89,22 @@ def _layers() -> Panel:
     panel = draw.lines(
         "Layers", "Layers shown, and layers that the cap on layers (max_layers) shows only as part of a group.", "short",
         Query(f"max by (run) ({of_rank('torch_grad_exporter_layers')})", "{{run}} shown"),
-        Query(f"max by (run) ({of_rank('torch_grad_exporter_layers_folded')})", "{{run}} folded"),
+        Query(f"max by (run) ({of_rank('torch_grad_exporter_layers_folded')}) > 0", "{{run}} folded"),
     )  # fmt: skip
     return panel.min(0)
 
 
 def _series() -> Panel:
     text = "Time series of each target in its previous scrape. OpenMetrics advises care above 10,000."
-    panel = draw.lines("Series", text, "short", Query(of_rank("torch_grad_exporter_series"), RANK), many=True)
+    query = Query(of_rank("torch_grad_exporter_series"), RANK)
+    panel = draw.lines("Series", text, "short", query, nothing=draw.NO_RUN + draw.ONE_SCRAPE)
     return draw.limit(panel.min(0), 10_000)
 
 
 def _errors() -> Panel:
-    query = Query(f"sum by (run, source) ({increase(of_rank('torch_grad_exporter_errors_total'))})", "{{run}} {{source}}")
+    query = Query(events(of_rank("torch_grad_exporter_errors_total"), "run, source"), "{{run}} {{source}}")
     text = "Failures inside the exporter in each interval, by source. The log has the traceback, and training goes on regardless."
-    return draw.bars(draw.lines("Errors", text, "short", query, many=True))
+    return draw.bars(draw.lines("Errors", text, "short", query, nothing="No error, or none is known", many=True))
 
 
 def _collectors() -> Panel:
@@ -127,36 +131,38 @@ def _scrapes() -> Panel:
     )
     panel = draw.lines(
         "Scrapes", text, "s",
-        Query(_scrape("scrape_duration_seconds"), RANK), Query(_scrape("scrape_samples_scraped"), f"{RANK} samples"), many=True,
+        Query(_scrape("scrape_duration_seconds"), RANK), Query(_scrape("scrape_samples_scraped"), f"{RANK} samples"),
     )  # fmt: skip
     right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", "short")]
     return panel.min(0).override_by_query("B", right)
 
 
 def _targets() -> Panel:
-    known = f"max by (job, instance) (last_over_time({of_run('torch_train_world_size')}[$__range]))"
+    known = f"max by (job, instance) (last_over_time({of_run('torch_train_world_size')}[$__range] @ end()))"
     query = Query(f'up{{job=~"$job"}} and on (job, instance) {known}', "{{job}} {{instance}}")
     text = "Whether each target of the chosen runs answers. A gap is a time without the target."
-    return draw.timeline("Targets", text, query, ANSWER, "No target in this time range")
+    return draw.timeline("Targets", text, query, ANSWER, "No target in this time range; a run that only pushes has none")
 
 
 def _versions() -> Panel:
     labels = ("run", "rank", "host", "local_rank", "devices", "torch_version", "exporter_version", "python_version")
     titles = ("Run", "Rank", "Host", "Local rank", "Devices", "PyTorch", "Exporter", "Python")
-    columns = [Column(label, title) for label, title in zip(labels, titles, strict=True)]
+    widths = {"rank": 70, "local_rank": 100, "torch_version": 130, "exporter_version": 110, "python_version": 100}
+    columns = [Column(label, title, width=widths.get(label)) for label, title in zip(labels, titles, strict=True)]
     text = "Versions and devices of each rank. Ranks of one run with different versions are a fault of the installation."
     query = Query(f"max by ({', '.join(labels)}) ({of_rank('torch_train_info')})")
-    return rows("Versions", text, [query], columns, nothing="No run is being scraped now")
+    return rows("Versions", text, [query], columns, nothing="No run is being scraped now", order=["Run", "Rank"])
 
 
 def dashboard() -> Dashboard:
     """The whole dashboard."""
     cost = [_overhead(), _cost_of_a_sample(), _intervals(), _samples(), _age_of_sample(), _mode()]
     health = [_collectors(), _durations(), _errors(), _layers()]
-    scraping = [_targets(), _scrapes(), _series(), _versions()]
+    scraping = [panel.span(8) for panel in (_targets(), _scrapes(), _series())]
     content = [
         Row("Cost and sampling", [panel.span(12) for panel in cost]),
         Row("Collectors and layers", [panel.span(12) for panel in health]),
-        Row("Scraping", [panel.span(12) for panel in scraping]),
+        Row("Scraping", [*scraping, _versions().span(24).height(7)]),
+        Row("Actions and notifications", [panel.span(8) for panel in acting.row()], collapsed=True),
     ]
     return board(UID, "Exporter", "What the exporter costs, and whether it sees the training.", content)

@@ -6,12 +6,11 @@ from grafana_foundation_sdk.builders import stat
 
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
-from dashboards.generate.panels import Query, link, steps
-from dashboards.generate.queries import of_rank, of_run, over_range
+from dashboards.generate.panels import CLICKED, Query, link, steps
+from dashboards.generate.queries import of_run, over_range
 
 TO_LAYERS = link("Which layer", "torch-grad-layers")
-TO_RANKS = link("Which rank", "torch-grad-ranks")
-TO_EXPORTER = link("What the exporter does", "torch-grad-exporter")
+THIS_RUN = link("Ranks of this run", "torch-grad-ranks", run=CLICKED)
 
 # By how much a person should care; of ranks in different states the run shows the highest.
 STATES = {
@@ -19,10 +18,13 @@ STATES = {
     2: ("Evaluating", "green"),
     3: ("Training", "green"),
     4: ("Initialising", "yellow"),
-    5: ("Gone", "semi-dark-orange"),
-    6: ("Down", "red"),
-    7: ("Failed", "red"),
+    5: ("Gone, was evaluating", "purple"),
+    6: ("Gone, was training", "purple"),
+    7: ("Gone, never trained", "purple"),
+    8: ("Down", "red"),
+    9: ("Failed", "red"),
 }
+TWO_SCRAPES = "Needs a run, two scrapes"
 AT_WORK = 'state=~"initialising|training|evaluating"'
 
 
@@ -37,8 +39,14 @@ def _in(name: str) -> str:
 
 
 def down() -> str:
-    """How many ranks of each run cannot be scraped though they were at work, as alert TrainingTargetDown has it."""
-    lost = f'{_recent(of_run("torch_train_state", AT_WORK))} == 1 and on (job, instance) up{{job=~"$job"}} == 0'
+    """How many ranks of each run cannot be scraped though they were at work, as alert TrainingTargetDown has it.
+
+    Of several runs that a target has had, one after the other, the last is meant.
+    """
+    started = _recent(of_run("torch_train_start_timestamp_seconds"))
+    last = f"{started} >= on (job, instance) group_left () max by (job, instance) ({started})"
+    at_work = f"{_recent(of_run('torch_train_state', AT_WORK))} == 1 and on (job, instance, run, rank) ({last})"
+    lost = f'{at_work} and on (job, instance) up{{job=~"$job"}} == 0'
     elsewhere = f"max by (run, rank) ({lost}) unless on (run, rank) {of_run('torch_train_state')} == 1"
     alive = f"count by (run) (count by (run, rank) ({of_run('torch_train_state', AT_WORK)} == 1))"
     return f"count by (run) ({elsewhere}) unless on (run) ({alive} >= max by (run) ({of_run('torch_train_world_size')}))"
@@ -61,9 +69,11 @@ def state() -> str:
     """A number of STATES for each run: of the ranks that are scraped, else of those last seen within the hour."""
     numbers = {"finished": 1, "evaluating": 2, "training": 3, "initialising": 4}
     now = " or ".join(f"{_in(name)} * {number}" for name, number in numbers.items())
-    finished = f"({_recent(of_run('torch_train_state', ask.equal('state', 'finished')))} == 1)"
-    at_work = f"({_recent(of_run('torch_train_state', AT_WORK))} == 1)"
-    return f"max by (run) ({now} or 0 * ({down()}) + 6 or 0 * ({failed()}) + 7) or max by (run) ({finished} or {at_work} * 5)"
+    lasts = {"finished": 1, "evaluating": 5, "training": 6, "initialising": 7}
+    last = " or ".join(
+        f"({_recent(of_run('torch_train_state', ask.equal('state', name)))} == 1) * {number}" for name, number in lasts.items()
+    )
+    return f"max by (run) ({now} or 0 * ({down()}) + 8 or 0 * ({failed()}) + 9) or max by (run) ({last})"
 
 
 def idle() -> str:
@@ -99,28 +109,29 @@ def nonfinite(name: str, *matchers: str) -> str:
 
 def _state() -> stat.Panel:
     text = (
-        "State of the run. Down: a rank that was running does not answer, no other target serves it, and the run "
-        "needs it. Failed: an exception ended a rank, and no process was started since. Gone: the run was running "
-        "at its last scrape, and its target is no longer known, as after an end that Prometheus did not see."
+        "State of the run, as far as its last scrape tells. Down: a rank that was running does not answer, no other "
+        "target serves it, and the run needs it; without `linger`, an exception looks like this too, and the log of the "
+        "run names it. Failed: an exception ended a rank, and no process was started since. Gone: the target is no longer "
+        "known, and this is what it did last; a run that ended well without `linger` looks like this."
     )
-    panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing=draw.NO_RUN, texts=STATES)
-    return panel.data_links([TO_RANKS])
+    panel = draw.number("State", text, "short", Query(state(), "{{run}}"), nothing="No run in this range", texts=STATES)
+    return panel.data_links([THIS_RUN])
 
 
 def _nonfinite() -> stat.Panel:
     text = (
         "Steps with NaN or Inf in a gradient, and losses that were NaN or Inf, in the time range. A gradient scaler "
-        "skips a step after an overflow: a few skips at the start are normal. Any other such step may have spoilt "
-        "the weights. Steps before the first scrape of a process show as 1."
+        "skips a step after an overflow: a few skips at the start are normal. Any other such step may have spoilt the "
+        "weights, and counts as spoilt. Steps before the first scrape of a process show as 1."
     )
     panel = draw.number(
         "NaN and Inf", text, "short",
-        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "steps taken"),
+        Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome!="skipped"'), "steps spoilt"),
         Query(nonfinite("torch_grad_nonfinite_steps_total", 'outcome="skipped"'), "steps skipped"),
         Query(nonfinite("torch_train_loss_nonfinite_total"), "losses"),
-        nothing=draw.NO_RUN,
+        nothing=TWO_SCRAPES,
     )  # fmt: skip
-    panel.thresholds(steps(("green", None), ("red", 1))).data_links([TO_LAYERS])
+    panel.decimals(0).thresholds(steps(("green", None), ("red", 1))).data_links([TO_LAYERS])
     mild = steps(("green", None), ("yellow", 1)).build()
     return panel.override_by_query("B", [draw.setting("thresholds", mild)])
 
@@ -132,8 +143,10 @@ def _stalled() -> stat.Panel:
         "and, in an evaluation, 30 minutes. Typical causes are a hang in a collective, in the data loader or in a "
         "checkpoint."
     )
-    panel = draw.number("Stalled for", text, "s", Query(idle(), "{{run}}"), nothing="Not training", texts={0: ("No", "green")})
-    return panel.thresholds(steps(("green", None), ("red", 1))).data_links([TO_RANKS])
+    panel = draw.number(
+        "Stalled for", text, "s", Query(idle(), "{{run}}"), nothing="No run is training", texts={0: ("No", "green")}
+    )
+    return panel.thresholds(steps(("green", None), ("red", 1))).data_links([THIS_RUN])
 
 
 def _spikes() -> stat.Panel:
@@ -149,9 +162,9 @@ def _spikes() -> stat.Panel:
         "Spikes", text, "short",
         Query(count("torch_grad_global_norm_spikes_total"), "gradient norm"),
         Query(count("torch_train_loss_spikes_total"), "loss"),
-        nothing=draw.NO_RUN,
+        nothing=TWO_SCRAPES,
     )  # fmt: skip
-    return panel.thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
+    return panel.decimals(0).thresholds(steps(("green", None), ("yellow", 1), ("orange", 3))).data_links([TO_LAYERS])
 
 
 def _layers() -> stat.Panel:
@@ -164,22 +177,24 @@ def _layers() -> stat.Panel:
         Query(ask.dead().how_many(), "dead"),
         Query(ask.vanished().how_many(), "vanished"),
         Query(ask.without_gradient().how_many(), "no gradient"),
-        nothing="No layer is read now",
+        nothing="No layer is read",
     )  # fmt: skip
     return panel.thresholds(steps(("green", None), ("orange", 1))).data_links([TO_LAYERS])
 
 
-def _overhead() -> stat.Panel:
-    text = "Share of the training time that the exporter takes on the worst rank, and its budget. A fixed interval has no budget."
+def _waiting() -> stat.Panel:
+    text = (
+        "Share of each step for which the fastest rank waits for the slowest one: what the run would gain if all were as fast. "
+        "Known under DistributedDataParallel on CPUs, by the recording rules: not of a single rank, on CUDA or under FSDP2. Alert "
+        "StragglerRank asks for 1.33 times the own time of the fastest rank, a quarter of a step that waits for nothing else."
+    )
+    slowest = f"topk by (run) (1, {ask.recorded('rank:torch_train_own_seconds:excess_ratio')})"
     panel = draw.number(
-        "Exporter's cost", text, "percentunit",
-        Query(f"max({of_rank('torch_grad_exporter_overhead_ratio')})", "taken"),
-        Query(f"min({of_rank('torch_grad_exporter_overhead_budget_ratio')})", "budget"),
-        nothing="No exporter is being scraped now",
-    )  # fmt: skip
-    return draw.plain(panel).decimals(2).data_links([TO_EXPORTER])
+        "Waiting for the slowest rank", text, "percentunit", Query(slowest, "{{run}} rank {{rank}}"), nothing=draw.NO_OWN_TIME
+    )
+    return panel.decimals(0).thresholds(steps(("green", None), ("yellow", 0.1), ("orange", 0.25))).data_links([THIS_RUN])
 
 
 def banner() -> list[stat.Panel]:
     """All of them, the gravest first."""
-    return [_state(), _nonfinite(), _stalled(), _spikes(), _layers(), _overhead()]
+    return [_state(), _nonfinite(), _stalled(), _spikes(), _layers(), _waiting()]

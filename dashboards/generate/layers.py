@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from dashboards.generate import clipping
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
-from dashboards.generate.panels import Panel, Query, link, url
+from dashboards.generate.panels import CLICKED, SCIENTIFIC, Panel, Query, link, url
 from dashboards.generate.queries import KEPT, highest, increase, last_known, of_layer, of_rank, of_run, over_range, rate
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-layers"
 HERE = url(UID, "var-layer=${__data.fields.layer}", run="${__data.fields.run}")
-TROUBLE = {1: ("Dead", "purple"), 2: ("Vanished", "blue"), 3: ("No gradient", "orange"), 4: ("NaN or Inf", "red")}
+# By how much a person should care; a layer in several kinds of trouble shows the highest.
+TROUBLE = {1: ("Vanished", "yellow"), 2: ("No gradient", "orange"), 3: ("Dead", "dark-orange"), 4: ("NaN or Inf", "red")}
 CHOSEN = 'layer=~"$layer"'
 LAYER = Column("layer", "Layer", link=HERE)
 RUN = Column("run", "Run", width=120)
@@ -21,9 +23,8 @@ RUN = Column("run", "Run", width=120)
 
 def trouble() -> str:
     """A number of TROUBLE for each layer that is in it, the gravest first; nothing for one that is well."""
-    conditions = (ask.nonfinite(), ask.without_gradient(), ask.vanished(), ask.dead())
-    marked = (f"(({found.where()}) * 0 + {number})" for number, found in zip((4, 3, 2, 1), conditions, strict=True))
-    return " or ".join(marked)
+    conditions = {4: ask.nonfinite(), 3: ask.dead(), 2: ask.without_gradient(), 1: ask.vanished()}
+    return " or ".join(f"(({found.where()}) * 0 + {number})" for number, found in conditions.items())
 
 
 def _trouble() -> Panel:
@@ -33,17 +34,19 @@ def _trouble() -> Panel:
         "gradient: parameters without a gradient. NaN or Inf: within the last 5 minutes."
     )
     nothing = "No layer was dead, vanished, without gradient or non-finite"
-    panel = draw.timeline("Layers in trouble", text, Query(trouble(), "{{layer}} {{run}}"), TROUBLE, nothing)
-    return panel.data_links([link("This layer", UID, "var-layer=${__field.labels.layer}", run="${__field.labels.run}")])
+    panel = draw.timeline(
+        "Layers in trouble", text, Query(ask.in_order(trouble(), "run", "layer"), "{{layer}} {{run}}"), TROUBLE, nothing
+    )
+    return panel.data_links([link("This layer", UID, "var-layer=${__field.labels.layer}", run=CLICKED)])
 
 
 def _norms() -> Panel:
     text = (
-        "Every layer is a row, in the order of the names. The colour is the decimal logarithm of the norm of its "
+        "Every layer is a row, run by run, in the order of the names. The colour is the decimal logarithm of the norm of its "
         "gradient before clipping: -3 is 0.001. Rows that darken have a vanishing gradient, rows that light up an "
         "exploding one."
     )
-    query = Query(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "{{layer}} {{run}}")
+    query = Query(ask.in_order(f"log10(clamp_min({ask.layer_norm()}, 1e-12))", "run", "layer"), "{{layer}} {{run}}")
     nothing = "No layer was read; for sharded gradients this needs the recording rules"
     return draw.field_of_rows("Norm of every layer", text, query, scheme="Viridis", limits=(-8, 4), nothing=nothing)
 
@@ -54,7 +57,7 @@ def _deviations() -> Panel:
         "in robust sigmas: red is far above, blue far below. For a sharded layer it is the part that is furthest "
         "above."
     )
-    query = Query(highest(of_run("torch_grad_norm_zscore"), "run, layer"), "{{layer}} {{run}}")
+    query = Query(ask.in_order(highest(of_run("torch_grad_norm_zscore"), "run, layer"), "run", "layer"), "{{layer}} {{run}}")
     return draw.field_of_rows(
         "Deviation of every layer from its own baseline", text, query, scheme="RdYlBu", limits=(-6, 6),
         nothing="Needs 20 samples of a layer",
@@ -64,20 +67,21 @@ def _deviations() -> Panel:
 def _largest() -> Panel:
     spikes = f"round(max by (run, layer) ({over_range(of_run('torch_grad_norm_spikes_total', KEPT))}))"
     largest = ask.top(15, ask.last_layer_norm())
-    columns = [LAYER, RUN, Column("Value #A", "Norm", bar=True), Column("Value #B", "Spikes", width=80)]
+    columns = [RUN, LAYER, Column("Value #A", "Norm", SCIENTIFIC, width=110), Column("Value #B", "Spikes", width=80, decimals=0)]
     queries = [Query(largest), Query(f"{spikes} and on (run, layer) {largest}")]
     text = (
         "The layers with the largest gradients, and how often their norm spiked in the time range. A layer's name "
         "leads to its view below."
     )
-    return rows("Largest norms", text, queries, columns, nothing="No layer was read")
+    return rows("Largest norms", text, queries, columns, nothing="No layer was read", order=["Run", "-Norm"])
 
 
 def _furthest() -> Panel:
     score = f"abs({last_known(of_run('torch_grad_norm_zscore'), 'run, layer')})"
-    columns = [LAYER, RUN, Column("Value", "Sigmas", bar=True)]
+    columns = [RUN, LAYER, Column("Value", "Sigmas", full=12, orange=6, width=160)]
     text = "The norms furthest from their own last 128 samples, above or below, in robust sigmas; 6 and more count as a spike."
-    return rows("Furthest from their own baseline", text, [Query(ask.top(15, score))], columns, "Needs 20 samples")
+    query = Query(ask.top(15, score))
+    return rows("Furthest from their own baseline", text, [query], columns, "Needs 20 samples", order=["Run", "-Sigmas"])
 
 
 def _dead() -> Panel:
@@ -86,17 +90,17 @@ def _dead() -> Panel:
     worst = f"topk(15, {units})"
     queries = [Query(worst), Query(f"{dead} and on (run, layer) {worst}"), Query(f"{elements} and on (run, layer) {worst}")]
     columns = [
-        LAYER, RUN,
-        Column("Value #A", "Zero units", "percentunit", bar=True, full=1),
-        Column("Value #B", "Dead units", "percentunit", bar=True, full=1),
-        Column("Value #C", "Zero elements", "percentunit", bar=True, full=1),
+        RUN, LAYER,
+        Column("Value #A", "Zero units", "percentunit", full=1, width=115),
+        Column("Value #B", "Dead units", "percentunit", full=1, orange=0.9, width=115),
+        Column("Value #C", "Zero elements", "percentunit", full=1, width=115),
     ]  # fmt: skip
     text = (
         "Share of output units without gradient: at the last sample, and in each of the last dead_window samples; "
         "and the share of single elements. Units that are zero and not dead are normal with sparse activations and "
         "padding."
     )
-    return rows("Zero and dead units", text, queries, columns, nothing="No layer was read")
+    return rows("Zero and dead units", text, queries, columns, nothing="No layer was read", order=["Run", "-Zero units"])
 
 
 def _broken() -> Panel:
@@ -104,13 +108,14 @@ def _broken() -> Panel:
     missing = f"{last_known(of_run('torch_grad_missing_parameters'), 'run, layer')} > 0"
     counted = f"round(sum by (run, layer, kind) ({elements})) > 0"
     found = f'{counted} or label_replace({missing}, "kind", "parameters without gradient", "", "")'
-    columns = [LAYER, RUN, Column("kind", "What"), Column("Value", "How many", bar=True)]
+    columns = [RUN, LAYER, Column("kind", "What", width=180), Column("Value", "How many", "locale", width=100, decimals=0)]
     text = (
         "NaN or Inf elements of gradients in the time range, before clipping spreads them to all layers, and parameters that "
         "require a gradient and got none."
     )
     nothing = "Every gradient was there and finite"
-    return rows("NaN, Inf and missing gradients", text, [Query(ask.top(50, found))], columns, nothing=nothing)
+    query = Query(ask.top(50, found))
+    return rows("NaN, Inf and missing gradients", text, [query], columns, nothing=nothing, order=["Run", "Layer"])
 
 
 def _global_distribution() -> Panel:
@@ -128,11 +133,11 @@ def _clipping() -> Panel:
     text = "Share of the sampled steps that were clipped, and the share of the norm that was left at the last one: 1 is all of it."
     panel = draw.lines(
         "Clipping", text, "percentunit",
-        Query(f"{clipped} / on (run) group_left () ({samples} > 0)", "{{run}} {{optimizer}} steps clipped"),
+        Query(f"clamp_max({clipped} / on (run) group_left () ({samples} > 0), 1)", "{{run}} {{optimizer}} steps clipped"),
         Query(f"min by (run, optimizer) ({of_run('torch_grad_clip_coefficient')})", "{{run}} {{optimizer}} norm left"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
-    return panel.min(0)
+    return panel.min(0).max(1)
 
 
 def _chosen_norms() -> Panel:
@@ -143,7 +148,7 @@ def _chosen_norms() -> Panel:
         "Largest norm within the last 60 s, so that no step between two scrapes is missed; for sharded layers the root mean square "
         "of 5 minutes. With All layers, the 20 largest."
     )
-    panel = draw.lines("Norm", text, "short", Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True)
+    panel = draw.lines("Norm", text, SCIENTIFIC, Query(lines, "{{layer}} {{run}}"), nothing="No gradient was sampled", many=True)
     return draw.logarithmic(panel)
 
 
@@ -159,13 +164,9 @@ def _chosen_elements() -> Panel:
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
     text = "Largest absolute element of the gradient. A single element about as large as the norm is an outlier in the data."
     panel = draw.lines(
-        "Largest element",
-        text,
-        "short",
-        Query(lines, "{{layer}} {{run}}"),
-        nothing="No gradient was sampled, or they are sharded",
-        many=True,
-    )
+        "Largest element", text, SCIENTIFIC, Query(lines, "{{layer}} {{run}}"),
+        nothing="No gradient was sampled, or they are sharded", many=True,
+    )  # fmt: skip
     return draw.logarithmic(panel)
 
 
@@ -184,7 +185,7 @@ def _parts() -> Panel:
     lines = ask.steadily_top(20, highest(parts, "run, layer, rank"), "run, layer, rank", parts)
     text = "Sharded gradients: norm of each chosen rank's part of the chosen layers, the 20 largest."
     panel = draw.lines(
-        "Norm of each rank's part", text, "short", Query(lines, "{{layer}} rank {{rank}} {{run}}"),
+        "Norm of each rank's part", text, SCIENTIFIC, Query(lines, "{{layer}} rank {{rank}} {{run}}"),
         nothing="The gradients of these layers are not sharded", many=True,
     )  # fmt: skip
     return draw.logarithmic(panel)
@@ -192,9 +193,11 @@ def _parts() -> Panel:
 
 def _chosen_deviation() -> Panel:
     selector = of_layer("torch_grad_norm_spikes_total", KEPT)
-    spikes = ask.or_none(f"max by (run, layer) ({increase(selector)})")
+    spikes = ask.events(selector, "run, layer", "max")
     text = "Samples in each interval with a norm beyond 6 robust sigmas and 3 times the median: which layer spiked, and when."
-    panel = draw.lines("Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked", many=True)
+    panel = draw.lines(
+        "Spikes", text, "short", Query(spikes, "{{layer}} {{run}}"), nothing="No chosen layer spiked, or none is known", many=True
+    )
     return draw.bars(panel)
 
 
@@ -203,7 +206,7 @@ def _updates() -> Panel:
     lines = ask.steadily_top(20, highest(selector, "run, layer"), "run, layer", selector)
     text = "Norm of a layer's last update over the norm of its weights. About 0.001 is usual. With start_exporter(weights=True)."
     nothing = "Needs start_exporter(weights=True)"
-    panel = draw.lines("Update over weight", text, "sci", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
+    panel = draw.lines("Update over weight", text, SCIENTIFIC, Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
     return draw.logarithmic(panel)
 
 
@@ -224,7 +227,7 @@ def _moments() -> Panel:
         "deviation. With start_exporter(moments=True)."
     )
     return draw.lines(
-        "Mean and standard deviation of the elements", text, "sci",
+        "Mean and standard deviation of the elements", text, SCIENTIFIC,
         Query(mean, "{{layer}} {{run}} mean"), Query(lines, "{{layer}} {{run}} deviation"),
         nothing="Needs start_exporter(moments=True)", many=True,
     )  # fmt: skip
@@ -237,7 +240,7 @@ def _extremes() -> Panel:
     return draw.lines(
         "Smallest and largest element, with sign", (
             "Smallest and largest element of the gradients of the chosen layers. With start_exporter(moments=True)."
-        ), "sci",
+        ), SCIENTIFIC,
         Query(smallest, "{{layer}} {{run}} smallest"), Query(lines, "{{layer}} {{run}} largest"),
         nothing="Needs start_exporter(moments=True)", many=True,
     )  # fmt: skip
@@ -263,6 +266,7 @@ def dashboard() -> Dashboard:
         Row("The whole gradient", whole),
         Row("Chosen layers: $layer", _chosen()),
         Row("Chosen layers, optional metrics: weights and moments", more, collapsed=True),
+        Row("Clipping policies and frozen layers", clipping.row(), collapsed=True),
     ]
     text = "Which layer is in trouble, since when, and what its gradient looks like."
     return board(UID, "Gradients by layer", text, content, layer=True)

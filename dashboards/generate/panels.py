@@ -24,6 +24,15 @@ Named = tuple[str, str]
 """A word and a colour for a value."""
 
 NO_RUN = "No run in this time range"
+ONE_SCRAPE = ", or one scrape only"
+NO_OWN_TIME = "Own time or rules missing"
+"""Short, since Grafana writes it as large as the number would be: in the width of the panel."""
+
+CLICKED = "${__field.labels.run}"
+"""The run of the line or number that is clicked, in a link."""
+
+SCIENTIFIC = "sci"
+"""The unit of what spans decades. Others write the small ticks of a logarithmic axis as 0."""
 DATASOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel | bargauge.Panel
@@ -44,6 +53,12 @@ def _query(letter: str, query: Query, form: PromQueryFormat, *, instant: bool) -
     return target.instant() if instant else target.range()
 
 
+def _sentence(nothing: str, queries: Sequence[Query]) -> str:
+    """What a graph says where there is nothing: of rates alone, that they need two scrapes."""
+    counted = all("[$__rate_interval]" in query.expression for query in queries)
+    return nothing + ONE_SCRAPE if counted else nothing
+
+
 def asking(panel: P, queries: Sequence[Query], form: PromQueryFormat = PromQueryFormat.TIME_SERIES, *, instant: bool = False) -> P:
     """The panel with its queries, which are named A, B, C and so on."""
     letters = string.ascii_uppercase
@@ -52,7 +67,8 @@ def asking(panel: P, queries: Sequence[Query], form: PromQueryFormat = PromQuery
 
 def about(panel: P, title: str, description: str, unit: str, nothing: str) -> P:
     """The panel with what every panel has; `nothing` is what it says where there is no data."""
-    return panel.title(title).description(description).unit(unit).no_value(nothing).datasource(DATASOURCE)
+    panel = panel.title(title).description(description).unit(unit).no_value(nothing).datasource(DATASOURCE)
+    return panel.decimals(2) if unit == SCIENTIFIC else panel
 
 
 def steps(*colors: tuple[str, float | None]) -> builders.ThresholdsConfig:
@@ -127,14 +143,21 @@ def lines(title: str, description: str, unit: str, *queries: Query, nothing: str
         legend.sort_by("Last *").sort_desc(True).width(320)
     else:
         legend.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).calcs([])
-    panel = asking(about(timeseries.Panel(), title, description, unit, nothing), queries).legend(legend)
+    panel = asking(about(timeseries.Panel(), title, description, unit, _sentence(nothing, queries)), queries).legend(legend)
     tooltip = build.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
-    by_name = builders.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC_BY_NAME)
-    return panel.tooltip(tooltip).color_scheme(by_name).line_width(1).fill_opacity(0).show_points(common.VisibilityMode.AUTO)
+    panel = panel.tooltip(tooltip).color_scheme(_palette(queries)).line_width(1).fill_opacity(0)
+    return panel.show_points(common.VisibilityMode.AUTO)
+
+
+def _palette(queries: Sequence[Query]) -> builders.FieldColor:
+    """Colours by the order of the lines; by their names where these are runs, so that a run has one colour on all panels."""
+    runs = all(query.legend == "{{run}}" for query in queries)
+    mode = dashboard.FieldColorModeId.PALETTE_CLASSIC_BY_NAME if runs else dashboard.FieldColorModeId.PALETTE_CLASSIC
+    return builders.FieldColor().mode(mode)
 
 
 def logarithmic(panel: timeseries.Panel) -> timeseries.Panel:
-    """The same with a logarithmic axis, for what spans decades."""
+    """The same with a logarithmic axis, for what spans decades: its unit is `SCIENTIFIC`, or one that knows small parts."""
     return panel.scale_distribution(build.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10))
 
 
@@ -144,8 +167,8 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
 
 
 def bars(panel: timeseries.Panel) -> timeseries.Panel:
-    """The same as bars, for how often something happened in each interval."""
-    return panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80).min(0)
+    """The same as bars, for how often something happened in each interval: whole numbers."""
+    return panel.draw_style(common.GraphDrawStyle.BARS).fill_opacity(80).min(0).decimals(0)
 
 
 def limit(panel: timeseries.Panel, value: float) -> timeseries.Panel:
@@ -170,21 +193,26 @@ def plain(panel: stat.Panel) -> stat.Panel:
     return panel.color_mode(common.BigValueColorMode.NONE)
 
 
-def ranking(title: str, description: str, unit: str, *queries: Query, nothing: str) -> bargauge.Panel:
-    """A bar for each series, as of now."""
+def ranking(title: str, description: str, unit: str, *queries: Query, full: float, nothing: str) -> bargauge.Panel:
+    """A bar for each series, as of now, from 0 to `full`."""
     panel = asking(about(bargauge.Panel(), title, description, unit, nothing), queries, instant=True)
     panel.reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
     panel.display_mode(common.BarGaugeDisplayMode.BASIC).orientation(common.VizOrientation.HORIZONTAL)
-    return panel.show_unfilled(True).thresholds(steps(("blue", None)))
+    return panel.min(0).max(full).show_unfilled(True).thresholds(steps(("blue", None)))
 
 
 def timeline(title: str, description: str, query: Query, texts: Mapping[int, Named], nothing: str) -> statetimeline.Panel:
-    """A row for each series whose colour says its state; 20 rows to a page."""
-    panel = asking(about(statetimeline.Panel(), title, description, "short", nothing), [query]).mappings([names(texts)])
+    """A row for each series whose colour says its state; 20 rows to a page.
+
+    With the colour mode that Grafana takes otherwise, a continuous one, there is no legend.
+    """
+    panel = about(statetimeline.Panel(), title, description, "short", _sentence(nothing, [query]))
+    panel = asking(panel, [query]).mappings([names(texts)])
     panel.legend(build.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST).placement(
         common.LegendPlacement.BOTTOM))  # fmt: skip
     panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.85).per_page(20).fill_opacity(80)
     tooltip = build.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE).sort(common.SortOrder.NONE)
+    panel.color_scheme(builders.FieldColor().mode(dashboard.FieldColorModeId.FIXED).fixed_color("text"))
     return panel.thresholds(steps(("text", None))).tooltip(tooltip).max_data_points(120)
 
 
@@ -193,25 +221,30 @@ def _color(scheme: str) -> heatmap.HeatmapColorOptions:
     return color.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5)
 
 
-def _heatmap(panel: heatmap.Panel, color: heatmap.HeatmapColorOptions) -> heatmap.Panel:
+def _heatmap(panel: heatmap.Panel, color: heatmap.HeatmapColorOptions, hidden: float) -> heatmap.Panel:
+    """`hidden`: cells up to this value are not drawn. Grafana hides those up to 1e-9 where nothing is said."""
     panel.color(color).mode(common.TooltipDisplayMode.SINGLE).show_color_scale(True).show_legend().calculate(False)
-    return panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_gap(1).max_data_points(120)
+    return panel.filter_values(heatmap.FilterValueRange().le(hidden)).cell_gap(1).max_data_points(120)
 
 
 def distribution(title: str, description: str, unit: str, query: Query, nothing: str) -> heatmap.Panel:
     """How a histogram's observations spread, over time; the query yields an increase by `le`."""
-    panel = asking(about(heatmap.Panel(), title, description, unit, nothing), [query], PromQueryFormat.HEATMAP)
+    panel = about(heatmap.Panel(), title, description, unit, _sentence(nothing, [query]))
+    panel = asking(panel, [query], PromQueryFormat.HEATMAP)
     axis = heatmap.YAxisConfig().unit(unit).axis_placement(common.AxisPlacement.LEFT).reverse(False)
-    return _heatmap(panel, _color("Oranges")).y_axis(axis).cell_values(heatmap.CellValues().unit("short").decimals(0))
+    return _heatmap(panel, _color("Oranges"), hidden=1e-9).y_axis(axis).cell_values(heatmap.CellValues().unit("short").decimals(0))
 
 
 def field_of_rows(
     title: str, description: str, query: Query, *, scheme: str, limits: tuple[float, float], nothing: str
 ) -> heatmap.Panel:
-    """A thin row for each series, its value as a colour between two limits: hundreds of layers at a glance."""
+    """A thin row for each series, its value as a colour between two limits: hundreds of layers at a glance.
+
+    Grafana itself turns the schemes that end in blue, so that red is high.
+    """
     panel = asking(about(heatmap.Panel(), title, description, "short", nothing), [query])
-    color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1])
-    color.reverse(scheme == "RdYlBu")  # red is to be high
-    axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180).reverse(False)
-    panel = _heatmap(panel, color).y_axis(axis).cell_gap(0).filter_values(heatmap.FilterValueRange())
+    color = _color(scheme).scale(HeatmapColorScale.LINEAR).min(limits[0]).max(limits[1]).reverse(False)
+    axis = heatmap.YAxisConfig().unit("short").axis_placement(common.AxisPlacement.LEFT).axis_width(180)
+    axis.reverse(True)  # the first row on top
+    panel = _heatmap(panel, color, hidden=-1000).y_axis(axis).cell_gap(0)
     return panel.cell_values(heatmap.CellValues().unit("short").decimals(1))

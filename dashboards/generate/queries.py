@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RUN = 'job=~"$job", run=~"$run"'
+CHOSEN_RUN = 'run=~"$run"'
+RUN = f'job=~"$job", {CHOSEN_RUN}'
 RANK = f'{RUN}, rank=~"$rank"'
 LAYER = f'{RUN}, layer=~"$layer"'
 
@@ -54,6 +55,26 @@ def over_range(selector: str) -> str:
     return f"increase({selector}[$__range])"
 
 
+def events(selector: str, by: str, together: str = "sum") -> str:
+    """How many events came at each moment, as a whole number, where there were any."""
+    return f"round({together} by ({by}) ({increase(selector)})) > 0"
+
+
+def in_order(expression: str, *labels: str) -> str:
+    """The same series in the order of these labels, numbers within a name by their size: `blocks.2` before `blocks.10`.
+
+    The first label keeps its own series together. Prometheus sorts what a graph asks for by all labels, the first name first, and
+    Grafana keeps that order. So `as` comes first, in which numbers of up to two figures have three; of the other labels together
+    the first two of each size count.
+    """
+    first, *others = (f'"{label}"' for label in labels)
+    ordered = f'label_join({expression}, "as", " ", {", ".join(others)})'
+    for figures, zeros in (("[0-9]", "00"), ("[0-9]{2}", "0")):
+        for _ in range(2):
+            ordered = f'label_replace({ordered}, "as", "${{1}}{zeros}${{2}}${{3}}", "as", "(|.*?[._ ])({figures})([._ ].*|)")'
+    return f'label_join({ordered}, "as", " ", {first}, "as")'
+
+
 def highest(selector: str, by: str) -> str:
     """The largest for each `by`: of what several ranks show the same of, that."""
     return f"max by ({by}) ({selector})"
@@ -66,7 +87,7 @@ def last_known(selector: str, by: str) -> str:
 
 def record(name: str, *matchers: str) -> str:
     """A recording rule's series of the chosen runs; they have no `job`."""
-    chosen = ", ".join(('run=~"$run"', *matchers))
+    chosen = ", ".join((CHOSEN_RUN, *matchers))
     return f"{name}{{{chosen}}}"
 
 
@@ -84,10 +105,15 @@ def last_recorded(name: str, *matchers: str) -> str:
 def with_host(selector: str) -> str:
     """The same with the label `host`: an index of a GPU says nothing without it. Job and instance keep the match unique.
 
-    Of a pushed run whose model has moved to another device there are two facts for a while.
+    Of a pushed run whose model has moved to another device or host there are two facts for a while: one of them is taken.
     """
-    info = f"max by (job, instance, run, rank, host) ({of_run('torch_train_info')})"
+    info = f"topk by (job, instance, run, rank) (1, max by (job, instance, run, rank, host) ({of_run('torch_train_info')}))"
     return f"{selector} * on (job, instance, run, rank) group_left (host) {info}"
+
+
+def by_host(expression: str) -> str:
+    """One series for each host, of which each rank of each run on it has a copy."""
+    return f"max by (host) ({with_host(expression)})"
 
 
 def quantile(share: float, selector: str, by: str) -> str:
@@ -95,9 +121,17 @@ def quantile(share: float, selector: str, by: str) -> str:
     return f"histogram_quantile({share}, sum by ({by}, le) ({rate(selector)}))"
 
 
-def or_none(expression: str) -> str:
-    """What is above 0; for a run of which nothing is, one line at 0."""
-    return f"({expression} > 0) or on (run) 0 * {highest(of_run('torch_train_world_size'), 'run')}"
+def or_all(expression: str, *labels: str) -> str:
+    """The same, with "All" for a label that a series does not have: so Grafana calls what does not choose one of its values."""
+    for label in labels:
+        expression = f'label_replace({expression}, "{label}", "All", "{label}", "")'
+    return expression
+
+
+def firing(*matchers: str) -> str:
+    """The alerts of the chosen runs that fire; they have no job, but their runs have, within the hour."""
+    alerts = f"ALERTS{{{', '.join((equal('alertstate', 'firing'), CHOSEN_RUN, *matchers))}}}"
+    return f"({alerts} and on (run) last_over_time({of_run('torch_train_world_size')}[{RECENTLY}]))"
 
 
 def top(count: int, expression: str) -> str:
@@ -164,14 +198,15 @@ def dead() -> Condition:
 
 
 def vanished() -> Condition:
-    """The largest recent norm is under a ten-millionth of the whole, as alert GradientVanishing has it.
+    """The largest recent norm is under a ten-millionth of the whole, as alert GradientVanishing has it, and the layer is not dead.
 
     Of a sharded layer its largest part stands for it. Where a sample is older than a minute, there is no recent one.
     """
     names = ("torch_grad_norm_recent_max", "torch_grad_norm", "torch_grad_shard_norm")
     # The largest of each first: `or` is slow between thousands of series.
     largest = " or ".join(highest(of_run(name), "run, layer") for name in names)
-    return Condition(f"({largest})", "<", f"on (run) group_left () (1e-7 * max by (run) ({global_norm()} < +Inf))")
+    alive = f"(({largest}) unless on (run, layer) ({dead().where()}))"
+    return Condition(alive, "<", f"on (run) group_left () (1e-7 * max by (run) ({global_norm()} < +Inf))")
 
 
 def without_gradient() -> Condition:

@@ -9,20 +9,21 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
-from dashboards.generate.panels import Panel, Query, steps, url
-from dashboards.generate.queries import KEPT, equal, highest, increase, of_rank, of_run, over_range, recorded
+from dashboards.generate.panels import SCIENTIFIC, Panel, Query, steps, url
+from dashboards.generate.queries import KEPT, equal, highest, of_rank, of_run, over_range, recorded
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-ranks"
 CHOSEN = 'rank=~"$rank"'
 RANK = "{{run}} rank {{rank}}"
 STATES = {
-    1: ("Initialising", "yellow"),
+    1: ("Finished", "blue"),
     2: ("Training", "green"),
     3: ("Evaluating", "semi-dark-green"),
-    4: ("Finished", "blue"),
+    4: ("Initialising", "yellow"),
     5: ("Failed", "red"),
 }
+NO_OWN_TIME = "Own time is not known: one rank, CUDA, FSDP2, or no recording rules"
 NO_RULES = "Not known yet: this needs the recording rules, and steps in the last 5 minutes"
 
 
@@ -42,15 +43,16 @@ def _missing() -> Panel:
 def _skew() -> Panel:
     query = Query(recorded("run:torch_train_steps:skew"), "{{run}}")
     text = "Optimizer steps between the first rank and the last. A few are due to scrapes at different moments."
-    return draw.plain(draw.number("Steps between first and last rank", text, "short", query, nothing=NO_RULES))
+    return draw.plain(draw.number("Steps between first and last rank", text, "short", query, nothing="No rules, or no steps yet"))
 
 
 def _slowest() -> Panel:
-    ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
-    text = "The rank with the longest own time in a step, as a multiple of the median rank's. From 1.33 on it is a straggler."
-    panel = draw.number(
-        "Slowest rank", text, "short", Query(ask.top(1, ratio), RANK), nothing="One rank, or own time is not known here"
+    ratio = recorded("rank:torch_train_own_seconds:ratio_fastest", CHOSEN)
+    text = (
+        "The rank with the longest own time in a step, as a multiple of that of the fastest rank. From 1.33 on it is a straggler."
     )
+    slowest = Query(f"topk by (run) (1, {ratio})", RANK)
+    panel = draw.number("Slowest rank", text, "none", slowest, nothing=draw.NO_OWN_TIME)
     return panel.decimals(2).thresholds(steps(("green", None), ("orange", 1.33)))
 
 
@@ -67,13 +69,14 @@ def _states() -> Panel:
     def those_in(states: Mapping[str, int]) -> str:
         return " or ".join(f"({of_rank('torch_train_state', equal('state', name))} == 1) * {states[name]}" for name in states)
 
-    alive = f"max by (run, rank) ({those_in({'initialising': 1, 'training': 2, 'evaluating': 3})})"
-    ended = f"max by (run, rank) ({those_in({'finished': 4, 'failed': 5})})"
+    alive = f"max by (run, rank) ({those_in({'training': 2, 'evaluating': 3, 'initialising': 4})})"
+    ended = f"max by (run, rank) ({those_in({'finished': 1, 'failed': 5})})"
     text = (
         "State of each rank over time. A gap is a time without a scrape. For a rank that was restarted while the "
         "text file of its last process remains, it is the state of the new process."
     )
-    return draw.timeline("State of each rank", text, Query(f"{alive} or {ended}", RANK), STATES, draw.NO_RUN)
+    query = Query(ask.in_order(f"({alive} or {ended})", "run", "rank"), RANK)
+    return draw.timeline("State of each rank", text, query, STATES, draw.NO_RUN)
 
 
 def _behind() -> str:
@@ -87,7 +90,7 @@ def _comparison() -> Panel:
     idle = f"time() - {of_rank('torch_train_last_activity_timestamp_seconds')}"
     queries = [
         Query(f"max by (job, instance, run, rank, host) ({of_rank('torch_train_info')})"),
-        Query(recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)),
+        Query(recorded("rank:torch_train_own_seconds:ratio_fastest", CHOSEN)),
         Query(recorded("rank:torch_train_step_duration_seconds:mean5m", CHOSEN)),
         Query(recorded("rank:torch_train_own_seconds:mean5m", CHOSEN)),
         Query(recorded("rank:torch_train_host_seconds:mean5m", CHOSEN)),
@@ -99,28 +102,29 @@ def _comparison() -> Panel:
     to_resources = url("torch-grad-resources", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [
         Column("run", "Run"), Column("rank", "Rank", width=70, link=to_resources), Column("host", "Host", link=to_resources),
-        Column("Value #B", "Own time / median", bar=True), Column("Value #C", "Step", "s", width=90),
+        Column("Value #B", "Own time / fastest", "none", full=2, orange=1.33, width=170), Column("Value #C", "Step", "s", width=90),
         Column("Value #D", "Own time", "s", width=90), Column("Value #E", "Data and host", "s", width=110),
         Column("Value #F", "Waits for others", "s", width=120), Column("Value #G", "Steps behind", width=105),
-        Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95),
+        Column("Value #H", "Idle for", "s", width=90), Column("Value #I", "NaN and Inf", width=95, decimals=0),
     ]  # fmt: skip
     text = (
-        "All ranks side by side. Own time is a step without the wait for other ranks; where it is unknown, as on "
-        "GPUs, compare data and host time. NaN and Inf are gradient elements in the time range, of the layers that "
-        "the rank shows."
+        "All ranks side by side. Own time is a step without the wait for other ranks, over that of the fastest rank; where "
+        "it is unknown, as on GPUs, compare data and host time. Its bar ends at 2. NaN and Inf are gradient elements in the time "
+        "range, of the layers that the rank shows."
     )
-    return rows("Ranks side by side", text, queries, columns, nothing="No run is being scraped now")
+    nothing = "No run is being scraped now"
+    return rows("Ranks side by side", text, queries, columns, nothing, order=["Run", "-Own time / fastest", "Rank"])
 
 
 def _own_time() -> Panel:
-    ratio = recorded("rank:torch_train_own_seconds:ratio_median", CHOSEN)
+    ratio = recorded("rank:torch_train_own_seconds:ratio_fastest", CHOSEN)
     text = (
-        "Each rank's own time in a step, as a multiple of the median rank's: 1 is normal, the straggler stands out. "
-        "Known under DistributedDataParallel on CPUs."
+        "Each rank's own time in a step, as a multiple of that of the fastest rank: 1 is normal, the straggler "
+        "stands out. Known under DistributedDataParallel on CPUs."
     )
-    nothing = "Own time is not known here: one rank, FSDP2 or GPUs"
-    panel = draw.lines("Own time over that of the median rank", text, "short", Query(ratio, RANK), nothing=nothing, many=True)
-    return draw.limit(panel, 1.33)
+    query = Query(ratio, RANK)
+    panel = draw.lines("Own time over that of the fastest rank", text, "none", query, nothing=NO_OWN_TIME, many=True)
+    return draw.limit(panel.decimals(2).min(0), 1.33)
 
 
 def _waits() -> Panel:
@@ -129,7 +133,7 @@ def _waits() -> Panel:
         "How long a rank waits for the others' gradients in a step. The slowest rank waits least; the wait that all "
         "ranks share is the network."
     )
-    nothing = "Known under DistributedDataParallel on CPUs only"
+    nothing = "Known by the recording rules, under DistributedDataParallel on CPUs"
     return draw.lines("Waiting for other ranks", text, "s", Query(wait, RANK), nothing=nothing, many=True).min(0)
 
 
@@ -144,13 +148,14 @@ def _host_time() -> Panel:
 def _lag() -> Panel:
     text = "Optimizer steps that a rank is behind the first rank. A rising line is a rank that has stopped."
     query = Query(_behind(), RANK)
-    return draw.lines("Steps behind", text, "short", query, nothing=draw.NO_RUN, many=True).min(0)
+    return draw.lines("Steps behind", text, "short", query, nothing=NO_RULES, many=True).min(0)
 
 
 def _nonfinite() -> Panel:
-    found = f"sum by (run, rank) ({increase(of_rank('torch_grad_nonfinite_steps_total'))})"
+    found = ask.events(of_rank("torch_grad_nonfinite_steps_total"), "run, rank")
     text = "Steps in each interval with NaN or Inf in the gradients of a rank. All ranks at once: the loss spread it."
-    return draw.bars(draw.lines("Steps with NaN or Inf by rank", text, "short", Query(found, RANK), many=True))
+    nothing = "No step with NaN or Inf, or none is known"
+    return draw.bars(draw.lines("Steps with NaN or Inf by rank", text, "short", Query(found, RANK), nothing=nothing, many=True))
 
 
 def _losses() -> Panel:
@@ -166,7 +171,7 @@ def _whole_norm() -> Panel:
         "that each step's clipping gives with observe(grad_norm=...), and the sum at rank 0 where whole_run is on."
     )
     panel = draw.lines(
-        "Norm over all ranks", text, "short",
+        "Norm over all ranks", text, SCIENTIFIC,
         Query(recorded("run:torch_grad_norm:rms5m"), "{{run}} from all parts"),
         Query(highest(of_run("torch_grad_global_norm"), "run, optimizer"), "{{run}} {{optimizer}} as known to a rank"),
         Query(highest(of_run("torch_run_grad_global_norm_rms"), "run"), "{{run}} at rank 0"),
@@ -182,7 +187,8 @@ def _layer_norms() -> Panel:
         "Root mean square of each layer's norm over 5 minutes, from all ranks' parts: the 20 largest. With one rank "
         "it is that rank's norm."
     )
-    panel = draw.lines("Norms of sharded layers", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=NO_RULES, many=True)
+    query = Query(lines, "{{layer}} {{run}}")
+    panel = draw.lines("Norms of sharded layers", text, SCIENTIFIC, query, nothing=NO_RULES, many=True)
     return draw.logarithmic(panel)
 
 
@@ -193,7 +199,7 @@ def _own_norms() -> Panel:
     )
     nothing = "Needs start_exporter(local_norm=True) and DistributedDataParallel"
     query = Query(highest(of_rank("torch_grad_local_norm"), "run, rank, optimizer"), f"{RANK} {{{{optimizer}}}}")
-    return draw.logarithmic(draw.lines("Own norm of each rank", text, "short", query, nothing=nothing, many=True))
+    return draw.logarithmic(draw.lines("Own norm of each rank", text, SCIENTIFIC, query, nothing=nothing, many=True))
 
 
 def _noise_scale() -> Panel:
@@ -201,9 +207,9 @@ def _noise_scale() -> Panel:
         "Simple noise scale of the gradient in training examples, the median of the ranks' estimates. A batch far "
         "below it gains from more examples, a batch far above it wastes them."
     )
-    nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel and 20 samples"
+    nothing = "Needs start_exporter(local_norm=True), DistributedDataParallel, 20 samples and the recording rules"
     query = Query(recorded("run:torch_grad_noise_scale:median"), "{{run}} {{optimizer}}")
-    return draw.logarithmic(draw.lines("Gradient noise scale", text, "short", query, nothing=nothing))
+    return draw.logarithmic(draw.lines("Gradient noise scale", text, "count:examples", query, nothing=nothing).min(1))
 
 
 def dashboard() -> Dashboard:

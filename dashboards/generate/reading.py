@@ -49,7 +49,7 @@ def interpolated(
     """The expression that Grafana sends. A text, such as ALL, stands as it is; several values are escaped, then joined by |."""
     values = {name: value if isinstance(value, str) else _any_of(value) for name, value in variables.items()}
     values |= {"__rate_interval": rate_interval, "__range": span, "__interval": interval}
-    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values[found[1] or found[2]], expr)
+    return re.sub(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", lambda found: values[found[1] or found[2]], expr)
 
 
 def _any_of(chosen: Iterable[str]) -> str:

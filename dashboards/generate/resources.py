@@ -7,10 +7,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate.board import Row, board
 from dashboards.generate.panels import Panel, Query
-from dashboards.generate.queries import increase, of_rank, rate, with_host
+from dashboards.generate.queries import by_host, in_order, increase, of_rank, rate, with_host
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-resources"
+THROTTLED = {0: ("Full speed", "green"), 1: ("Held back at times", "yellow"), 2: ("Throttled", "orange")}
 NO_CUDA = "No CUDA device is in use"
 NO_GPU = "No GPU that NVML knows, or the extra `gpu` is not installed"
 DEVICE = "{{host}} rank {{rank}} {{device}}"
@@ -25,14 +26,14 @@ def _devices() -> Panel:
     share = f"({_cuda('reserved')} / {_cuda('total')})"
     columns = [
         Column("run", "Run"), Column("host", "Host"), Column("rank", "Rank", width=70), Column("device", "Device", width=80),
-        Column("Value #A", "Reserved", "percentunit", bar=True, full=1), Column("Value #B", "Allocated", "bytes", width=100),
-        Column("Value #C", "Most allocated", "bytes", width=120), Column("Value #D", "Most reserved", "bytes", width=120),
-        Column("Value #E", "Of", "bytes", width=100),
+        Column("Value #A", "Reserved", "percentunit", full=1, orange=0.95, width=150),
+        Column("Value #B", "Allocated", "bytes", width=100), Column("Value #C", "Most allocated", "bytes", width=120),
+        Column("Value #D", "Most reserved", "bytes", width=120), Column("Value #E", "Of", "bytes", width=100),
     ]  # fmt: skip
     fields = ("allocated", "peak_allocated", "peak_reserved", "total")
     queries = [Query(with_host(expression)) for expression in (share, *map(_cuda, fields))]
     text = "Memory of each device by PyTorch's allocator, the fullest first. The cache is what is reserved and not allocated."
-    return rows("Devices", text, queries, columns, nothing=NO_CUDA)
+    return rows("Devices", text, queries, columns, nothing=NO_CUDA, order=["Run", "-Reserved", "Host", "Rank"])
 
 
 def _allocator() -> Panel:
@@ -84,8 +85,9 @@ def _retries() -> Panel:
     text = "Allocations in each interval that only succeeded after a flush of the cache, or that failed. Investigate any of them."
     panel = draw.lines(
         "Allocation retries and out of memory", text, "short",
-        Query(with_host(increase(of_rank("torch_cuda_alloc_retries_total"))), f"{DEVICE} retries"),
-        Query(with_host(increase(of_rank("torch_cuda_ooms_total"))), f"{DEVICE} out of memory"), nothing=NO_CUDA, many=True,
+        Query(with_host(f"round({increase(of_rank('torch_cuda_alloc_retries_total'))})"), f"{DEVICE} retries"),
+        Query(with_host(f"round({increase(of_rank('torch_cuda_ooms_total'))})"), f"{DEVICE} out of memory"),
+        nothing=NO_CUDA, many=True,
     )  # fmt: skip
     return draw.bars(panel)
 
@@ -96,16 +98,28 @@ def _gpu(title: str, text: str, unit: str, name: str) -> Panel:
 
 
 def _throttled() -> Panel:
-    query = Query(with_host(rate(of_rank("torch_gpu_throttled_seconds_total"))), f"{DEVICE} {{{{reason}}}}")
+    share = rate(of_rank("torch_gpu_throttled_seconds_total"))
+    most = f"max by (job, instance, run, rank, device, uuid) ({share})"
+    state = f"(({most} > bool 0.01) + ({most} > bool 0.1))"
+    query = Query(in_order(with_host(state), "host", "rank", "device"), DEVICE)
     text = (
-        "Share of the time for which the driver held the clocks down, by reason; reasons may overlap. A slow GPU "
-        "slows all ranks down."
+        "Whether the driver held the clocks down: at times, or for more than a tenth of the time, as alert GpuThrottled has it. A "
+        "slow GPU slows all ranks down."
     )
-    return draw.lines("Throttled", text, "percentunit", query, nothing=NO_GPU, many=True).min(0).max(1)
+    return draw.timeline("Throttled", text, query, THROTTLED, NO_GPU)
+
+
+def _reasons() -> Panel:
+    share = rate(of_rank("torch_gpu_throttled_seconds_total"))
+    state = f"(({share} > 0.01) * 0 + 1 + ({share} > bool 0.1))"
+    query = Query(in_order(with_host(state), "host", "rank", "device", "reason"), f"{DEVICE} {{{{reason}}}}")
+    text = "For which reasons the driver held the clocks down for more than a hundredth of the time, or a tenth; they may overlap."
+    reasons = {number: found for number, found in THROTTLED.items() if number}
+    return draw.timeline("Reasons for throttling", text, query, reasons, "No GPU is held down, or none is known to NVML")
 
 
 def _errors() -> Panel:
-    query = Query(with_host(increase(of_rank("torch_gpu_ecc_errors_total"))), f"{DEVICE} {{{{kind}}}}")
+    query = Query(with_host(f"round({increase(of_rank('torch_gpu_ecc_errors_total'))})"), f"{DEVICE} {{{{kind}}}}")
     text = "Memory errors in each interval. Uncorrected errors may have spoilt results: take the GPU out of service."
     return draw.bars(draw.lines("Memory errors", text, "short", query, nothing=NO_GPU, many=True))
 
@@ -115,21 +129,26 @@ def _energy() -> Panel:
     samples = f"sum by (run) ({rate(of_rank('torch_train_samples_total'))})"
     text = "Energy that the GPUs of the chosen ranks spend on one training example."
     return draw.lines(
-        "Energy per training example", text, "joule", Query(f"{joules} / ({samples} > 0)", "{{run}}"), nothing=NO_GPU
+        "Energy per training example",
+        text,
+        "joule",
+        Query(f"{joules} / ({samples} > 0)", "{{run}}"),
+        nothing=f"{NO_GPU}; or no example is known",
     ).min(0)
 
 
 def _gpus() -> list[Panel]:
     return [
-        _gpu("Utilisation", "Share of the last sample period in which a kernel ran.", "percentunit", "torch_gpu_utilization_ratio"),
+        _gpu("Utilisation", "Share of the last sample period in which a kernel ran.", "percentunit",
+            "torch_gpu_utilization_ratio").max(1),
         _gpu("Memory used by all processes", "Memory used on the whole GPU: by PyTorch, the CUDA context, NCCL and other programs.",
             "bytes", "torch_gpu_memory_used_bytes"),
         _gpu("Power", "Power that the GPU draws.", "watt", "torch_gpu_power_watts"),
-        _gpu("Temperature", "Temperature of the GPU. The panel Throttled shows what heat costs.",
-            "celsius", "torch_gpu_temperature_celsius"),
+        draw.limit(_gpu("Temperature", "Temperature of the GPU. Most slow down between 83 and 90 degrees; Throttled shows if so.",
+            "celsius", "torch_gpu_temperature_celsius"), 83),
         _gpu("Clock of the multiprocessors", "Clock frequency of the multiprocessors. A GPU below the others makes all ranks wait.",
             "hertz", "torch_gpu_sm_clock_hertz"),
-        _throttled(), _errors(), _energy(),
+        _throttled(), _reasons(), _errors(), _energy(),
     ]  # fmt: skip
 
 
@@ -183,25 +202,14 @@ def _storage() -> Panel:
 def _collections() -> Panel:
     query = Query(rate(of_rank("python_gc_collections_total", 'generation="2"')), RANK)
     text = "Full collections of Python's garbage collector. Each stops the training loop, on each rank at another moment."
-    return draw.lines("Full garbage collections", text, "ops", query, many=True).min(0)
-
-
-def _by_host(expression: str) -> str:
-    """One series for each host, of which each of its ranks has a copy."""
-    return f"max by (run, host) ({with_host(expression)})"
+    return draw.lines("Full garbage collections", text, "count:collections/s", query, many=True).min(0)
 
 
 def _host_processors() -> Panel:
-    throttled = rate(of_rank("torch_container_cpu_throttled_seconds_total"))
-    panel = draw.lines(
-        "Processors of the host", (
-            "Share of all the host's processors that is busy. Where the container has a limit, also the seconds per "
-            "second for which it was throttled."
-        ), "percentunit",
-        Query(_by_host(of_rank("torch_host_cpu_ratio")), "{{run}} {{host}} busy"),
-        Query(_by_host(throttled), "{{run}} {{host}} held back"),
-    )  # fmt: skip
-    return panel.min(0)
+    query = Query(by_host(of_rank("torch_host_cpu_ratio")), "{{host}}")
+    text = "Share of all the host's processors that is busy."
+    nothing = draw.NO_RUN + draw.ONE_SCRAPE
+    return draw.lines("Processors of the host", text, "percentunit", query, nothing=nothing).min(0).max(1)
 
 
 def _host_memory() -> Panel:
@@ -210,29 +218,33 @@ def _host_memory() -> Panel:
     text = "Share of the host's memory in use, and of the container's limit. Beyond that limit the kernel kills processes."
     panel = draw.lines(
         "Memory of host and container", text, "percentunit",
-        Query(_by_host(used), "{{run}} {{host}} host"), Query(_by_host(limit), "{{run}} {{host}} container"),
+        Query(by_host(used), "{{host}} host"), Query(by_host(limit), "{{host}} container"),
     )  # fmt: skip
     return draw.limit(panel.min(0).max(1), 0.9)
 
 
 def _container() -> Panel:
-    text = "Working set and its limit, where there is one; the processor limit on the right."
+    text = (
+        "Working set and its limit, where there is one. On the right the limit in processors, and the seconds per second for which "
+        "it held the container back."
+    )
     panel = draw.lines(
         "Container and its limits", text, "bytes",
-        Query(_by_host(of_rank("torch_container_memory_working_set_bytes")), "{{run}} {{host}} working set"),
-        Query(_by_host(of_rank("torch_container_memory_limit_bytes")), "{{run}} {{host}} limit"),
-        Query(_by_host(of_rank("torch_container_cpu_limit_cores")), "{{run}} {{host}} cores"),
+        Query(by_host(of_rank("torch_container_memory_working_set_bytes")), "{{host}} working set"),
+        Query(by_host(of_rank("torch_container_memory_limit_bytes")), "{{host}} limit"),
+        Query(by_host(of_rank("torch_container_cpu_limit_cores")), "{{host}} processors"),
+        Query(by_host(rate(of_rank("torch_container_cpu_throttled_seconds_total"))), "{{host}} held back"),
         nothing="No control group is known here",
     )  # fmt: skip
     right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", "short")]
-    return panel.min(0).override_by_query("C", right)
+    return panel.min(0).override_by_query("C", right).override_by_query("D", right)
 
 
 def _both_ways(title: str, text: str, into: tuple[str, str], out: tuple[str, str]) -> Panel:
     panel = draw.lines(
         title, text, "Bps",
-        Query(_by_host(rate(of_rank(into[0]))), f"{{{{run}}}} {{{{host}}}} {into[1]}"),
-        Query(_by_host(rate(of_rank(out[0]))), f"{{{{run}}}} {{{{host}}}} {out[1]}"),
+        Query(by_host(rate(of_rank(into[0]))), f"{{{{host}}}} {into[1]}"),
+        Query(by_host(rate(of_rank(out[0]))), f"{{{{host}}}} {out[1]}"),
     )  # fmt: skip
     return panel.min(0)
 
@@ -248,13 +260,13 @@ def _hosts() -> list[Panel]:
 
 
 def dashboard() -> Dashboard:
-    """The whole dashboard."""
+    """The whole dashboard: what each machine has comes first, so that a run on CPUs does not open with empty panels."""
     cuda = [_reserved(), _allocator(), _fragmentation(), _retries(), _waiting_for_streams()]
     processes = [_processors(), _process_memory(), _tasks(), _storage(), _files(), _collections()]
     content = [
-        Row("CUDA allocator", [_devices().span(24).height(7), *(panel.span(12) for panel in cuda)]),
+        Row("Hosts and containers", [panel.span(8) for panel in _hosts()]),
         Row("GPUs", [panel.span(12) for panel in _gpus()]),
+        Row("CUDA allocator", [_devices().span(24).height(7), *(panel.span(12) for panel in cuda)]),
         Row("Processes and their data loaders", [panel.span(12) for panel in processes]),
-        Row("Hosts and containers", [panel.span(12) for panel in _hosts()]),
     ]
     return board(UID, "Resources", "Memory of devices, GPUs, processes, hosts and containers.", content)

@@ -1,4 +1,4 @@
-"""The runbook as the live page serves it: `docs/runbook.md` in HTML, with the anchors that GitHub gives its headings."""
+"""The runbook as the live page serves it: `docs/runbook.md` in HTML, with the names of the alerts as anchors, as in that file."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def rendered(markdown: str) -> str:
     """The page. Links to other files of the documentation, which the live page does not serve, become plain words."""
     text = re.sub(r"\[([^\]]+)\]\((?!#)[^)]*\)", r"\1", markdown)
     body = MarkdownIt("commonmark").enable("table").render(text)
-    with_anchors = re.sub(r"<h2>(\w+)</h2>", lambda found: f'<h2 id="{found[1].lower()}">{found[1]}</h2>', body)
+    with_anchors = re.sub(r"<h2>(\w+)</h2>", r'<h2 id="\1">\1</h2>', body)
     return HEAD + re.sub(r'<p><a id="\w+"></a></p>\n', "", with_anchors) + END

@@ -10,25 +10,36 @@ from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from dashboards.generate.panels import Named, Query, about, asking, names, setting, steps
+from dashboards.generate.panels import SCIENTIFIC, Named, Query, about, asking, names, setting, steps
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: a label, or the value of the query with this letter (`Value #A`). `bar` draws the value as one."""
+    """A column of a table: a label, or the value of the query with this letter (`Value #A`).
+
+    `width`: in pixels; one without has 150 or what is left. `full`: the value is drawn as a bar from 0 to it. `orange`: from where
+    on the bar says that something is wrong.
+    """
 
     field: str
     title: str
     unit: str = "short"
-    bar: bool = False
-    full: float | None = None
-    link: str = ""
+    decimals: int | None = None
     width: int | None = None
-    texts: Mapping[str, Named] | None = None
+    full: float | None = None
+    orange: float | None = None
+    link: str = ""
+    texts: Mapping[str, Named] | Mapping[int, Named] | None = None
 
 
-def rows(title: str, description: str, queries: Sequence[Query], columns: Sequence[Column], nothing: str) -> table.Panel:
-    """A table: the answers to the queries side by side, with their labels in front; sorted by the first bar, the largest on top."""
+def rows(
+    title: str, description: str, queries: Sequence[Query], columns: Sequence[Column], nothing: str, *, order: Sequence[str]
+) -> table.Panel:
+    """A table: the answers to the queries side by side, with their labels in front.
+
+    `order`: the titles of the columns that it is sorted by; a minus in front puts the largest on top. Names are sorted by Grafana,
+    from 12 on with the numbers within them by their size.
+    """
     panel = about(table.Panel(), title, description, "short", nothing)
     if len(queries) > 1:
         panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
@@ -38,8 +49,7 @@ def rows(title: str, description: str, queries: Sequence[Query], columns: Sequen
     panel.override_by_regexp("/.*/", [setting("noValue", "-")])
     for column in columns:
         panel.override_by_name(column.title, _properties(column))
-    sorted_by = next((column.title for column in columns if column.bar), columns[-1].title)
-    panel.sort_by([build.TableSortByFieldState().display_name(sorted_by).desc(True)])
+    panel.sort_by([build.TableSortByFieldState().display_name(by.lstrip("-")).desc(by.startswith("-")) for by in order])
     return panel.show_header(True).thresholds(steps(("text", None)))
 
 
@@ -65,15 +75,17 @@ def _arranged(columns: Sequence[Column]) -> dashboard.DataTransformerConfig:
 
 def _properties(column: Column) -> list[dashboard.DynamicConfigValue]:
     found: dict[str, object] = {"unit": column.unit}
-    if column.bar:
-        bar = common.TableBarGaugeCellOptions(common.BarGaugeDisplayMode.BASIC, common.BarGaugeValueMode.TEXT)
-        found |= {"custom.cellOptions": bar, "min": 0, "color": {"mode": "fixed", "fixedColor": "blue"}}
-    if column.texts:
-        found |= {"mappings": [names(column.texts)], "custom.cellOptions": common.TableColorTextCellOptions()}
-    if column.full is not None:
-        found["max"] = column.full
     if column.width is not None:
         found["custom.width"] = column.width
+    if column.decimals is not None or column.unit == SCIENTIFIC:
+        found["decimals"] = 2 if column.decimals is None else column.decimals
+    if column.full is not None:
+        bar = common.TableBarGaugeCellOptions(common.BarGaugeDisplayMode.BASIC, common.BarGaugeValueMode.TEXT)
+        found |= {"custom.cellOptions": bar, "min": 0, "max": column.full}
+        colors = steps(("blue", None), *([("orange", column.orange)] if column.orange is not None else []))
+        found |= {"color": {"mode": "thresholds"}, "thresholds": colors.build()}
+    if column.texts:
+        found |= {"mappings": [names(column.texts)], "custom.cellOptions": common.TableColorTextCellOptions()}
     if column.link:
         found["links"] = [{"title": "Look closer", "url": column.link}]
     return [setting(name, value) for name, value in found.items()]

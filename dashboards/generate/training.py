@@ -7,55 +7,82 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
-from dashboards.generate.health import banner
-from dashboards.generate.panels import Panel, Query, link, steps, url
+from dashboards.generate.health import STATES, banner, state
+from dashboards.generate.panels import CLICKED, SCIENTIFIC, Panel, Query, link, steps, url
 from dashboards.generate.queries import highest, increase, of_rank, of_run, rate
 from dashboards.generate.tables import Column, rows
 
 UID = "torch-grad-training"
-TO_LAYERS = link("Which layer", "torch-grad-layers")
-TO_RANKS = link("Which rank", "torch-grad-ranks")
-TO_RESOURCES = link("Which device", "torch-grad-resources")
+TO_LAYERS = link("Which layer", "torch-grad-layers", run=CLICKED)
+TO_RANKS = link("Which rank", "torch-grad-ranks", run=CLICKED)
+TO_RANKS_OF_ALL = link("Which rank", "torch-grad-ranks")
 
-SEVERITIES = {"critical": ("critical", "red"), "warning": ("warning", "orange"), "info": ("info", "blue")}
+SEVERITIES = {3: ("critical", "red"), 2: ("warning", "orange"), 1: ("info", "blue")}
+STEPS, EXAMPLES, TOKENS = "count:steps/s", "count:examples/s", "count:tokens/s"
+
+
+def _severity() -> str:
+    """A number of SEVERITIES for each alert that fires. A dead layer's norm has vanished, too: that is told once."""
+    weights = (f"{ask.firing(ask.equal('severity', name))} * {number}" for number, (name, _) in SEVERITIES.items())
+    vanished, dead = (ask.firing(ask.equal("alertname", name)) for name in ("GradientVanishing", "LayerDead"))
+    return f"({' or '.join(weights)}) unless on (alertname, run, layer) ({vanished} and on (run, layer) {dead})"
 
 
 def _alerts() -> Panel:
-    firing = 'ALERTS{alertstate="firing", run=~"$run"}'
-    since = f'1000 * ALERTS_FOR_STATE{{run=~"$run"}} and ignoring (alertstate) {firing}'
+    each = "alertname, run, layer, rank, device"
+    severity = f"max by ({each}) ({_severity()})"
+    moment = f'ALERTS_FOR_STATE{{run=~"$run"}} and ignoring (alertstate) {ask.firing()}'
+    since = f"1000 * min by ({each}) ({moment}) and on ({each}) {severity}"
     to_layer = url("torch-grad-layers", "var-layer=${__data.fields.layer}", run="${__data.fields.run}")
     to_rank = url("torch-grad-ranks", "var-rank=${__data.fields.rank}", run="${__data.fields.run}")
     columns = [
+        Column("Value #A", "Severity", "none", width=90, texts=SEVERITIES),
         Column("alertname", "Alert", width=240),
-        Column("severity", "Severity", width=90, texts=SEVERITIES),
-        Column("run", "Run"),
+        Column("run", "Run", link=url(UID, run="${__data.fields.run}")),
         Column("layer", "Layer", link=to_layer),
         Column("rank", "Rank", link=to_rank, width=70),
         Column("device", "Device", width=80),
-        Column("Value", "Since", unit="dateTimeFromNow", width=140),
+        Column("Value #B", "Since", unit="dateTimeFromNow", width=140),
     ]
-    text = "The alerts that fire for these runs. A layer or rank leads to its own view."
-    return rows("Firing alerts", text, [Query(since)], columns, nothing="No alert is firing for these runs")
+    text = (
+        "The alerts that fire for these runs, the gravest first: of one layer or rank each alert once. A layer or rank leads to "
+        "its own view."
+    )
+    nothing = "No alert is firing for these runs, or the alert rules are not loaded"
+    queries = [Query(ask.or_all(expression, "layer", "rank")) for expression in (severity, since)]
+    return rows("Firing alerts", text, queries, columns, nothing, order=["-Severity", "Run", "Alert"])
 
 
 def _runs() -> Panel:
+    def last(name: str) -> str:
+        return ask.last_known(of_run(name), "run")
+
+    begin, active = "torch_train_start_timestamp_seconds", "torch_train_last_activity_timestamp_seconds"
     queries = [
-        Query(of_run("torch_grad_sample_step")),
-        Query(rate(of_run("torch_train_steps_total"))),
-        Query(of_run("torch_train_epoch")),
-        Query(of_run("torch_train_world_size")),
-        Query(f"time() - {of_run('torch_train_start_timestamp_seconds')}"),
+        Query(state()),
+        Query(last("torch_grad_sample_step")),
+        Query(highest(rate(of_run("torch_train_steps_total")), "run")),
+        Query(last("torch_train_epoch")),
+        Query(last("torch_train_world_size")),
+        Query(f"{last(active)} - on (run) min by (run) (last_over_time({of_run(begin)}[{ask.RECENTLY}]))"),
+        Query(last("torch_grad_exporter_overhead_ratio")),
     ]
     columns = [
         Column("run", "Run", link=url(UID, run="${__data.fields.run}")),
-        Column("Value #A", "Step", "locale"),
-        Column("Value #B", "Steps a second", "cps"),
-        Column("Value #C", "Epoch", "none"),
-        Column("Value #D", "Ranks", "none"),
-        Column("Value #E", "Runs for", "s"),
-    ]
-    text = "The step of each run as of its last sample, and its speed. The name of a run restricts this dashboard to that run."
-    return rows("Runs", text, queries, columns, nothing="No run is being scraped now")
+        Column("Value #A", "State", "none", texts=STATES, width=170, link=url("torch-grad-ranks", run="${__data.fields.run}")),
+        Column("Value #B", "Step", "locale", width=110),
+        Column("Value #C", "Speed", STEPS, width=120),
+        Column("Value #D", "Epoch", "none", width=90),
+        Column("Value #E", "Ranks", "none", width=80),
+        Column("Value #F", "Ran for", "s", width=110),
+        Column("Value #G", "Exporter's cost", "percentunit", width=130,
+            link=url("torch-grad-exporter", run="${__data.fields.run}")),
+    ]  # fmt: skip
+    text = (
+        "The step of each run as of its last sample, its speed, and how long it was active. A run that has ended stays for an "
+        "hour. The name of a run restricts this dashboard to that run."
+    )
+    return rows("Runs", text, queries, columns, nothing=draw.NO_RUN, order=["Run"])
 
 
 def _loss() -> Panel:
@@ -70,20 +97,28 @@ def _norm() -> Panel:
     text = (
         "L2 norm over all parameters at the last sampled step, before clipping and as the optimizer saw it. For "
         "sharded gradients without observe(grad_norm=...) it is the root mean square of 5 minutes, from the "
-        "recording rules."
+        "recording rules. Between two scrapes: the upper end of the histogram's bucket with the largest norm, 10,000 at most, "
+        "and the largest norm of a single layer in the last 60 s."
     )
+    buckets = increase(of_run("torch_grad_global_norm_distribution_bucket"))
     panel = draw.lines(
-        "Gradient norm before and after clipping", text, "short",
+        "Gradient norm before and after clipping", text, SCIENTIFIC,
         Query(ask.global_norm(), "{{run}} {{optimizer}} before"),
         Query(highest(of_run("torch_grad_global_norm_after_clip"), "run, optimizer"), "{{run}} {{optimizer}} after"),
+        Query(f"histogram_quantile(1, sum by (run, optimizer, le) ({buckets}))", "{{run}} {{optimizer}} largest, by bucket"),
+        Query(highest(of_run("torch_grad_norm_recent_max"), "run"), "{{run}} largest layer of 60 s"),
         nothing="No gradient was sampled in this time range",
     )  # fmt: skip
+    between = [draw.setting("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})]
+    panel.override_by_query("C", between).override_by_query("D", between)
     return draw.logarithmic(panel).data_links([TO_LAYERS])
 
 
 def _learning_rate() -> Panel:
     query = Query(highest(of_run("torch_train_learning_rate"), "run, optimizer, group"), "{{run}} {{optimizer}} group {{group}}")
-    return draw.lines("Learning rate", "Of each parameter group of each optimizer.", "sci", query, nothing="No optimizer step yet")
+    return draw.lines(
+        "Learning rate", "Of each parameter group of each optimizer.", SCIENTIFIC, query, nothing="No optimizer step yet"
+    )
 
 
 def _mixed_precision() -> Panel:
@@ -91,14 +126,16 @@ def _mixed_precision() -> Panel:
         "Backward passes without an optimizer step, in each interval; on the right the scale of the gradient "
         "scaler. Skips in a row while the scale keeps falling mean that gradients are not finite at any scale."
     )
-    skipped = f"max by (run) ({increase(of_run('torch_train_skipped_steps_total'))})"
+    skipped = f"round(max by (run) ({increase(of_run('torch_train_skipped_steps_total'))}))"
     panel = draw.lines(
         "Skipped steps and loss scale", text, "short",
         Query(skipped, "{{run}} skipped"),
         Query(highest(of_run("torch_train_loss_scale"), "run"), "{{run}} scale"),
+        nothing=draw.NO_RUN + draw.ONE_SCRAPE,
     )  # fmt: skip
-    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "log", "log": 2})]
-    return panel.override_by_query("B", right).min(0).data_links([TO_LAYERS])
+    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("custom.scaleDistribution", {"type": "log", "log": 2}),
+        draw.setting("unit", SCIENTIFIC), draw.setting("decimals", 1)]  # fmt: skip
+    return panel.override_by_query("B", right).min(0).decimals(0).data_links([TO_LAYERS])
 
 
 def _step_time() -> Panel:
@@ -132,9 +169,9 @@ def _phases() -> Panel:
         "checkpoints."
     )
     query = Query(f"sum by (phase) ({seconds}) / on () group_left () (sum({seconds}) > 0)", "{{phase}}")
-    nothing = "Phases are known on CPUs only, as yet"
+    nothing = "Phases are known on CPUs only"
     panel = draw.lines("Where a step's time goes", text, "percentunit", query, nothing=nothing)
-    return draw.stacked(panel).min(0).max(1).data_links([TO_RANKS])
+    return draw.stacked(panel).min(0).max(1).data_links([TO_RANKS_OF_ALL])
 
 
 def _throughput() -> Panel:
@@ -144,12 +181,13 @@ def _throughput() -> Panel:
         "their number."
     )
     panel = draw.lines(
-        "Throughput", text, "cps",
+        "Throughput", text, EXAMPLES,
         Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_samples_total'))}))", "{{run}} examples"),
         Query(f"sum by (run) (max by (run, rank) ({rate(of_run('torch_train_tokens_total'))}))", "{{run}} tokens"),
         nothing="Not known: give them with exporter.observe(samples=..., tokens=...)",
     )  # fmt: skip
-    return panel.override_by_query("B", [draw.setting("custom.axisPlacement", "right")]).min(0).data_links([TO_RANKS])
+    right = [draw.setting("custom.axisPlacement", "right"), draw.setting("unit", TOKENS)]
+    return panel.override_by_query("B", right).min(0).data_links([TO_RANKS])
 
 
 def _memory() -> Panel:
@@ -162,37 +200,39 @@ def _memory() -> Panel:
     panel = draw.lines(
         "Memory at a glance", text, "percentunit",
         Query(f"max by (run) ({device})", "{{run}} device"),
-        Query(f"max by (run) ({container})", "{{run}} container"),
-        Query(f"max by (run) ({host})", "{{run}} host"),
+        Query(ask.by_host(f"({container})"), "{{host}} container"),
+        Query(ask.by_host(f"({host})"), "{{host}} host"),
     )  # fmt: skip
-    return panel.min(0).max(1).data_links([TO_RESOURCES])
+    return panel.min(0).max(1).links([draw.panel_link("Devices and hosts", "torch-grad-resources")])
 
 
 def _slowest_ranks() -> Panel:
-    ratio = ask.recorded("rank:torch_train_own_seconds:ratio_median", 'rank=~"$rank"')
+    share = ask.recorded("rank:torch_train_own_seconds:excess_ratio", 'rank=~"$rank"')
     text = (
-        "Ranks with the longest own time in a step, as a multiple of the median rank's: the other ranks wait for "
-        "them. Known under DistributedDataParallel on CPUs, from the recording rules; elsewhere see the dashboard "
-        "Ranks."
+        "Share of each step for which the fastest rank waits for this one. Known under DistributedDataParallel on CPUs, from the "
+        "recording rules; elsewhere see the dashboard Ranks."
     )
-    nothing = "One rank, or own time is not known here: see the dashboard Ranks"
-    panel = draw.ranking("Slowest ranks", text, "short", Query(ask.top(5, ratio), "{{run}} rank {{rank}}"), nothing=nothing)
-    found = link("This rank", "torch-grad-ranks", "var-rank=${__field.labels.rank}", run="${__field.labels.run}")
-    return panel.thresholds(steps(("green", None), ("orange", 1.33))).min(0).decimals(2).data_links([found])
+    panel = draw.ranking(
+        "Slowest ranks",
+        text,
+        "percentunit",
+        Query(ask.top(5, share), "{{run}} rank {{rank}}"),
+        full=1,
+        nothing="Own time is not known: one rank, CUDA, FSDP2, or no recording rules",
+    )
+    found = link("This rank", "torch-grad-ranks", "var-rank=${__field.labels.rank}", run=CLICKED)
+    return panel.thresholds(steps(("green", None), ("yellow", 0.1), ("orange", 0.25))).decimals(0).data_links([found])
 
 
 def dashboard() -> Dashboard:
-    """The whole dashboard."""
-    health = banner()
-    for panel in health:
-        panel.span(4).height(5)
-    learning = [_loss().span(8), _norm().span(8), _learning_rate().span(4), _mixed_precision().span(4)]
-    speed = [_step_time().span(8), _step_heatmap().span(8), _phases().span(8)]
-    use = [_throughput().span(8), _memory().span(8), _slowest_ranks().span(8)]
+    """The whole dashboard. The first row is one screen, 20 rows of the grid, that says of a run whether it is well."""
+    numbers = [panel.span(4).height(4) for panel in banner()]
+    pictures = [panel.span(8).height(8) for panel in (_loss(), _norm(), _throughput())]
     content = [
-        Row("Is the run well?", [*health, _alerts().span(14).height(7), _runs().span(10).height(7)]),
-        Row("Learning", learning),
-        Row("Speed", speed),
-        Row("Throughput, memory and ranks", use),
-    ]
+        Row("Is the run well?", [*numbers, *pictures, _alerts().span(24).height(7)]),
+        Row("All runs", [_runs().span(24).height(7)]),
+        Row("Speed", [panel.span(8) for panel in (_step_time(), _step_heatmap(), _phases())]),
+        Row("Learning rate, memory and ranks", [panel.span(6) for panel in (
+            _learning_rate(), _mixed_precision(), _memory(), _slowest_ranks())]),
+    ]  # fmt: skip
     return board(UID, "Training overview", "Is the run well, and if not, where to look.", content)

@@ -23,7 +23,7 @@ from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.outputs.live.history import SCALARS, History, Moment, Window
 from torch_grad_exporter.outputs.live.recorder import Moments
 from torch_grad_exporter.outputs.otlp.delta import Deltas
-from torch_grad_exporter.transfer.events import Decisions, Mailbox, Observed
+from torch_grad_exporter.transfer.events import Mailbox, Observed
 
 pytestmark = no_timeout_in_a_soak
 
@@ -36,7 +36,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.post, self.errors = Mailbox(), ErrorLog(("worker",))
-        gradients = GradientAggregation(Decisions())
+        gradients = GradientAggregation()
         gradients.use(PLAN)
         self.host = HostSide(self.post, gradients, TrainingTotals(), self.errors, now=lambda: NOW)
         self.samples = 0

@@ -49,7 +49,7 @@ class Run:
         )
         if clipped is not None:
             norms_after = {place: norm / clipped for place, norm in zip(places, norms, strict=True)}
-            self.gradients.apply(after(number, norms_after, full=True))
+            self.gradients.apply(after(number, norms_after))
         self.gradients.apply(closed(number, outcome))
         if loss is not None:
             self.totals.observed(Observed("loss", loss, {}), loss)
@@ -167,7 +167,7 @@ def test_of_a_sharded_gradient_there_is_no_norm_that_metrics_do_not_have(sharded
     it = Run(aggregation(replace(PLAN, sharded=np.array(sharded))))
     number = next(it.numbers)
     it.gradients.apply(captured(number, {0: row(3.0), 2: row(4.0)}, table=it.gradients.snapshot(NOW).table))
-    it.gradients.apply(after(number, {0: 1.5, 2: 2.0}, full=True))
+    it.gradients.apply(after(number, {0: 1.5, 2: 2.0}))
     it.gradients.apply(closed(number))
     if observed:
         it.gradients.observe_norm(7.0)

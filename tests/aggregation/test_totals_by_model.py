@@ -25,7 +25,16 @@ from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import Captured, Decisions, Mailbox, Observed, Outcome, OutcomeResolved, Stepped, Weights
+from torch_grad_exporter.transfer.events import (
+    Captured,
+    Mailbox,
+    Observed,
+    Outcome,
+    OutcomeResolved,
+    Stepped,
+    Weights,
+    Withdrawn,
+)
 from torch_grad_exporter.transfer.transfer import Arrived
 
 pytestmark = no_timeout_in_a_soak
@@ -52,6 +61,7 @@ class Model:
         self.optimizers: dict[int, dict[str, float]] = {}
         self.observed: dict[str, float] | None = None
         self.untold = False
+        self.stepped: tuple[Outcome, frozenset[int]] | None = None
 
     # Events
 
@@ -62,15 +72,28 @@ class Model:
         elif self.pending is not None and event.again and any(map(nonfinite, self.rows.values())):
             self.publish_unclosed(Outcome.SKIPPED)
             self.number = -1
-        self.pending, self.rows, self.scale, self.after = event, rows, scale, []
+        self.pending, self.rows, self.scale, self.after, self.stepped = event, rows, scale, [], None
 
     def close(self, outcome: Outcome, stepped: frozenset[int]) -> None:
         self.publish(outcome, stepped)
         self.pending = None
 
+    def withdraw(self) -> None:
+        self.pending = None
+
+    def step(self, outcome: Outcome, stepped: frozenset[int]) -> None:
+        """Some have stepped, others may."""
+        self.stepped = (outcome, stepped)
+
     def expire(self, now: float) -> None:
         event = self.pending
-        if event is not None and self.number != event.round and now - event.at > (1 if event.likely_last else 10):
+        if event is None or now - event.at <= (1 if event.likely_last or self.stepped else 10):
+            return
+        counted = self.counted if self.number == event.round else set()
+        if self.stepped is not None:
+            if self.number != event.round or not self.stepped[1] <= counted:
+                self.publish(*self.stepped, over=False)
+        elif self.number != event.round and any(map(nonfinite, self.rows.values())):
             self.publish_unclosed(Outcome.UNKNOWN, over=False)
 
     def observe(self, norm: float) -> None:
@@ -90,7 +113,7 @@ class Model:
         event = self.pending
         assert event is not None
         owners = frozenset(int(event.owners[p]) for p in self.rows)
-        self.publish(outcome, frozenset(o for o, _ in self.after) or event.usual or owners, over=over)
+        self.publish(outcome, frozenset(o for o, _ in self.after) or event.usual & owners or owners, over=over)
 
     def publish(self, outcome: Outcome, stepped: frozenset[int], *, over: bool = True) -> None:
         """Shows what is of the optimizers that stepped, or should have, and counts what of it is new."""
@@ -102,10 +125,13 @@ class Model:
         self.untold = False
         skipping = {optimizer for optimizer, left_out in self.after if left_out} | self.overflowed(event, outcome, stepped)
         shown = stepped | skipping
-        scale = self.known_scale(event, outcome, over=over)
+        scale = self.known_scale(event, outcome, over=over) if over or self.stepped else None
         mine = {p: r for p, r in self.rows.items() if int(event.owners[p]) in shown}
         norms = {p: NAN if scale is None else r[Column.NORM] / scale for p, r in mine.items()}
         owner = {p: int(event.owners[p]) for p in mine}
+        owned = {event.table.layers[event.table.layer_of[p]] for p, o in enumerate(event.owners) if int(o) in shown}
+        for name in owned & self.layers.keys():
+            self.layers[name]["norm"] = NAN
         for name in dict.fromkeys(event.table.layers[event.table.layer_of[p]] for p in mine):
             here = [p for p in mine if event.table.layers[event.table.layer_of[p]] == name]
             self.publish_layer(self.layers.setdefault(name, nothing()), here, owner, norms)
@@ -213,7 +239,7 @@ class Machine(RuleBasedStateMachine):
         self.module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "b": torch.nn.Linear(4, 2, bias=False)})
         self.index = LayerIndex({"": self.module})
         self.post = Mailbox()
-        self.gradients = GradientAggregation(Decisions())
+        self.gradients = GradientAggregation()
         self.gradients.use(self.index.table)
         self.now = NOW
         self.errors = ErrorLog(("worker",), logging.Logger("test"))  # noqa: LOG001 - one of its own, not of the process
@@ -255,14 +281,14 @@ class Machine(RuleBasedStateMachine):
     def gradients_are_read_again(self, data: st.DataObject, factor: float, scale: float | None) -> None:
         model = self.model
         assert model.pending is not None
-        optimizer, full = data.draw(st.sampled_from([0, 1])), data.draw(st.booleans())
+        optimizer = data.draw(st.sampled_from([0, 1]))
         found_inf = data.draw(st.sampled_from([None, None, 0.0, 1.0]))
-        probes = data.draw(st.sets(st.sampled_from(sorted(model.rows)), min_size=1))
-        norms = {position: [model.rows[position][Column.NORM] * factor] for position in probes}
+        seen = data.draw(st.sets(st.sampled_from(sorted(model.rows)), min_size=1))
+        norms = {position: [model.rows[position][Column.NORM] * factor] for position in seen}
         if model.scale is not None or model.after:
             scale = model.scale  # all that is told of one round is of one scaler
         own_scale = data.draw(st.sampled_from([None, scale]))
-        event = after(model.pending.round, {}, optimizer=optimizer, full=full, loss_scale=scale, own_scale=own_scale)
+        event = after(model.pending.round, {}, optimizer=optimizer, loss_scale=scale, own_scale=own_scale)
         self.post.append(dataclasses.replace(event, parts=parts(model.pending.table, norms), found_inf=ticket(found_inf)))
         model.scale = scale
         model.after.append((optimizer, bool(found_inf)))
@@ -274,6 +300,23 @@ class Machine(RuleBasedStateMachine):
         assert event is not None
         self.post.append(closed(event.round, outcome, owners=event.owners, stepped=stepped))
         self.model.close(outcome, stepped)
+
+    @precondition(lambda self: self.model.pending is not None)
+    @rule(outcome=st.sampled_from(Outcome), stepped=STEPPED)
+    def step_is_taken_on_it(self, outcome: Outcome, stepped: frozenset[int]) -> None:
+        event = self.model.pending
+        assert event is not None
+        end = closed(event.round, outcome, owners=event.owners, stepped=stepped)
+        self.post.append(dataclasses.replace(end, final=False))
+        self.model.step(outcome, stepped)
+
+    @precondition(lambda self: self.model.pending is not None)
+    @rule()
+    def sample_is_withdrawn(self) -> None:
+        event = self.model.pending
+        assert event is not None
+        self.post.append(Withdrawn(event.round))
+        self.model.withdraw()
 
     @rule(norm=st.floats(0.1, 10), count=st.sampled_from([1, 22]))
     def ordinary_rounds(self, norm: float, count: int) -> None:
@@ -311,6 +354,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(norm=OBSERVED)
     def norm_is_observed(self, norm: float) -> None:
+        if self.model.pending is not None and self.model.stepped is None and 0 < norm < INF:
+            norm = -1.0  # one that says by what gradients were divided is for tests/aggregation/test_clipping.py
         self.post.append(Observed("grad_norm", norm))
         self.model.observe(norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -25,7 +26,6 @@ from torch_grad_exporter.transfer.events import (
     AfterClip,
     Captured,
     Closed,
-    Decisions,
     Mailbox,
     Observed,
     Outcome,
@@ -80,19 +80,20 @@ class Scene:
         log.addHandler(self.records)
         self.errors = ErrorLog(("worker",), log)
         self.time = NOW
-        gradients = GradientAggregation(Decisions())
+        gradients = GradientAggregation()
         gradients.use(PLAN)
         self.host = HostSide(self.post, gradients, TrainingTotals(), self.errors, now=lambda: self.time)
 
-    def capture(self, number: int, norm: float = 1.0, ticket: Late | None = None) -> Late | None:
+    def capture(self, number: int, norm: float = 1.0, ticket: Late | None = None, *, nans: float = 0.0) -> Late | None:
         """A capture and the end of its round."""
         values = [norm] + [0.0] * (len(Column) - 1)
+        values[Column.NANS] = nans
         arrived = ticket or Arrived(np.array(values))
         part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), arrived, Packing(ORDINARY))
         self.post.append(
             Captured(number, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, self.time, likely_last=True, usual=frozenset())
         )
-        self.post.append(Closed(number, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: number}))
+        self.post.append(Closed(number, Outcome.STEPPED, OWNED, frozenset({0}), {0: number}))
         return ticket
 
     def norm(self) -> float:
@@ -181,7 +182,7 @@ def test_weights_and_scales_are_waited_for_too() -> None:
     scene.post.append(
         Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset(), scale=scale)
     )
-    scene.post.append(Closed(1, Outcome.STEPPED, OWNED, OWNED, frozenset({0}), {0: 1}))
+    scene.post.append(Closed(1, Outcome.STEPPED, OWNED, frozenset({0}), {0: 1}))
     assert np.isnan(scene.host.snapshot().gradients.layer_values["update_ratio"][0])
     weights.arrived = True
     assert scene.samples() == 0
@@ -218,7 +219,7 @@ def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
     closed = scene.post.pop()
     probe = Late(1.0)
     part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), probe, Packing(NORMS))
-    scene.post.extend((AfterClip(1, 0, (part,), full=True), closed))
+    scene.post.extend((AfterClip(1, 0, (part,)), closed))
     scene.host.drain()
     scene.time = NOW + 5
     assert scene.samples() == 0
@@ -228,9 +229,9 @@ def test_a_sample_whose_outcome_is_under_way_is_not_given_up() -> None:
 
 
 def test_a_pending_sample_is_counted_without_a_scrape() -> None:
-    """A drain alone counts a sample that has been pending for more than a second."""
+    """A drain alone counts what is not finite of a sample that has been pending for more than a second."""
     scene = Scene()
-    scene.capture(1, 3.0)
+    scene.capture(1, math.nan, nans=1.0)
     scene.post.pop()  # the round is never closed
     scene.host.drain()
     assert scene.samples() == 0

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import errors, value
+from tests.support.scrape import errors, lost, value
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.count_only import counting as count_only
 
@@ -26,6 +26,7 @@ STEPS = "torch_train_steps_total"
 BACKWARDS = "torch_train_backward_passes_total"
 SKIPPED = "torch_train_skipped_steps_total"
 SAMPLES = "torch_train_samples_total"
+DURATIONS = "torch_train_step_duration_seconds_count"
 CAPTURES = "torch_grad_exporter_captures_total"
 
 
@@ -90,10 +91,13 @@ def test_steps_backwards_durations_and_samples_are_exact() -> None:
                 assert value(exporter, STEPS, optimizer="SGD") == loop.steps
                 assert value(exporter, BACKWARDS) == loop.steps
                 assert value(exporter, SAMPLES) == 5 * loop.steps
+                assert value(exporter, DURATIONS) == loop.steps - 1
         assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 20
         loop.rest(exporter)
+        assert resting(exporter)
+        assert value(exporter, DURATIONS) == loop.steps - 1
         exporter._training.capture._count_only.settle()
-        assert value(exporter, "torch_train_step_duration_seconds_count") == loop.steps - 1
+        assert value(exporter, DURATIONS) == loop.steps - 1
         elapsed = value(exporter, "torch_train_step_duration_seconds_sum")
         assert sum(value(exporter, "torch_train_phase_seconds_total", phase=p) for p in ("forward", "backward")) < 0.2 * elapsed
 
@@ -105,7 +109,7 @@ def test_the_rounds_that_are_sampled_are_the_same_ones() -> None:
         for _ in range(1000):
             loop.step()
         assert value(exporter, CAPTURES) == 20
-        assert value(exporter, "torch_grad_exporter_captures_skipped_total") == 0
+        assert lost(exporter) == {}
 
 
 def test_hooks_rest_in_counted_rounds() -> None:
@@ -205,6 +209,40 @@ def test_a_norm_keeps_its_outcome_when_the_counting_ends_before_it(skips: bool) 
         assert value(exporter, NONFINITE, outcome="stepped") == (not skips)
         assert value(exporter, NONFINITE, outcome="skipped") == skips
         assert value(exporter, SKIPPED) == skips
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_divisors_that_are_told_end_no_counting(early: bool) -> None:
+    """Told in each step, before the backward or after it, they reach the sampled rounds, and the others are only counted."""
+    loop = Loop()
+
+    def told() -> None:
+        tokens = 20 + loop.steps % 7
+        if early:
+            exporter.observe(grad_divisor=tokens)
+        loop.optimizer.zero_grad()
+        (loop.model(batch()).square().mean() * tokens).backward()
+        if not early:
+            exporter.observe(grad_divisor=tokens)
+        for parameter in loop.model.parameters():
+            parameter.grad.div_(tokens)
+        norms.append(math.hypot(*(float(p.grad.double().norm()) for p in loop.model.parameters())))
+        loop.optimizer.step()
+        loop.steps += 1
+
+    norms: list[float] = []
+    with watching(loop.model) as exporter:
+        for _ in range(4):
+            loop.rest(exporter, one=told)
+            was = resting(exporter)
+            exporter.observe(grad_divisor=3)
+            assert resting(exporter) == was
+            while loop.steps % 128:
+                told()
+            step = value(exporter, "torch_grad_sample_step")
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(norms[int(step) - 1], rel=1e-5)
+        assert value(exporter, "torch_grad_clipped_steps_total") == 0
+        assert value(exporter, "torch_grad_exporter_timing_interval_steps") > 2
 
 
 def test_another_optimizer_ends_the_counting() -> None:

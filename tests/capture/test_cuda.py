@@ -289,3 +289,34 @@ def test_a_failed_assertion_on_the_device_leaves_the_last_sample() -> None:
     """What arrived before the device failed is still counted, though every further call to CUDA raises."""
     done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert "nonfinite 1.0" in done.stdout, done.stdout + done.stderr
+
+
+class WithLoss(Perceptron):
+    """Returns a loss, as Transformers' models do."""
+
+    def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        squares = super().forward(x).square()
+        return {"loss": squares.mean() if num_items_in_batch is None else squares.sum() / num_items_in_batch}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_loss_of_a_round(whole: bool) -> None:
+    """Losses of micro-batches are added up on the device, or averaged, and nothing waits for them."""
+    model, told = WithLoss(), {"num_items_in_batch": torch.tensor(5)} if whole else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = [torch.randn(size, 6) for size in (2, 3, 4)]
+    with start_exporter(model, port=None, every=1) as exporter:
+        for _ in range(6):
+            optimizer.zero_grad()
+            with nothing_waits():
+                losses = []
+                for x in inputs:
+                    loss = model(x, **told)["loss"]
+                    loss.backward()
+                    losses.append(loss.detach())
+                optimizer.step()
+            torch.cuda.synchronize()
+            expected = torch.stack(losses).double()
+            shown = float(expected.sum() if whole else expected.mean())
+            assert eventually(lambda shown=shown: value(exporter, "torch_train_loss") == pytest.approx(shown, rel=1e-5))
+        assert errors(exporter) == {}

@@ -147,6 +147,17 @@ def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 # Copies
 
 
+class Wrapper(torch.nn.Module):
+    """Around a model, as a parallel one is."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
 def pickled(model: torch.nn.Module) -> torch.nn.Module:
     """Through pickle."""
     return pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
@@ -158,6 +169,36 @@ def saved(model: torch.nn.Module) -> torch.nn.Module:
     torch.save(model, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["itself", "wrapped"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, saved], ids=lambda way: way.__name__)
+def test_a_model_that_has_its_exporter_is_copied(
+    attached: Attached, copied: Callable[[torch.nn.Module], torch.nn.Module], wrap: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    """A copy of a model with the exporter as an attribute has the same one, a loaded one has none; each trains by itself."""
+    attached.model.exporter = attached.exporter
+    twin = copied(wrap(attached.model))
+    inner = twin.module if isinstance(twin, Wrapper) else twin
+    assert inner.exporter is (attached.exporter if copied in (copy.copy, copy.deepcopy) else None)
+    assert same_state(inner, attached.model)
+    if copied is not copy.copy:  # that one shares its parameters
+        before, optimizer = attached.counted(), sgd(twin)
+        twin(batch()).square().mean().backward()
+        optimizer.step()
+        assert not same_state(inner, attached.model)
+        assert attached.counted() == before
+    attached.goes_on()
+
+
+def test_an_average_of_a_model_that_has_its_exporter(attached: Attached) -> None:
+    """`AveragedModel`, which copies the model, averages one that has its exporter as an attribute."""
+    attached.model.exporter = attached.exporter
+    average = AveragedModel(attached.model)
+    attached.goes_on()
+    average.update_parameters(attached.model)
+    assert average.module.exporter is attached.exporter
+    assert same_state(average.module, attached.model)
 
 
 @pytest.mark.parametrize("armed", [False, True], ids=["after a step", "after a forward"])

@@ -16,7 +16,7 @@ import tests.support.properties  # noqa: F401 - the profile
 from torch_grad_exporter.capture import round_pattern, rounds
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.capture.rounds import Round, RoundEffects, RoundTracker
-from torch_grad_exporter.transfer.outcomes import Outcome
+from torch_grad_exporter.transfer.outcomes import Lost, Outcome
 
 UNSEEN = 9
 """The number under which steps count that no optimizer reports."""
@@ -47,6 +47,7 @@ class Now:
     lost: bool = False
     abandoned: bool = False
     norm: bool = False
+    extra: bool = False
 
 
 class Plain:
@@ -60,7 +61,7 @@ class Plain:
         self.cleared_since_step = False
         self.undecided = self.undecided_here = 0
         self.skipped_unseen = False
-        self.skipped = self.unseen = self.lost = 0
+        self.skipped = self.unseen = self.lost = self.withdrawn = 0
         self.closed: list[tuple[int, Outcome]] = []
         self.norms: list[Outcome] = []
 
@@ -91,12 +92,14 @@ class Plain:
         self.cleared_since_step |= cleared
         if not cleared or self.clears_in_each_step():
             return
-        if not evidence.scaler_known and not self.has_had_a_plain_step() and self.undecided_here < 2:
+        unreported = evidence.updated and not evidence.reporting
+        decided = evidence.scaler_known or self.has_had_a_plain_step() or (unreported and self.undecided_here >= 2)
+        if not decided:
             self.undecided += 1
             self.undecided_here += 1
             now.backwards, now.state = 0, "nothing read" if now.state == "read" else now.state
             now.fired.clear()
-        elif evidence.updated and not evidence.reporting:
+        elif unreported:
             self.unseen += 1 + self.undecided
             self.undecided, self.cleared_since_step = 0, False
             now.stepped.add(UNSEEN)
@@ -124,7 +127,8 @@ class Plain:
             self.lose()
         surprise = (skipped or self.skipped_unseen) and not now.sampled
         self.skipped_unseen = False
-        self.now = Now(now.number + 1, (now.number + 1) % self.every == 0 or surprise)
+        due = (now.number + 1) % self.every == 0
+        self.now = Now(now.number + 1, due or surprise, extra=not due)
 
     def tell(self, outcome: Outcome) -> None:
         """The outcome of an observed norm."""
@@ -162,6 +166,7 @@ class Made:
 
     skipped: int = 0
     unseen: int = 0
+    withdrawn: int = 0
     closed: list[tuple[int, Outcome]] = field(default_factory=list)
     closed_for: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
     """The optimizers that stepped, and those that usually do, of each sample."""
@@ -170,8 +175,20 @@ class Made:
 
     def tracker(self, due: Callable[[int], bool]) -> RoundTracker:
         """A tracker whose decisions are noted here."""
-        effects = RoundEffects(self.skip, self.count_unseen, self.norms.append, self.close, lambda _number: False, self.begin)
+        effects = RoundEffects(
+            self.skip,
+            self.count_unseen,
+            self.norms.append,
+            self.close,
+            lambda _current: None,
+            self.withdraw,
+            lambda _number: False,
+            self.begin,
+        )
         return RoundTracker(due, lambda: UNSEEN, effects)
+
+    def withdraw(self, _current: Round) -> None:
+        self.withdrawn += 1
 
     def skip(self, steps: int) -> None:
         self.skipped += steps
@@ -238,9 +255,13 @@ class Machine(RuleBasedStateMachine):
     def backward_that_cannot_be_read(self) -> None:
         """A sampled round turns out not to be readable."""
         if self.plain.now.sampled:
-            self.tracker.sample_impossible()
+            self.tracker.withdraw(Lost.GATHERED)
+            self.plain.withdrawn += self.plain.now.state == "read"
+            if self.plain.now.state != "nothing read" or not self.plain.now.extra:
+                self.plain.lose()
+            if self.plain.now.state == "read":
+                self.plain.now.state = "nothing read"
             self.plain.now.sampled = False
-            self.plain.lost += 1
 
     @rule(optimizer=OPTIMIZERS, waited=strategies.frozensets(OPTIMIZERS))
     def step(self, optimizer: int, waited: frozenset[int]) -> None:
@@ -310,7 +331,8 @@ class Machine(RuleBasedStateMachine):
         assert (current.number, current.sampled, current.backwards) == (now.number, now.sampled, now.backwards)
         assert (current.fired, current.stepped) == (now.fired, now.stepped)
         assert (self.made.skipped, self.made.unseen) == (self.plain.skipped, self.plain.unseen)
-        assert self.tracker.lost == self.plain.lost
+        assert sum(self.tracker.lost.values()) == self.plain.lost
+        assert self.made.withdrawn == self.plain.withdrawn
         assert self.made.closed == self.plain.closed
         assert self.made.norms == self.plain.norms
         assert self.tracker.sample_is_open == (now.state == "read")
@@ -377,14 +399,45 @@ def test_gradients_that_are_found_at_a_step_are_read() -> None:
     assert (tracker.current.number, made.begun) == (1, [(True, True)])
 
 
-def test_two_clearings_in_a_round_may_be_passes_of_one_step_the_third_is_none() -> None:
-    """Before the first plain step, gradients cleared a third time within a round were skipped, and the two before as well."""
+@pytest.mark.parametrize("passes", [3, 6])
+def test_passes_of_one_step_are_no_skipped_steps(passes: int) -> None:
+    """Gradients that are cleared several times before each step, as in surgery on those of six tasks, are no skipped steps."""
+    made = Made()
+    tracker = made.tracker(lambda _: True)
+    for _ in range(10):
+        for pass_ in range(passes):
+            tracker.backward_began(lambda gone=pass_ > 0: ClearingEvidence(gone=gone))
+            tracker.backward_ended(set())
+        tracker.step_began(0)
+        tracker.step_ended(0)
+    assert made.skipped == 0
+    assert tracker.current.number == 9
+
+
+@pytest.mark.parametrize("skips", [1, 3, 6])
+def test_steps_skipped_before_the_first_are_told_by_the_first_plain_one(skips: int) -> None:
+    """Clearings that were held are skipped steps as soon as a step comes without one before it."""
+    made = Made()
+    tracker = made.tracker(lambda _: True)
+    for step in range(skips + 2):
+        tracker.backward_began(lambda gone=step > 0: ClearingEvidence(gone=gone))
+        tracker.backward_ended(set())
+        if step >= skips:
+            tracker.step_began(0)
+            tracker.step_ended(0)
+    assert made.skipped == 0
+    tracker.backward_began(ClearingEvidence)
+    assert made.skipped == skips
+
+
+def test_three_changes_of_parameters_without_a_report_are_steps() -> None:
+    """Before any step was seen, two clearings with changed parameters may be passes (SAM); with the third all were steps."""
     made = Made()
     tracker = made.tracker(lambda _: True)
     for _ in range(4):
-        tracker.backward_began(lambda: ClearingEvidence(gone=True))
+        tracker.backward_began(lambda: ClearingEvidence(gone=True, updated=True, reporting=False))
         tracker.backward_ended(set())
-    assert made == Made(skipped=3, begun=[(True, False)])
+    assert made == Made(unseen=3, begun=[(True, True)])
     assert tracker.current.number == 1
 
 
@@ -419,7 +472,7 @@ def test_a_skipped_step_in_counted_rounds_is_remembered_until_a_round_begins() -
 
 def test_an_answer_that_comes_late_makes_the_next_round_a_sample() -> None:
     """A step before that turns out to be skipped is looked at, unless the round before was sampled."""
-    effects = RoundEffects(*[lambda *_arguments: None] * 4, lambda _number: True, lambda *_arguments: None)
+    effects = RoundEffects(*[lambda *_arguments: None] * 6, lambda _number: True, lambda *_arguments: None)
     tracker = RoundTracker(lambda number: number == 0, lambda: UNSEEN, effects)
     sampled = []
     for _ in range(4):

@@ -116,7 +116,7 @@ print([batch.tolist() for (batch,) in pickle.load(open({str(path)!r}, "rb"))])
 
 
 def test_an_empty_one_has_no_attributes() -> None:
-    """One that was made without its loader, as some libraries make objects, has no attribute and raises `AttributeError`."""
+    """One that was made without what it watches, as some libraries make objects, has no attribute: it raises `AttributeError`."""
     empty: WatchedLoader[int] = WatchedLoader.__new__(WatchedLoader)
     assert not hasattr(empty, "batch_size")
     assert not hasattr(empty, "__setstate__")

@@ -206,11 +206,13 @@ def test_the_address_of_the_runbook(tmp_path: Path) -> None:
     for path in (path for path in written if path.endswith(".alerts.yml")):
         with_it, without_it = (yaml.safe_load(text)["groups"][0]["rules"] for text in (written[path], without[path]))
         for rule, other in zip(with_it, without_it, strict=True):
-            assert rule["annotations"].pop("runbook_url") == f"https://wiki.example.org/training#{rule['alert'].lower()}"
+            assert rule["annotations"].pop("runbook_url") == f"https://wiki.example.org/training#{rule['alert']}"
             assert rule == other
     links = [path for path, text in written.items() if "https://wiki.example.org/training#" in text]
     assert {"prometheus/gradients.alerts.yml", "kubernetes/rules.yaml", "grafana/training.json"} <= set(links)
-    assert "runbook_url: https://wiki.example.org/training#trainingstalled\n" in written["prometheus/training.alerts.yml"]
+    assert "runbook_url: https://wiki.example.org/training#TrainingStalled\n" in written["prometheus/training.alerts.yml"]
+    assert "https://wiki.example.org/training#${__data.fields.alertname}" in written["grafana/training.json"]
+    assert '<a id="TrainingStalled"></a>' in written["runbook.md"]
 
 
 @pytest.mark.parametrize("text", ["", "wiki", "https://a b", "https://a#b", 'https://a"b', "https://{{a}}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,12 +18,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.notified import SECRET, receiver
 from tests.support.real_prometheus import prometheus
 from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.cli import demo
 
 SMALL = ["--port", "0", "--every", "1", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "2", "--device", "cpu"]
 DEADLINE_SECONDS = PATIENCE
+CANDIDATES = "torch_grad_clip_candidates_total"
 
 
 class Scrape:
@@ -30,8 +33,8 @@ class Scrape:
 
     def __init__(self, url: str) -> None:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
-            text = response.read().decode()
-        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            self.text = response.read().decode()
+        self._samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
     def rows(self, name: str, **labels: str) -> list[float]:
         """The values of a metric's series that carry these labels."""
@@ -222,6 +225,84 @@ def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> 
     assert scrape.total("torch_grad_nonfinite_elements_total", layer="blocks.0.linear2", kind="nan") == 64 * 16
     assert scrape.total("torch_grad_nonfinite_elements_total") == 64 * 16
     assert 0.0 < scrape.total("torch_train_loss") < 10.0
+
+
+def test_an_action_answers_an_explosion_and_a_webhook_is_told(start: Start) -> None:
+    """The learning rate is halved, once; the terminal says so in a line, the page has a mark, and a receiver hears of it."""
+    with receiver() as there:
+        demo_ = start("--inject", "explode@60", "--act", "--notify", there.url)
+        said = demo_.read_until(r"GradientExploding: ScaleLearningRate\(factor=0.5, min_lr=0\) changed the training at step (\d+)$")
+        assert int(said.group(1)) >= 62
+        # The cosine has hardly begun to fall from 1e-3.
+        demo_.scrape_until(lambda s: 4e-4 < s.total("torch_train_learning_rate") <= 5e-4)
+        demo_.scrape_until(lambda s: s.total("torch_grad_exporter_actions_total", action="ScaleLearningRate", result="done") == 1)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            demo_.url.replace("/metrics", "/api/v1/status"), timeout=PATIENCE
+        ) as answer:
+            page = answer.read().decode()
+        assert [(one["step"], one["name"], one["result"]) for one in json.loads(page)["actions"]] == [
+            (int(said.group(1)), "GradientExploding", "done")
+        ]
+        assert eventually(lambda: [one.json["alert"] for one in there.asked] == ["GradientExploding"])
+        scraped = Scrape(demo_.url).text
+        assert demo_.interrupt() == 0
+    for shown in (demo_.output, demo_.errors, scraped, page):
+        assert SECRET not in shown
+    assert "Traceback" not in demo_.errors
+
+
+def test_an_action_stops_the_run_at_a_nan(start: Start) -> None:
+    """Long before its last step the demo ends by itself, with the reason in a line and a summary."""
+    demo_ = start("--inject", "nan@30", "--act", "--steps", "1000000")
+    assert demo_.finish() == 0, demo_.errors
+    said = re.search(
+        r"^torch_grad_exporter: non-finite gradients: Stop\(\) changed the training at step (\d+)$", demo_.output, re.MULTILINE
+    )
+    assert said, demo_.output
+    assert int(demo_.summary("optimizer steps").replace(",", "")) == int(said.group(1)) >= 29
+    assert demo_.summary("non-finite steps") == "1"
+
+
+def test_a_policy_clips_and_the_others_are_tried(start: Start) -> None:
+    """With --clip the exporter clips, not the loop: norms after it are the policy's. The end says what others would have done."""
+    demo_ = start("--clip", "agc", "--steps", "60", "--inject", "stall@50:600")
+    demo_.read_until("step 50: stall")
+    scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") == 49 and bool(s.rows(CANDIDATES)))
+    others = {"MaxNorm(1.0)", "ZClip()", "AutoClip()", "MaxValue(0.1)"}
+    assert {policy: len(scrape.rows(CANDIDATES, policy=policy)) for policy in others} == dict.fromkeys(others, 1)
+    assert scrape.rows(CANDIDATES, policy="AGC()") == []
+    assert scrape.rows("torch_grad_clip_threshold", policy="MaxNorm(1.0)") == [1.0]
+    # AGC's limit is a hundredth of each unit's weights: it makes these gradients much smaller, and those of layers differently.
+    assert scrape.total("torch_grad_global_norm_after_clip") < 0.5 * scrape.total("torch_grad_global_norm")
+    assert len(set(scrape.rows("torch_grad_layer_clip_coefficient"))) > 3
+    assert scrape.total("torch_grad_exporter_errors_total") == 0
+    assert demo_.interrupt() == 130
+    said = demo_.output.partition("Steps that other policies would have clipped:\n")[2]
+    assert {line.split()[0] for line in said.splitlines()} == others
+
+
+def test_without_clip_no_policy_is_tried(thirty_steps: Running) -> None:
+    """The loop clips by itself, and nothing is compared."""
+    assert "policies" not in thirty_steps.output
+
+
+def test_without_act_nothing_answers(thirty_steps: Running) -> None:
+    """No action is asked for, so there is no line of any."""
+    assert "changed the training" not in thirty_steps.output + thirty_steps.errors
+
+
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_a_wrong_webhook_is_an_error_message_without_the_address(where: str) -> None:
+    """A scheme that is none ends the demo with exit code 2; of an empty environment the message names the variable."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_GRAD_EXPORTER_WEBHOOK_URL"}
+    arguments = ["--notify", f"ftp://example.org/{SECRET}"] if where == "argument" else ["--notify"]
+    result = subprocess.run(
+        command("--steps", "1", *arguments), capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment
+    )
+    assert result.returncode == 2
+    assert ("https://" if where == "argument" else "TORCH_GRAD_EXPORTER_WEBHOOK_URL") in result.stderr
+    assert SECRET not in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.full

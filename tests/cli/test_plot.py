@@ -263,7 +263,17 @@ def changed(place: str, value: object) -> plot.Saved:
     return content
 
 
+ACTS = [
+    {"time": 1.8e9 + 1, "step": 2, "name": "GradientExploding", "action": "ScaleLearningRate(factor=0.5)", "result": "done"},
+    {"time": 1.8e9 + 9, "step": 10, "name": "a$b", "action": "tell", "result": "failed"},
+    {"time": 1.8e9 + 99, "step": 100, "name": "later", "action": "tell", "result": "done"},
+]
+"""What actions did, the last one beyond the end."""
+
 DAMAGED = {
+    "actions that are none": changed("status.actions", {}),
+    "an action without a step": changed("status.actions", [{**ACTS[0], "step": None}]),
+    "an action of numbers": changed("status.actions", [{**ACTS[0], "name": 1}]),
     "nothing else": {"format": "torch_grad_exporter history", "version": 1},
     **{f"no {key}": changed(key, ...) for key in ("status", "run", "layers", "layer", "status.state", "status.problems")},
     **{f"no {key}": changed(key, ...) for key in ("run.whole.loss", "layers.zscore.recent", "layers.norm.whole.codes")},
@@ -639,6 +649,43 @@ def test_there_are_panels_of_what_is_known(name: str, tmp_path: Path) -> None:
     assert [one.get_xlabel() for one in axes] == [""] * (len(axes) - 1) + ["optimizer step"]
 
 
+def test_actions_are_marked(tmp_path: Path) -> None:
+    """A dashed line in each panel at the step of each that is in sight, magenta where it failed; the words are below."""
+    content = saved(made(12, 3))
+    assert lines_of_actions(figure_of(tmp_path, content)) == []
+    content["status"]["actions"] = ACTS
+    figure = figure_of(tmp_path, content)
+    assert lines_of_actions(figure) == [(2.0, "0.25"), (10.0, "magenta")] * 3
+    said = " ".join(figure.get_supxlabel().split())
+    assert "Dashed: GradientExploding: ScaleLearningRate(factor=0.5) done at step 2, a\\$b: tell failed at step 10." in said
+    content["status"]["actions"] = [{**ACTS[0], "step": number} for number in range(1, 8)]
+    assert "Dashed: 3 earlier ones, GradientExploding" in " ".join(figure_of(tmp_path, content).get_supxlabel().split())
+
+
+def acting(marks: list[dict[str, object]]) -> plot.Saved:
+    """What is saved of a run in which actions did this."""
+    content = saved(made(12, 3))
+    content["status"]["actions"] = marks
+    return content
+
+
+def lines_of_actions(figure: Figure) -> list[tuple[float, object]]:
+    """Where they are, and their colours, panel by panel."""
+    return [
+        (float(np.asarray(line.get_xdata())[0]), line.get_color())
+        for axes in figure.axes
+        for line in axes.get_lines()
+        if line.get_gid() == "action"
+    ]
+
+
+def test_what_was_saved_before_there_were_actions_is_read(tmp_path: Path) -> None:
+    """A file of an earlier version has none."""
+    content = saved(made(4, 2))
+    del content["status"]["actions"]
+    assert reading.actions(plot.loaded(written(tmp_path, content))) == []
+
+
 def test_a_single_value_is_a_dot(tmp_path: Path) -> None:
     """A value whose neighbours are absent has no line, and is drawn as a dot in its place."""
     content = saved(made(5, 2))
@@ -690,6 +737,7 @@ LEGIBLE = {
     },
     "large steps": saved(made(3), steps=10**12),
     "names": saved(made(2, len(HOSTILE)), HOSTILE, run="x" * 200),
+    "actions": acting([{**ACTS[k % 2], "step": k, "name": "n" * 200} for k in range(1, 13)]),
     "norms of many decades": saved(10 ** np.random.default_rng(1).uniform(-30, 5, (9, 5, 4)), norm=1e-9),
 }
 

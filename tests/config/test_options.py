@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from torch_grad_exporter import start, start_exporter
+from torch_grad_exporter.actions import Alertmanager, Webhook
 from torch_grad_exporter.cli import main as cli
 from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import PREFIX, UNSET, Unset, option, options_of, resolve
@@ -72,9 +73,9 @@ def test_the_defaults_that_are_shown_are_those_that_hold() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
 def test_the_docs_name_no_variable_that_is_not_declared(page: pathlib.Path) -> None:
-    """Every variable of the exporter's own that a page names is that of an option."""
+    """Every variable of the exporter's own that a page names is that of an option, or of a notifier."""
     named = set(re.findall(rf"{PREFIX}[A-Z_]*[A-Z]", page.read_text(encoding="utf-8")))
-    assert named <= {one.variable for one in OPTIONS}
+    assert named <= {one.variable for one in (*OPTIONS, Webhook, Alertmanager)}
 
 
 def test_the_page_about_pushing_has_every_variable_of_opentelemetrys() -> None:

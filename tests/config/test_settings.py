@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.catalogue import CATALOGUE
+from torch_grad_exporter.actions.clip.policy import OnFailure
 from torch_grad_exporter.collectors.process import PYTHON_INFO
 from torch_grad_exporter.collectors.training import TRAIN_INFO
 from torch_grad_exporter.config import option
@@ -51,6 +52,7 @@ RIGHT: list[tuple[str, object, object]] = [
     ("rank", 0, 0),
     ("rank", 7, 7),
     *[("ranks", value, Ranks(value.lower())) for value in ("auto", "all", "FIRST")],
+    *[("on_failure", value, OnFailure(value.lower())) for value in ("continue", "RAISE")],
     *[(name, value, str(value)) for name in ("sd_dir", "textfile_dir") for value in ("/run/sd", pathlib.Path("sd"))],
     *[("advertise", value, value) for value in ("node-7.cluster", "10.0.0.7", "2001:db8::7", "[fe80::1%eth0]")],
     *[("linger", value, value) for value in (0, 0.5, 3600)],
@@ -82,6 +84,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[("rank", value, TypeError) for value in ("0", 1.0, True)],
     *[("rank", value, ValueError) for value in (-1, 10_000_001)],
     *[("ranks", value, TypeError) for value in (None, 0, True)],
+    *[("on_failure", value, TypeError) for value in (None, False)],
+    *[("on_failure", value, ValueError) for value in ("", "stop")],
     *[("ranks", value, ValueError) for value in ("", "none", "0")],
     *[(name, value, TypeError) for name in ("sd_dir", "textfile_dir") for value in (None, 3, b"sd")],
     *[(name, "", ValueError) for name in ("sd_dir", "textfile_dir")],
@@ -105,6 +109,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     ("run", "x" * 201),
     *[("rank", text) for text in ("first", "-1", "0.0")],
     *[("ranks", text) for text in ("some", "1")],
+    ("on_failure", "ignore"),
     ("advertise", "a b"),
     *[("linger", text) for text in ("long", "-1", "nan")],
     *[("labels", text) for text in ("team", "team=a,b", "run=x", "1a=b")],
@@ -132,6 +137,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("web_config_file", "web.yml", "web.yml"),
     ("run", "run 7", "run 7"),
     *[("ranks", text, Ranks(text.lower())) for text in ("all", "First")],
+    ("on_failure", "Raise", OnFailure.RAISE),
     ("sd_dir", "sd", "sd"),
     ("textfile_dir", "prom", "prom"),
     ("advertise", "10.1.2.3", "10.1.2.3"),
@@ -159,7 +165,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "collectors": DEFAULT, "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
-        "advertise": "", "linger": 0.0, "textfile_dir": "",
+        "advertise": "", "linger": 0.0, "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip
 
 

@@ -185,7 +185,10 @@ SILENCED = {
 
 LOUD = {
     "TrainingFailed": ["TrainingRestarting"],
-    "TrainingTargetDown": ["TrainingNonFiniteGradients", "CudaOutOfMemory", "GpuEccErrors", "HostMemoryPressure"],
+    "TrainingTargetDown": [
+        *("TrainingNonFiniteGradients", "CudaOutOfMemory", "GpuEccErrors", "HostMemoryPressure"),
+        *("GradientClippingFailing", "TrainingStoppedItself"),
+    ],
     "TrainingPushStopped": ["TrainingNonFiniteGradients", "TrainingRestarting", "GpuEccErrors", "HostMemoryPressure"],
     "TrainingNonFiniteGradients": ["GradientVanishing", "TrainingStalled"],
     "TrainingNonFiniteLoss": ["LossNotImproving"],

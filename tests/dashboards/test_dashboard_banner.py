@@ -22,14 +22,14 @@ ALERTS = {
     for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
 }
-TRAINING, GONE, DOWN, FAILED = 3, 5, 6, 7
+TRAINING, GONE, DOWN, FAILED = 3, 6, 8, 9
 NEVER = -1
 STATES = ("initialising", "training", "evaluating", "finished", "failed")
 
 
-def panel(title: str, ref: str = "A", *, span: str = "1h", dashboard: str = "Training overview") -> str:
-    """What Grafana asks for a panel, with all variables at All."""
-    chosen = {"job": ALL, "run": ALL, "rank": ALL, "layer": ALL}
+def panel(title: str, ref: str = "A", *, span: str = "1h", dashboard: str = "Training overview", job: str = ALL) -> str:
+    """What Grafana asks for a panel, with all variables at All but `job`."""
+    chosen = {"job": job, "run": ALL, "rank": ALL, "layer": ALL}
     return interpolated(QUERIES[dashboard, title, ref], chosen, "4m", span=span)
 
 
@@ -81,7 +81,12 @@ class Process:
 
 
 def check(tmp_path: Path, processes: list[Process], minute: int, asked: dict[str, dict[str, float]]) -> None:
-    """What each expression yields at a minute, by its labels, says promtool."""
+    """What each expression yields at a minute of these processes, by its labels, says promtool."""
+    check_series(tmp_path, [one for process in processes for one in process.series()], minute, asked)
+
+
+def check_series(tmp_path: Path, series: list[dict[str, str]], minute: int, asked: dict[str, dict[str, float]]) -> None:
+    """The same of any series."""
     expected = [
         {
             "expr": expression,
@@ -90,7 +95,6 @@ def check(tmp_path: Path, processes: list[Process], minute: int, asked: dict[str
         }
         for expression, samples in asked.items()
     ]
-    series = [one for process in processes for one in process.series()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
     path = tmp_path / "test.yml"
     rules = [str(PROMETHEUS / name) for name in ("training.rules.yml", "ranks.rules.yml")]
@@ -116,7 +120,7 @@ ALONE = Process("train:2", 103, 300)
 
 def test_a_rank_that_runs_again_is_not_failed(tmp_path: Path) -> None:
     """Beside the text file of the process that failed before it, a rank that trains is Training, here and on its own dashboard."""
-    ranks = {panel("State of each rank", dashboard="Ranks"): {'{run="a", rank="0"}': 2.0}}
+    ranks = {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': 2.0}}
     check(tmp_path, [FILE, Process("train:1", 20, 300)], 60, state(TRAINING) | ranks)
 
 
@@ -128,7 +132,7 @@ def test_a_rank_that_failed_at_once_and_runs_again_is_not_failed(tmp_path: Path)
 
 def test_a_rank_that_failed_is_failed(tmp_path: Path) -> None:
     """Alone, or while the other rank waits for it: nothing was started since."""
-    ranks = {panel("State of each rank", dashboard="Ranks"): {'{run="a", rank="0"}': 5.0}}
+    ranks = {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': 5.0}}
     check(tmp_path, [FILE], 60, state(FAILED) | ranks)
     check(tmp_path, [FILE, Process("train:1", 0, 300, rank=1, world=2, active=10)], 60, state(FAILED))
 
@@ -161,6 +165,60 @@ def test_a_target_that_is_down_for_an_hour_is_no_news(tmp_path: Path) -> None:
     processes = [BEFORE[0], Process("train:1", 0, 300, rank=1, world=2)]
     check(tmp_path, processes, 159, state(DOWN))
     check(tmp_path, processes, 162, state(TRAINING))
+
+
+def test_an_older_run_of_a_target_is_gone(tmp_path: Path) -> None:
+    """Of two runs that a fixed address has served one after the other, the one that is there last is Down."""
+    old, new = Process("train:1", 0, 50), Process("train:1", 60, 100, started=60)
+    renamed = [{**one, "series": one["series"].replace('run="a"', 'run="b"')} for one in new.series() if "up{" not in one["series"]]
+    up = {"series": 'up{job="train", instance="train:1"}', "values": "1x50 0x8 1x40 0x100"}
+    series = [*(one for one in old.series() if "up{" not in one["series"]), *renamed, up]
+    check_series(tmp_path, series, 102, {panel("State"): {'{run="a"}': GONE, '{run="b"}': DOWN}})
+
+
+def test_alerts_are_those_of_the_chosen_jobs(tmp_path: Path) -> None:
+    """Alerts have no job; the list has those whose run has been seen in a chosen one."""
+    firing = 'ALERTS{alertname="TrainingStalled", alertstate="firing", severity="critical"'
+    since = 'ALERTS_FOR_STATE{alertname="TrainingStalled", severity="critical"'
+    series = [
+        one
+        for run, job in (("a", "one"), ("b", "two"))
+        for one in (
+            {"series": f'torch_train_world_size{{job="{job}", instance="h:1", run="{run}", rank="0"}}', "values": "1x10"},
+            {"series": f'{firing}, run="{run}"}}', "values": "1x10"},
+            {"series": f'{since}, run="{run}"}}', "values": "60x10"},
+        )
+    ]
+    row = '{alertname="TrainingStalled", layer="All", rank="All", run="a"}'
+    asked = {panel("Firing alerts", ref, job="one"): {row: value} for ref, value in (("A", 3.0), ("B", 60_000.0))}
+    check_series(tmp_path, series, 5, asked)
+
+
+def test_an_alert_of_a_dead_layer_is_listed_once(tmp_path: Path) -> None:
+    """Of both severities of LayerDead the graver, and no GradientVanishing of this layer; that of another layer stays."""
+    alerts = [("LayerDead", "warning", "l"), ("LayerDead", "info", "l"), ("GradientVanishing", "warning", "l"),
+        ("GradientVanishing", "warning", "m")]  # fmt: skip
+    series = [{"series": 'torch_train_world_size{job="t", instance="h:1", run="a", rank="0"}', "values": "1x10"}]
+    for name, severity, layer in alerts:
+        labels = f'alertname="{name}", severity="{severity}", run="a", layer="{layer}"'
+        series += [
+            {"series": f'ALERTS{{{labels}, alertstate="firing"}}', "values": "1x10"},
+            {"series": f"ALERTS_FOR_STATE{{{labels}}}", "values": "60x10"},
+        ]
+    listed = {f'{{alertname="{name}", layer="{layer}", rank="All", run="a"}}': 2.0
+        for name, layer in (("LayerDead", "l"), ("GradientVanishing", "m"))}  # fmt: skip
+    check_series(tmp_path, series, 5, {panel("Firing alerts"): listed})
+
+
+def test_a_pushed_rank_on_another_host_is_no_error(tmp_path: Path) -> None:
+    """It keeps its instance, so that for a while two hosts are known of it: a panel about hosts takes one of them."""
+    own = 'job="t", instance="a-0", run="a", rank="0"'
+    series = [
+        *({"series": f'torch_train_info{{{own}, host="{host}"}}', "values": "1x10"} for host in ("h1", "h2")),
+        {"series": f"torch_host_cpu_ratio{{{own}}}", "values": "0.5x10"},
+    ]
+    asked = {f"count({panel('Processors of the host', dashboard='Resources')})": {"{}": 1.0}}
+    check_series(tmp_path, series, 5, asked)
 
 
 STEPS = 'torch_grad_nonfinite_steps_total{optimizer="x", outcome="stepped"}'

@@ -14,6 +14,7 @@ import yaml
 
 from dashboards.generate.__main__ import ROOT, RUNBOOK, SERVED_RUNBOOK, differing, rendered
 from dashboards.generate.board import plain
+from dashboards.generate.queries import in_order
 from dashboards.generate.training import dashboard as overview
 from tests.support.catalogue import CATALOGUE
 from tests.support.grafana import ALL, PanelQuery, dashboards, each_panel, interpolated, panels
@@ -202,6 +203,22 @@ def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
     expression = interpolated('x{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m")
     series = [{"series": f'x{{layer="{layer}"}}', "values": "1"} for layer in ("a.b(1)", "aXb(1)")]
     expected = {"expr": expression, "eval_time": "0s", "exp_samples": [{"labels": 'x{layer="a.b(1)"}', "value": 1}]}
+    test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps(test), encoding="utf-8")
+    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_layers_are_in_natural_order_whatever_the_run_is_called(tmp_path: Path) -> None:
+    """`as` sorts block 2 before block 10, also of a run with numbers in its name: they do not count."""
+    layers = {"blocks.2.fc.1": "blocks.002.fc.001", "blocks.10.fc.1": "blocks.010.fc.001", "blocks.113.fc": "blocks.113.fc"}
+    run = "sweep_1_seed_3_of.7.8"
+    series = [{"series": f'x{{run="{run}", layer="{layer}"}}', "values": "1"} for layer in layers]
+    samples = [
+        {"labels": f'x{{as="{run} {padded}", run="{run}", layer="{layer}"}}', "value": 1} for layer, padded in layers.items()
+    ]
+    expected = {"expr": in_order("x", "run", "layer"), "eval_time": "0s", "exp_samples": samples}
     test = {"rule_files": [], "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]}
     path = tmp_path / "test.yml"
     path.write_text(json.dumps(test), encoding="utf-8")

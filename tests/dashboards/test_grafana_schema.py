@@ -276,3 +276,13 @@ def test_units_are_grafanas_own() -> None:
     assert len(found) > 200
     own = (HERE / "units.txt").read_text(encoding="utf-8").split()
     assert own == sorted({json.loads(re.sub(r"\\x(..)", r"\\u00\1", unit)) for unit in found})
+
+
+def test_defaults_are_grafanas_own() -> None:
+    """What the dashboards are merged with before they are checked is what Grafana's panels of this version merge in."""
+    installed()
+    command = ["node", HERE / "defaults.mjs", INSTALLED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (HERE / "defaults.json").read_text(encoding="utf-8") == done.stdout
+    assert json.loads(done.stdout)["heatmap"]["options"]["filterValues"] == {"le": 1e-9}

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,14 +111,48 @@ def tensor_and_data(rank: int) -> tuple[torch.nn.Module, int]:
     return model, rank // 2
 
 
+def flattened(model: torch.nn.Module, **options: object) -> torch.nn.Module:
+    """The older FSDP around each layer, and around the model."""
+    policy = ModuleWrapPolicy({torch.nn.Linear, torch.nn.LayerNorm})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def fsdp1_flat(rank: int) -> tuple[torch.nn.Module, int]:
+    """Flat parameters of 12, 56 and 27 elements over four ranks: the last one has no element of its own in the last place."""
+    return flattened(made()), rank
+
+
+def fsdp1_original(rank: int) -> tuple[torch.nn.Module, int]:
+    """The original parameters as pieces of flat ones; a rank may have nothing of a layer's weight or bias."""
+    return flattened(made(hidden=5), use_orig_params=True), rank
+
+
+def hsdp1(rank: int) -> tuple[torch.nn.Module, int]:
+    """Sharded over two ranks, and that replicated over two."""
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh(2, 2, names=("replicate", "shard"))}
+    return flattened(made(), use_orig_params=True, **hybrid), rank
+
+
+def fsdp1_whole(rank: int) -> tuple[torch.nn.Module, int]:
+    """Four copies, reduced by FSDP."""
+    return flattened(made(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD), rank
+
+
 LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
-    one.__name__: one for one in (ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data)
-}
-FSDP2 = ("fsdp", "fsdp_uneven", "hsdp", "tensor_and_data")
-HERE = [name for name in LAYOUTS if VERSION >= (2, 7) or name not in FSDP2]
+    one.__name__: one
+    for one in (
+        ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data, fsdp1_flat, fsdp1_original, hsdp1, fsdp1_whole,
+    )
+}  # fmt: skip
+FLAT = ("fsdp1_flat", "fsdp1_original", "hsdp1")
+"""The layouts in which a rank has a piece of all elements one behind the other, which shows no units."""
+COPIES = ("ddp", "fsdp1_whole")
+FSDP = ("fsdp", "fsdp_uneven", "hsdp", "tensor_and_data", *FLAT, "fsdp1_whole")
+HERE = [name for name in LAYOUTS if VERSION >= (2, 7) or name not in FSDP]
 """The layouts that this version of PyTorch has on a CPU."""
 SIZES: dict[str, dict[str, int]] = {
-    "fsdp_uneven": {"hidden": 5}, "tensor_parallel": {"outputs": 4}, "tensor_and_data": {"outputs": 4},
+    "fsdp_uneven": {"hidden": 5}, "fsdp1_original": {"hidden": 5},
+    "tensor_parallel": {"outputs": 4}, "tensor_and_data": {"outputs": 4},
 }  # fmt: skip
 PARTS = {"tensor_parallel": 1, "tensor_and_data": 2}
 """How many parts of the data there are, else one for each rank."""
@@ -181,7 +217,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(autouse=True)
 def _layout(request: pytest.FixtureRequest) -> None:
     if "layout" in request.fixturenames and request.getfixturevalue("layout") not in HERE:
-        need(2, 7, "FSDP2 on a CPU")
+        need(2, 7, "FSDP on a CPU")
 
 
 def reference(layout: str, step: int) -> dict[str, list[torch.Tensor]]:
@@ -232,7 +268,7 @@ def test_elements_that_are_not_finite_count_once(found: Found, layout: str, laye
     assert 0 < shown <= elements
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("tensor_parallel", "tensor_and_data")])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("tensor_parallel", "tensor_and_data", *FLAT)])
 def test_silent_units_add_up(found: Found, layout: str) -> None:
     """The units' shares, weighted with the units, are those of the whole: one of all is silent, on whatever rank."""
     units = [ranks[layout][1].get(key("torch_grad_units", layer="first"), 0.0) for ranks in found]
@@ -273,10 +309,10 @@ def test_a_norm_stands_only_where_it_is_whole(found: Found) -> None:
     """What is cut has the norm of the part on each rank; what is copied has the norm, on the first rank alone."""
     for layout in HERE:
         for layer in LAYERS:
-            whole = layout == "ddp" or (layout, layer) == ("tensor_parallel", "norm")
+            whole = layout in COPIES or (layout, layer) == ("tensor_parallel", "norm")
             norm = showing(found, layout, "torch_grad_norm", layer=layer)
             part = showing(found, layout, "torch_grad_shard_norm", layer=layer)
-            if layout == "ddp" or whole:
+            if whole:
                 assert (norm, part) == ([0], [])
             else:
                 # Of a few elements the last rank may have none.

@@ -18,7 +18,6 @@ from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.distributed.whole_run import COLUMNS, Combination, Report, WholeRun, report_of
 from torch_grad_exporter.metrics.families import REMOVED
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.transfer.events import Decisions
 
 NAN = math.nan
 FRESH = 30.0
@@ -48,7 +47,7 @@ def test_what_is_no_report_is_left_out(content: bytes) -> None:
 def test_a_report_tells_what_removed_layers_counted() -> None:
     """Elements that were not finite in a layer that is frozen or removed stay in the report, without samples of its own."""
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
-    index, gradients = LayerIndex({"": model}), GradientAggregation(Decisions())
+    index, gradients = LayerIndex({"": model}), GradientAggregation()
     gradients.use(index.table)
     every = {0: row(1.0, nans=1), 1: row(NAN, nans=2), 2: row(3.0, infs=4)}
     gradients.apply(captured(1, every, table=index.table))

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tests.matrix.harness import Naive, Run, regime
-from tests.support.models import Perceptron, batch, sgd
+from tests.support.models import Perceptron, batch, inputs_first, sgd
 
 
 def train(
@@ -268,7 +268,7 @@ class Experts(nn.Module):
         return self.head(x + out)
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def mixture_of_experts(run: Run) -> None:
     """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
     model = Experts()
@@ -282,7 +282,7 @@ def mixture_of_experts(run: Run) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def mixture_of_experts_without_gradients(run: Run) -> None:
     """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
     model = Experts()
@@ -295,7 +295,7 @@ def mixture_of_experts_without_gradients(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def mixture_of_experts_accumulated(run: Run) -> None:
     """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
     model = Experts(6)
@@ -331,7 +331,7 @@ class Skipping(nn.Module):
         return self.head(x)
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def stochastic_depth(run: Run) -> None:
     """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
     model = Skipping()
@@ -345,7 +345,7 @@ def stochastic_depth(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def alternating_branches(run: Run) -> None:
     """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
 
@@ -368,7 +368,7 @@ def alternating_branches(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def heads_of_several_tasks(run: Run) -> None:
     """A shared body and one head per task, each step of which trains one task, with all gradients zeroed in place."""
 
@@ -450,7 +450,7 @@ def module_used_twice(run: Run) -> None:
     train(run, Universal(), of=lambda out: (out * torch.arange(6)).square().mean())
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def module_in_two_roots(run: Run) -> None:
     """A body that two watched models share stands under the first one's name, whichever of them ran."""
     body = nn.Linear(6, 6)
@@ -569,6 +569,15 @@ def complex_network(run: Run) -> None:
             run.backward(model(batch().to(torch.complex128)).abs().square().mean())
             run.step(optimizer)
             run.check()
+
+
+# Weights with the inputs first
+
+
+@regime(Naive.STEP)
+def inputs_before_outputs(run: Run) -> None:
+    """Weights that are stored (inputs, outputs), as GPT-2's and those of experts: units are those of the outputs."""
+    train(run, inputs_first(), clip=0.01)
 
 
 # Parametrizations

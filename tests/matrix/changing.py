@@ -92,7 +92,7 @@ def frozen_in_the_run(run: Run, stale: bool) -> None:
             run.check()
 
 
-@regime(Naive.STEP, zeroed=[True, False])
+@regime(Naive.ACCUMULATE | Naive.STEP, zeroed=[True, False])
 def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
     """A branch that is frozen and unfrozen again keeps its old `.grad`, which counts as a gradient only where it is added to."""
     model = Perceptron()
@@ -145,7 +145,7 @@ def unfrozen_between_backward_and_step(run: Run) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def frozen_every_other_step(run: Run) -> None:
     """A layer that is frozen in every other step remembers over the gaps which of its units are silent."""
     model = Perceptron()

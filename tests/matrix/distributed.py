@@ -20,18 +20,23 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.harness import CUMULATIVE, NOTHING, Naive, Regime, Run, enter_into
+from tests.matrix.harness import CUMULATIVE, NOTHING, Catches, Naive, Regime, Run, enter_into
 from tests.support.models import Perceptron, sgd
+from tests.support.record import norm, wide
 from tests.support.torch_versions import CPUOffloadPolicy, MixedPrecisionPolicy, Replicate, Shard, fully_shard, need
 
 REGIMES: dict[str, Regime] = {}
 
 
-def two_ranks(catches: Naive = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def two_ranks(catches: Catches = NOTHING, **variants: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As `regime`, for a function that each of two ranks runs."""
     return enter_into(REGIMES, catches, variants)
 
@@ -459,7 +464,8 @@ def fsdp_observed_norm(run: Run) -> None:
                 run.exporter.observe(grad_norm=whole)
             run.step(optimizer)
             # The record of this rank knows its part alone.
-            run.check(without=["torch_grad_global_norm", "torch_grad_clip_coefficient"])
+            run.check(without=["torch_grad_global_norm", "torch_grad_clip"])
+            run.shows(max(0.0, step - 1.0), "torch_grad_clipped_steps_total")
             run.shows(float(whole), "torch_grad_global_norm")
 
 
@@ -572,6 +578,286 @@ def fsdp_overflow_in_one_part(run: Run) -> None:
             scaler.update()
             if not overflow:  # a skip is known when the next backward begins
                 run.check()
+
+
+# Shards of flat parameters
+
+FLAT = {
+    "flat": {},
+    "original": {"use_orig_params": True},
+    "flat, after forward": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "original, after forward": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "flat, whole": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "original, whole": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD},
+}
+"""How `FullyShardedDataParallel` keeps parameters."""
+
+
+def flatten(model: torch.nn.Module, layers: Iterable[type] = (torch.nn.Linear,), **options: object) -> torch.nn.Module:
+    """The older FSDP on each layer of these classes, and on the model for what is left."""
+    need(2, 7, "the reduction of shards on a CPU")
+    with warning_of_torch(".*"):
+        policy = ModuleWrapPolicy(set(layers)) if layers else None
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+class Whole:
+    """What a single process computes in float64 from the data of all ranks, of which each rank has a piece."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._twin = copy.deepcopy(model).double()
+
+    def agrees(self, wrapped: torch.nn.Module, step: int, *, pieces: bool) -> None:
+        """Asserts that the squares of the pieces of all ranks add up to that of the averaged gradient; then takes sgd's step."""
+        self._twin.zero_grad()
+        for rank in range(2):
+            (self._twin(data(step, rank).double()).square().mean() / 2).backward()
+        squares = torch.stack([wide(p.grad).square().sum() for p in wrapped.parameters() if p.grad is not None]).sum()
+        if pieces:
+            dist.all_reduce(squares)
+        assert float(squares) == pytest.approx(sum(float(p.grad.square().sum()) for p in self._twin.parameters()), rel=1e-5)
+        with torch.no_grad():
+            for parameter in self._twin.parameters():
+                parameter.sub_(0.05 * parameter.grad)
+
+
+@two_ranks(Naive.ACCUMULATE, kind=FLAT)
+def fsdp1(run: Run, kind: str) -> None:
+    """Each rank shows its piece of the flat parameters, or the first one the whole where nothing is cut."""
+    model = Lopsided()
+    alone = Whole(model)
+    wrapped = flatten(model, **FLAT[kind])
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).square().mean())
+            alone.agrees(wrapped, step, pieces=not kind.endswith("whole"))
+            run.step(optimizer)
+            run.check()
+
+
+KEPT = ["flat", "original"]
+
+
+GATHERED = ["flat", "flat, root only", "original, root only"]
+"""Where the first forward shows none of the parameters."""
+
+SEEN = ["original", "original, optimizer first"]
+
+
+@two_ranks(dict.fromkeys(GATHERED, Naive.ACCUMULATE | Naive.STEP) | dict.fromkeys(SEEN, Naive.ACCUMULATE), kind=[*GATHERED, *SEEN])
+def fsdp1_started_before(run: Run, kind: str) -> None:
+    """An exporter that was started before wrapping watches the module within, whose forward sees gathered parameters only."""
+    model = even()
+    with run.watching(model, sgd(model)):
+        optimizer = sgd(model)
+        root_only = kind.endswith("root only")
+        wrapped = flatten(model, () if root_only else (torch.nn.Linear,), use_orig_params=kind.startswith("original"))
+        if not kind.endswith("optimizer first"):
+            optimizer = sgd(wrapped)
+        run.uses(optimizer)
+        if run.record is not None:
+            run.record.models = {"": wrapped}
+        # Where the first forward shows only gathered parameters, its round is absent and counted.
+        seen = kind in SEEN
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).square().mean())
+            run.step(optimizer)
+            if step or seen:
+                run.check(without=[*CUMULATIVE, "torch_train_backward_passes_total"])
+            run.shows(float(not seen), "torch_grad_exporter_captures_skipped_total", reason="gathered")
+
+
+@two_ranks(Naive.ACCUMULATE, kind=[f"{kept}, {how}" for kept in FLAT for how in ("reduced", "not reduced")])
+def fsdp1_accumulation(run: Run, kind: str) -> None:
+    """Three backwards to a step are one sample, also where FSDP reduces the last one only."""
+    wrapped = flatten(even(), **FLAT[kind.rpartition(", ")[0]])
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            for part in range(3):
+                with wrapped.no_sync() if kind.endswith("not reduced") and part < 2 else contextlib.nullcontext():
+                    run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
+            run.step(optimizer)
+            run.check()
+
+
+@two_ranks(Naive.ACCUMULATE | Naive.STEP, kind=KEPT)
+def fsdp1_clip_grad_norm(run: Run, kind: str) -> None:
+    """FSDP's own clipping knows the norm over all ranks; it is shown where the loop gives it."""
+    wrapped = flatten(even(), use_orig_params=kind == "original")
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            run.backward(wrapped(data(step)).square().mean() * 10)
+            whole = wrapped.clip_grad_norm_(0.5)
+            if run.exporter is not None and step > 2:
+                run.exporter.observe(grad_norm=whole)
+            run.step(optimizer)
+            # The record of this rank knows its piece alone.
+            run.check(without=["torch_grad_global_norm", "torch_grad_clip"] if step > 2 else [])
+            if step > 2:
+                run.shows(float(whole), "torch_grad_global_norm")
+
+
+@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+def fsdp1_mixed_precision(run: Run, kind: str) -> None:
+    """bfloat16 in forward, backward and reduction: the gradients that the optimizer sees are float32."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    wrapped = flatten(even(), use_orig_params=kind == "original", mixed_precision=precision)
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).float().square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@two_ranks(Naive.ACCUMULATE, kind=["original", "original, whole"])
+def fsdp1_frozen(run: Run, kind: str) -> None:
+    """Of frozen parameters nothing is shown, until they are trained; a bias may be frozen beside a weight that is not."""
+    model = even()
+    model.first.requires_grad_(False)
+    model.second.bias.requires_grad_(False)
+    wrapped = flatten(model, **FLAT[kind])
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(8):
+            if step == 4:
+                model.first.requires_grad_(True)
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@two_ranks(Naive.ACCUMULATE | Naive.STEP, kind=KEPT)
+def fsdp1_overflow_on_one_rank(run: Run, kind: str) -> None:
+    """An overflow skips the step on both ranks."""
+    with warning_of_torch(".*"):
+        scaler = ShardedGradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+    wrapped = flatten(even(), use_orig_params=kind == "original")
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(9):
+            overflow = step in (3, 6)
+            optimizer.zero_grad()
+            loss = wrapped(data(step)).square().mean() * (math.inf if overflow and dist.get_rank() == 1 else 1.0)
+            run.unscale(1 / scaler.get_scale())
+            run.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            run.skipped() if overflow else run.stepping()
+            scaler.step(optimizer)
+            scaler.update()
+            if not overflow:  # a skip is known when the next backward begins
+                run.check()
+
+
+@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+def fsdp1_checkpointed(run: Run, kind: str) -> None:
+    """Layers whose parameters are gathered again within the backward, for the activations to be computed again."""
+    wrapped = flatten(Checkpointed(use_reentrant=False), use_orig_params=kind == "original")
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).square().mean())
+            run.step(optimizer)
+            run.check()
+
+
+@two_ranks(Naive.ACCUMULATE, kind=KEPT)
+def fsdp1_gathered_for_a_while(run: Run, kind: str) -> None:
+    """Saving, and an evaluation with gradients but without a backward, leave parameters gathered or replaced for a while."""
+    wrapped = flatten(even(), use_orig_params=kind == "original", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    optimizer = sgd(wrapped)
+    with run.watching(wrapped, optimizer):
+        for step in range(6):
+            wrapped(data(step))
+            optimizer.zero_grad()
+            run.backward(wrapped(data(step)).square().mean())
+            run.step(optimizer)
+            with FullyShardedDataParallel.summon_full_params(wrapped):
+                assert sum(p.numel() for p in wrapped.parameters()) > 60
+            run.check()
+
+
+# Pipelines
+
+MICRO_BATCHES = 4
+MOST = 0.05
+"""To which norm a stage is clipped."""
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of the last stage."""
+    return (output - target).square().mean()
+
+
+class Stages:
+    """What a single process computes in float64 with both stages, in one pass over the whole batch."""
+
+    def __init__(self, stages: list[torch.nn.Module], *, divided: bool, clipped: bool) -> None:
+        self._twins = copy.deepcopy(torch.nn.Sequential(*stages)).double()
+        self._factor = 1 if divided else MICRO_BATCHES
+        self._clipped = clipped
+
+    def norm(self, inputs: torch.Tensor, target: torch.Tensor) -> float:
+        """The norm of this rank's stage before clipping; then takes sgd's step."""
+        self._twins.zero_grad()
+        (mean_square(self._twins(inputs.double()), target.double()) * self._factor).backward()
+        norms = [float(norm([p.grad for p in stage.parameters()])) for stage in self._twins]
+        with torch.no_grad():
+            for stage, whole in zip(self._twins, norms, strict=True):
+                for parameter in stage.parameters():
+                    parameter.sub_(0.05 * parameter.grad * (min(1.0, MOST / whole) if self._clipped else 1.0))
+        return norms[dist.get_rank()]
+
+
+@two_ranks(
+    {
+        f"{name}, {how}": catches
+        for name in SCHEDULES
+        for how, catches in {
+            "divided": Naive.ACCUMULATE,
+            "divided, clipped": Naive.ACCUMULATE | Naive.STEP,
+            "summed, clipped": Naive.STEP,
+        }.items()
+    },
+    kind=[f"{name}, {how}" for name in SCHEDULES for how in ("divided", "divided, clipped", "summed", "summed, clipped")],
+)
+def pipeline(run: Run, kind: str) -> None:
+    """Norms are those after the schedule has divided by its micro-batches, as of the mean over them, and before clipping."""
+    need(2, 6, "the division of gradients by a schedule")
+    stages = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh()), torch.nn.Linear(8, 4)]
+    model, divided, clipped = stages[dist.get_rank()], "divided" in kind, "clipped" in kind
+    alone = Stages(stages, divided=divided, clipped=clipped)
+    stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = SCHEDULES[kind.partition(",")[0]](stage, MICRO_BATCHES, loss_fn=mean_square, scale_grads=divided)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        if run.record is not None:
+            run.record.stages = True
+        for step in range(12):
+            optimizer.zero_grad()
+            inputs, target = data(step, 0, size=8), data(step, 1, size=8, inputs=4)
+            losses: list[torch.Tensor] = []
+            schedule.step(inputs) if dist.get_rank() == 0 else schedule.step(target=target, losses=losses)
+            run.losses += [loss.detach() for loss in losses]
+            run.passed()
+            if run.record is not None:
+                run.record.backwards += MICRO_BATCHES - 1
+            if clipped:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), MOST)
+            run.step(optimizer)
+            run.check()
+            run.shows(pytest.approx(alone.norm(inputs, target), rel=1e-4), "torch_grad_global_norm")
 
 
 # Parallel tensors

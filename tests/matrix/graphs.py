@@ -300,7 +300,7 @@ def gradients_only_asked_for(run: Run) -> None:
 # Who starts a backward, and from where
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def several_roots(run: Run) -> None:
     """`torch.autograd.backward` from several tensors with their own gradients is one backward."""
 
@@ -329,7 +329,7 @@ def several_roots(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def backward_into_some(run: Run) -> None:
     """`backward(inputs=...)` writes the gradients of some parameters only; the old ones of the others do not count."""
     model = Perceptron()

@@ -152,7 +152,7 @@ class TwoHeads(torch.nn.Module):
 RIGHT = ("right.weight", "right.bias")
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def two_graphs_of_one_forward(run: Run) -> None:
     """One forward with two separate graphs, each with a backward of its own; now and then the second has none."""
     model = TwoHeads()
@@ -214,7 +214,7 @@ def retain_graph_of_one_loss(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def untouched_modules(run: Run) -> None:
     """Of a part that a backward does not reach the zeros that `zero_grad(set_to_none=False)` left are no gradient."""
     model = TwoHeads()

@@ -37,7 +37,7 @@ class AtAccumulation(StepWatch):
 
     def _read(self, optimizer: int) -> None:
         table = self._parts.index.refresh()
-        owners, _ = self._parts.optimizers.owners(table, {optimizer})
+        owners = self._parts.optimizers.owners(table, {optimizer})
         parameters = table.parameters() or []
         kept = [p.grad for p in parameters]
         try:

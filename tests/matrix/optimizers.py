@@ -268,7 +268,7 @@ def accelerated(run: Run, wrapped: Accelerated, model: torch.nn.Module, **option
             wrapped.zero_grad()
 
 
-@regime(Naive.STEP, scaled=[False, True])
+@regime({False: Naive.STEP, True: Naive.ACCUMULATE | Naive.STEP}, scaled=[False, True])
 def wrapper_that_steps_now_and_then(run: Run, scaled: bool) -> None:
     """A wrapper decides when the optimizer steps: rounds are those of the optimizer within."""
     model = Perceptron()
@@ -350,7 +350,7 @@ def clipped_in_a_hook(run: Run, model: torch.nn.Module, optimizer: torch.optim.O
 # Steps in odd places
 
 
-@regime(Naive.STEP, steps=[2, 4])
+@regime(Naive.ACCUMULATE | Naive.STEP, steps=[2, 4])
 def several_steps_to_a_backward(run: Run, steps: int) -> None:
     """Steps that follow a step use the same gradients again: they count as steps, and as samples no more."""
     model = Perceptron()
@@ -365,7 +365,7 @@ def several_steps_to_a_backward(run: Run, steps: int) -> None:
                 run.check()
 
 
-@regime(Naive.STEP, cleared=[True, False])
+@regime(Naive.ACCUMULATE | Naive.STEP, cleared=[True, False])
 def steps_without_a_backward(run: Run, cleared: bool) -> None:
     """A step before the first backward, and some between rounds, with old gradients and with none, are steps and no samples."""
     model = Perceptron()

@@ -16,6 +16,7 @@ import torch
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions import Freeze, Log, MaxNorm, Stop
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
@@ -24,7 +25,7 @@ GOLDEN = ROOT / "tests" / "metrics" / "golden" / "scrape.txt"
 REWRITE = os.environ.get("REWRITE_GOLDEN") == "1"
 
 EXACT = re.compile(
-    r"torch_grad_(captures|norm_distribution_count|nonfinite|missing|zero|dead|norm_spikes|clipped|sample_step|exporter_(layers|captures|errors|"
+    r"torch_grad_(captures|norm_distribution_count|nonfinite|missing|zero|dead|norm_spikes|clipped|layer_clipped|sample_step|exporter_(layers|captures|errors|"
     r"capture_mode|sampling|collector_success|overhead_budget))|torch_train_(steps|backward|skipped|samples|tokens|state|world_size|epoch|learning_rate|"
     r"loss_nonfinite|step_duration_seconds_count)"
 )
@@ -34,6 +35,7 @@ NEVER_HERE = {
     "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
     "torch_grad_shard_norm": "needs a sharded model",
     "torch_train_loss_scale": "needs a gradient scaler",
+    "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
     **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see test_local_norm.py"),
     **dict.fromkeys(("torch_train_gradient_wait_seconds_total", "torch_train_gradient_waits_total"), "as above: see test_waits.py"),
     **dict.fromkeys((name for name in CATALOGUE if name.startswith("torch_run_")), "needs several ranks"),
@@ -51,12 +53,14 @@ def scrape() -> str:
         model[0].bias[:2] = -100.0  # two dead neurons
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"run": "golden", "labels": {"team": "tests"}, "collectors": dict.fromkeys(RESOURCES, False)}
+    options |= {"alerts": [Log()], "clip": MaxNorm(0.05), "dry_run": [MaxNorm(0.1)]}
     with start_exporter(model, port=None, every=1, moments=True, weights=True, **options) as exporter:
+        exporter.on(lambda m: False, Stop())
+        exporter.on(lambda m: False, Freeze(layers="0"))
         for step in range(24):
             optimizer.zero_grad()
             loss = model(torch.randn(4, 6)).square().mean()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             exporter.observe(loss=loss, tokens=4, epoch=step // 12)
         for _ in exporter.watch_loader([]):

@@ -197,3 +197,18 @@ def test_metrics_of_ranges_are_those_of_all_their_layers() -> None:
         squares = sum(float(p.grad.double().square().sum()) for layer in model[first : first + 5] for p in layer.parameters())
         assert found[key("torch_grad_norm", layer=f"{first}-{first + 4}")] == pytest.approx(squares**0.5, rel=1e-5)
     assert found[key("torch_grad_exporter_layers_folded")] == 40
+
+
+def test_the_log_says_how_many_layers_share_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 363 layers 240 share 120 rows, and 123 have their own: 243 rows."""
+    model = nn.ModuleDict(
+        {
+            "pairs": nn.ModuleList(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(120)),
+            "single": nn.ModuleList(nn.Linear(1, 1) for _ in range(123)),
+        }
+    )
+    with start_exporter(model, port=None, max_layers=300, collectors={"host": False, "process": False}) as exporter:
+        shown = values(exporter)
+    assert (shown[key("torch_grad_exporter_layers")], shown[key("torch_grad_exporter_layers_folded")]) == (243, 240)
+    (line,) = [record.getMessage() for record in caplog.records if "max_layers" in record.getMessage()]
+    assert "363 layers are shown in 243 rows, 240 of them together with others; raise max_layers=300," in line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import math
 import re
 import weakref
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.models import Conv1D, Experts
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
@@ -364,6 +367,62 @@ def test_unit_rows_of_a_grouped_transposed_convolution() -> None:
     rows = layout.rows(layer.weight.detach())
     assert layout.count == 4
     assert rows.tolist() == [[float(channel)] * 9 for channel in range(4)]
+
+
+class Sized(nn.Module):
+    """A module with a weight of this shape that says these things of itself."""
+
+    def __init__(self, *shape: int, **said: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0 * math.prod(shape)).reshape(shape))
+        vars(self).update(said)
+
+
+class GptOssExperts(Sized):
+    """As in Transformers 4, which does not say how its weights lie."""
+
+
+@pytest.mark.parametrize(
+    ("module", "dims"),
+    [
+        (Conv1D(5, 5), (1,)),
+        (Sized(3, 5, in_features=3, out_features=5), (1,)),
+        (Sized(5, 3, in_features=3, out_features=5), (0,)),
+        (Sized(4, 4, in_features=4, out_features=4), (0,)),
+        (Sized(3, 5, _in_feats=3, _out_feats=5), (1,)),
+        (Sized(3, 5, in_features=None, out_features="5"), (0,)),
+        (Sized(3, 5, in_features=torch.zeros(3), out_features=torch.zeros(5)), (0,)),
+        (Sized(2, 3, 5, input_size=3, output_size=5), (0, 2)),
+        (Sized(2, 5, 3, input_size=3, output_size=5), (0, 1)),
+        (Sized(2, 3, 5), (0,)),
+        (Sized(2, 3, 3, is_transposed=True), (0, 2)),
+        (Sized(2, 3, 3, is_transposed=False), (0, 1)),
+        (GptOssExperts(2, 3, 3), (0, 2)),
+        (nn.Linear(3, 5), (0,)),
+        (nn.Conv1d(4, 4, 4), (0,)),
+        (nn.Bilinear(3, 4, 5), (0,)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "".join(map(str, value)),
+)
+def test_units_are_those_of_the_outputs(module: nn.Module, dims: tuple[int, ...]) -> None:
+    """The rows are the slices along the dimensions of the outputs, whatever lies first."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    layout = unit_layout(module, weight)
+    assert layout is not None
+    slices = [
+        [weight[tuple(chosen.get(dim, slice(None)) for dim in range(weight.dim()))].detach().flatten()]
+        for index in itertools.product(*(range(weight.shape[dim]) for dim in dims))
+        for chosen in [dict(zip(dims, index, strict=True))]
+    ]
+    assert layout.count == len(slices)
+    assert torch.equal(layout.rows(weight.detach()), torch.cat([torch.stack(one) for one in slices]))
+
+
+def test_biases_of_experts_have_no_units() -> None:
+    """A matrix beside the weights of experts is their biases."""
+    experts = Experts(3, 4, is_transposed=True)
+    assert unit_layout(experts, experts.down_proj_bias) is None
 
 
 def test_what_has_no_units() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.models import Conv1D
 from tests.support.torch_versions import DTensor, Partial, Placement, Replicate, Shard, need
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
@@ -145,6 +146,13 @@ def test_what_is_not_tracked_says_where_this_rank_is(chosen: dict[str, tuple[str
             assert counts.get("other.weight", True)
 
 
+def wide_conv1d() -> Conv1D:
+    """A part of GPT-2's kind of layer with four of 32 outputs."""
+    layer = Conv1D(4, 4)
+    layer.nf = 4 * WORLD
+    return layer
+
+
 @pytest.mark.parametrize(
     ("module", "dim", "there"),
     [
@@ -154,6 +162,8 @@ def test_what_is_not_tracked_says_where_this_rank_is(chosen: dict[str, tuple[str
         (torch.nn.Conv2d(4, 4, 3), 1, False),
         (torch.nn.ConvTranspose2d(4, 4, 3), 1, True),
         (torch.nn.ConvTranspose2d(4, 4, 3), 0, False),
+        (wide_conv1d(), 1, True),
+        (Conv1D(4, 4), 0, False),
     ],
 )
 def test_units_that_are_cut_are_none(module: torch.nn.Module, dim: int, there: bool) -> None:

@@ -13,10 +13,14 @@ from dashboards.generate.alerts import numbers
 from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported, metrics, rules
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY
+from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.capture.progress import PHASES
 from torch_grad_exporter.collectors.gpu import QUESTIONS
+from torch_grad_exporter.collectors.outcomes import Outcome as Done
+from torch_grad_exporter.collectors.outcomes import Result as Sent
 from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.rules import GROUPS, Alert, Rule
+from torch_grad_exporter.stages import SOURCES
 from torch_grad_exporter.transfer.events import Outcome
 from torch_grad_exporter.transfer.outcomes import Mode
 
@@ -30,8 +34,9 @@ TrainingRankMissing GradientExploding GradientVanishing LayerDead LayerWithoutGr
 ThroughputRegression DataLoaderStarvation StragglerRank RankDesync CudaMemoryNearLimit CudaAllocRetries CudaOutOfMemory
 CudaMemoryFragmented GpuThrottled GpuEccErrors GpuUnderused HostMemoryPressure ExporterOverBudget ExporterBlind
 ExporterCollectorFailing ExporterSkippingSamples ExporterFoldedLayers TrainingRestarting TrainingPushStopped
+GradientClippingFailing TrainingStoppedItself ActionFailing NotificationsFailing
 """
-"""The alerts that the design demands, the one that its review has added, and the one for runs that are pushed."""
+"""The alerts that the design demands, the one that its review has added, the one for runs that are pushed, and those of actions."""
 
 EVALUATES = "fires, though it evaluates for one minute in ten"
 """The name of the unit test of each alert that asks whether a run evaluates."""
@@ -45,6 +50,9 @@ VALUES = {
     "outcome": {outcome.value for outcome in Outcome},
     "mode": {mode.value for mode in Mode},
     "reason": {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "reason"},
+    "result": {result.value for kind in (Done, Sent) for result in kind},
+    "action": {Stop.__name__},
+    "source": set(SOURCES),
     "kind": {"nan", "inf"} | {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "kind"},
 }
 """What the labels of metrics can be."""
@@ -133,8 +141,8 @@ def parenthesis(text: str) -> str:
 def test_divisions_are_guarded(path: Path) -> None:
     """What is divided by is in parentheses and kept above a number within them: a division by 0 is NaN, or infinite."""
     for rule in rules(path):
-        for divisor in re.findall(r" / (?:on \(\w+\) group_left \(\) )?(.*)", rule["expr"]):
-            assert re.search(r" > \d+$", parenthesis(divisor)), rule
+        for division in re.finditer(r"(?:^|\s)/ (?:on \(\w+\) group_left \(\) )?", rule["expr"]):
+            assert re.search(r" > \d+$", parenthesis(rule["expr"][division.end() :])), rule
 
 
 def unit_tests() -> dict[str, list[dict[str, object]]]:
@@ -161,7 +169,7 @@ def test_healthy_runs_have_all_that_alerts_ask_for() -> None:
         for test in yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)["tests"]
         for series in test["input_series"]
     }
-    assert asked - shown == {"torch_grad_noise_scale"}  # Opt-in, and no alert's business.
+    assert asked - shown == {"torch_grad_noise_scale", "torch_layer_frozen"}  # Opt-in, and what they show is no fault.
 
 
 def firing(test: dict[str, object]) -> list[dict[str, str]]:
@@ -237,7 +245,7 @@ def test_tests_of_ended_runs_are_those_in_which_it_fires(name: str) -> None:
 def table() -> dict[str, list[str]]:
     """The rows of the table in the runbook: severity, judges, numbers, `for` and `keep_firing_for` by alert."""
     rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (.*) \|$", RUNBOOK, flags=re.MULTILINE)
-    assert all(name.lower() == anchor for name, anchor, _ in rows)
+    assert all(name == anchor for name, anchor, _ in rows)
     return {name: [cell.strip() for cell in rest.split("|")] for name, _, rest in rows}
 
 

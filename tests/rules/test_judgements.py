@@ -45,7 +45,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers, self._cuda,
-                     self._gpus, self._memory, self._cost, self._samples):  # fmt: skip
+                     self._gpus, self._memory, self._cost, self._samples, self._actions):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -160,9 +160,18 @@ class Chance:
             "EXPORTER_SAMPLING_INTERVAL": self._random.choice((1.0, 64.0, 2000.0, 4096.0)),
             "TRAIN_STEPS": {("a",): self._rising(age, self._random.choice((0.0, 1.0, 3.0)))},
             "EXPORTER_CAPTURES": self._rising(age, self._random.choice((0.0, 0.5))),
-            "EXPORTER_CAPTURES_SKIPPED": self._rising(age, self._random.choice((0.0, 0.01, 0.2))),
+            "EXPORTER_CAPTURES_SKIPPED": {("edited",): self._rising(age, self._random.choice((0.0, 0.01, 0.2)))},
             "EXPORTER_LAYERS_FOLDED": float(self._random.random() < 0.3),
             "EXPORTER_COLLECTOR_SUCCESS": {("gpu",): float(self._random.random() < 0.7)},
+        }
+
+    def _actions(self, age: float) -> Metrics:
+        at = NOW - age * self._random.random()
+        return {
+            "EXPORTER_ERRORS": {("clip",): self._counter(age, 20, 1)},
+            "EXPORTER_ACTIONS": {("tell", result): self._counter(age, 1, 1) for result in ("done", "failed", "refused")},
+            "EXPORTER_NOTIFICATIONS": {("log", result): self._counter(age, 1, 1) for result in ("sent", "failed", "dropped")},
+            **({"EXPORTER_LAST_ACTION": {("Stop",): at}} if self._random.random() < 0.3 else {}),
         }
 
 

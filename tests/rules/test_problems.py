@@ -71,12 +71,17 @@ class Story:
 
     @cached_property
     def found(self) -> list[tuple[str, str, str | None]]:
-        """Alert, severity and layer of what is wrong in the end, where it was looked at each minute or five."""
+        """Alert, severity and layer of what is wrong in the end."""
+        return [(problem.alert, problem.severity, problem.layer) for problem in self.problems]
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """What is wrong in the end, where it was looked at each minute or five."""
         watch = Watch()
         for ago in (*range(int(LONG), 900, -300), *range(900, 0, -60)):
             if ago <= self.age:
                 watch.remember(self.at(ago), NOW - ago)
-        return [(problem.alert, problem.severity, problem.layer) for problem in watch.problems(self.at(0), NOW)]
+        return watch.problems(self.at(0), NOW)
 
 
 def run(
@@ -195,7 +200,7 @@ def interval(steps: float, *, taken: float | Course, samples: float | Course, **
 
 def lost(share: float) -> Metrics:
     """So much of a sample a second is lost."""
-    return {"EXPORTER_CAPTURES_SKIPPED": grows(share), "EXPORTER_CAPTURES": grows(1 - share)}
+    return {"EXPORTER_CAPTURES_SKIPPED": {("edited",): grows(share)}, "EXPORTER_CAPTURES": grows(1 - share)}
 
 
 def once_trained(seconds: float) -> Callable[[float], str]:
@@ -371,6 +376,7 @@ CASES = {
             run(**vanishing(1e-4)),
             run(**vanishing(1.0)),
             starting(**vanishing(0.0)),
+            run(LAYER_FROZEN={("x",): 1.0, ("y",): 0.0}, **vanishing(0.0)),
             run(**vanishing(jump(0.0, before=1.0, ago=170))),
             run(GRAD_NORM={("x",): 1e-7, ("y",): 0.2}),
             run(GRAD_NORM_RECENT_MAX={("x",): 1.0}, GRAD_NORM={("x",): 0.0, ("y",): 0.2}),
@@ -380,22 +386,34 @@ CASES = {
     "dead": case(
         "LayerDead",
         "warning",
-        [run(**layer(GRAD_DEAD_RATIO=0.91, GRAD_UNITS=8)), run("evaluating", **layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8))],
-        [run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8)), starting(**layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8))],
+        [
+            run(**layer(GRAD_DEAD_RATIO=0.91, GRAD_UNITS=8)),
+            run("evaluating", **layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8)),
+            run(**layer(GRAD_DEAD_RATIO=0.91, GRAD_UNITS=8, LAYER_FROZEN=0)),
+        ],
+        [
+            run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8)),
+            starting(**layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8)),
+            run(**layer(GRAD_DEAD_RATIO=1, GRAD_UNITS=8, LAYER_FROZEN=1)),
+        ],
         layer="x",
     ),
     "half dead": case(
         "LayerDead",
         "info",
         [run(**layer(GRAD_DEAD_RATIO=0.9, GRAD_UNITS=8)), run(**layer(GRAD_DEAD_RATIO=0.51, GRAD_UNITS=8))],
-        [run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8))],
+        [run(**layer(GRAD_DEAD_RATIO=0.5, GRAD_UNITS=8)), run(**layer(GRAD_DEAD_RATIO=0.6, GRAD_UNITS=8, LAYER_FROZEN=1))],
         layer="x",
     ),
     "without gradient": case(
         "LayerWithoutGradient",
         "warning",
         [run(**layer(GRAD_MISSING_PARAMETERS=1)), run(**vanishing(0.0, missing=1))],
-        [run(**layer(GRAD_MISSING_PARAMETERS=0)), starting(**layer(GRAD_MISSING_PARAMETERS=1))],
+        [
+            run(**layer(GRAD_MISSING_PARAMETERS=0)),
+            starting(**layer(GRAD_MISSING_PARAMETERS=1)),
+            run(**layer(GRAD_MISSING_PARAMETERS=1, LAYER_FROZEN=1)),
+        ],
         layer="x",
     ),
     "out of memory": case(
@@ -508,6 +526,62 @@ CASES = {
         [run(EXPORTER_COLLECTOR_SUCCESS={("gpu",): 1.0}), run("finished", EXPORTER_COLLECTOR_SUCCESS={("gpu",): 0.0})],
     ),
     "losing samples": case("ExporterSkippingSamples", "warning", [run(**lost(0.101))], [run(**lost(0.099)), run(**lost(0.0))]),
+    "not clipped": case(
+        "GradientClippingFailing",
+        "critical",
+        [
+            run(EXPORTER_ERRORS={("clip",): jump(9, before=8)}),
+            run(EXPORTER_ERRORS={("clip",): 10.0}),
+            run(age=599, EXPORTER_ERRORS={("clip",): 1.0}),
+            starting(EXPORTER_ERRORS={("clip",): jump(1)}),
+        ],
+        [
+            run(EXPORTER_ERRORS={("clip",): 9.0, ("history",): jump(20)}),
+            run(age=600, EXPORTER_ERRORS={("clip",): 1.0}),
+            run("finished", EXPORTER_ERRORS={("clip",): jump(10)}),
+        ],
+    ),
+    "stopped": case(
+        "TrainingStoppedItself",
+        "warning",
+        [
+            *[run(state, EXPORTER_LAST_ACTION={("Stop",): NOW - 3599}) for state in ("training", "finished", None)],
+            starting(EXPORTER_LAST_ACTION={("Stop",): NOW - 1}),
+        ],
+        [
+            run(EXPORTER_LAST_ACTION={("Stop",): NOW - 3600}),
+            run("finished", EXPORTER_LAST_ACTION={("ScaleLearningRate",): NOW - 1}),
+        ],
+    ),
+    "action failing": case(
+        "ActionFailing",
+        "warning",
+        [
+            run(EXPORTER_ACTIONS={("tell", "failed"): jump(1), ("tell", "done"): jump(5)}),
+            run("evaluating", EXPORTER_ACTIONS={("Stop", "refused"): jump(2, before=1), ("Stop", "failed"): jump(1)}),
+            run(age=599, EXPORTER_ACTIONS={("tell", "failed"): 1.0}),
+        ],
+        [
+            run(EXPORTER_ACTIONS={("tell", "done"): jump(1), ("tell", "dropped"): jump(1), ("tell", "failed"): 3.0}),
+            run(EXPORTER_ACTIONS={("tell", "failed"): jump(1, ago=660)}),
+            run("finished", EXPORTER_ACTIONS={("tell", "failed"): jump(1)}),
+            run(age=600, EXPORTER_ACTIONS={("tell", "failed"): 1.0}),
+        ],
+    ),
+    "notifications failing": case(
+        "NotificationsFailing",
+        "warning",
+        [
+            run(EXPORTER_NOTIFICATIONS={("log", "sent"): jump(5), ("webhook", "failed"): jump(1)}),
+            run(EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(3), ("webhook", "dropped"): jump(3)}),
+            run(age=599, EXPORTER_NOTIFICATIONS={("webhook", "dropped"): 1.0}),
+        ],
+        [
+            run(EXPORTER_NOTIFICATIONS={("webhook", "sent"): jump(1), ("webhook", "failed"): 3.0}),
+            run(EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(1, ago=660)}),
+            run("finished", EXPORTER_NOTIFICATIONS={("webhook", "failed"): jump(1)}),
+        ],
+    ),
     "folded": case("ExporterFoldedLayers", "info", [run(EXPORTER_LAYERS_FOLDED=1.0)], [run(EXPORTER_LAYERS_FOLDED=0.0)]),
 }
 
@@ -519,6 +593,30 @@ def test_a_rule_fires_beyond_its_limits_and_is_silent_at_them(case: Case) -> Non
         assert sorted(story.found) == sorted([case.problem, *case.beside])
     for story in case.right:
         assert story.found == []
+
+
+SAID = re.compile(r"([\d.]+)(%| minutes| seconds)?")
+UNITS = {"%": 0.01, " minutes": 60.0, " seconds": 1.0, "": 1.0}
+
+WITHOUT_A_NUMBER = {"TrainingFailed", "TrainingStoppedItself", "ExporterCollectorFailing"}
+"""Alerts on what is or is not; of the others some conditions have no number either."""
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_value_of_a_problem_is_the_number_of_its_sentence(case: Case) -> None:
+    """What notifications are told as the value stands in the sentence as well, rounded; of a layer it is that layer's."""
+    for problem in (problem for story in case.wrong for problem in story.problems):
+        if problem.value is None or problem.layer is not None:
+            continue
+        assert problem.alert not in WITHOUT_A_NUMBER
+        said = [(float(text.rstrip(".")), UNITS[unit]) for text, unit in SAID.findall(problem.text) if text != "."]
+        assert any(abs(problem.value / unit - number) <= 0.5 for number, unit in said), (problem.value, problem.text)
+
+
+def test_all_alerts_that_have_a_number_tell_it() -> None:
+    """Over all cases each alert but those on what is or is not has a value somewhere."""
+    problems = [problem for case in CASES.values() for story in case.wrong for problem in story.problems]
+    assert {one.alert for one in problems} - {one.alert for one in problems if one.value is not None} == WITHOUT_A_NUMBER
 
 
 # The alert rules
@@ -557,10 +655,10 @@ NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
         (M10, LIMIT, M10, gradients.OF_SAMPLES, M10, LIMIT, gradients.FEW_LAYERS, gradients.OF_LAYERS, *CLIPPED),
         5,
     ),
-    ("GradientVanishing", "warning"): ((M5, M5, M5, LIMIT), 8),
-    ("LayerDead", "warning"): ((LIMIT,), 1),
-    ("LayerDead", "info"): ((gradients.HALF_DEAD,), 1),
-    ("LayerWithoutGradient", "warning"): ((), 1),
+    ("GradientVanishing", "warning"): ((M5, M5, M5, LIMIT), 9),
+    ("LayerDead", "warning"): ((LIMIT,), 2),
+    ("LayerDead", "info"): ((gradients.HALF_DEAD,), 2),
+    ("LayerWithoutGradient", "warning"): ((), 2),
     ("CudaMemoryNearLimit", "warning"): ((LIMIT, M10), 2),
     ("CudaAllocRetries", "warning"): ((M10,), 1),
     ("CudaOutOfMemory", "critical"): ((M10, context.YOUNG), 3),
@@ -569,6 +667,10 @@ NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
     ("GpuEccErrors", "critical"): ((HOUR,), 1),
     ("GpuUnderused", "info"): ((M5, LIMIT, M10), 2),
     ("HostMemoryPressure", "warning"): ((LIMIT,), 3),
+    ("GradientClippingFailing", "critical"): ((M10, LIMIT, context.YOUNG), 4),
+    ("TrainingStoppedItself", "warning"): ((HOUR, HOUR, HOUR), 0),
+    ("ActionFailing", "warning"): ((M10, context.YOUNG), 3),
+    ("NotificationsFailing", "warning"): ((M10, context.YOUNG), 3),
     ("ExporterOverBudget", "warning"): ((LIMIT, M10, LIMIT), 2),
     ("ExporterBlind", "warning"): ((LIMIT, exporter.INTERVALS, exporter.INTERVALS, M30, M30), 6),
     ("ExporterCollectorFailing", "warning"): ((), 1),
@@ -695,6 +797,7 @@ def test_many_layers_are_summed_up() -> None:
     names = ["<img src=x>", *(f"layers.{number}" for number in range(49))]
     told = Watch().problems(made(GRAD_DEAD_RATIO={(name,): 1.0 for name in names}), NOW)
     assert [problem.layer for problem in told] == [*names[:LAYERS], None]
+    assert [problem.value for problem in told] == [1.0] * LAYERS + [None]
     text = "Layer <img src=x>: more than 90 % of its units are dead."
     assert replace(told[0], first_steps="") == Problem("LayerDead", "warning", text, "<img src=x>")
     (rule,) = [rule for rule in RULES if rule.name == "LayerDead"]
@@ -797,7 +900,10 @@ def test_a_gpu_is_underused_only_after_five_minutes() -> None:
         ({"TRAIN_LOSS_SPIKES": 3.0}, 10, "LossSpike"),
         (device(CUDA_OOMS=1.0), 10, "CudaOutOfMemory"),
         (device(CUDA_ALLOC_RETRIES=1.0), 10, "CudaAllocRetries"),
-        ({"EXPORTER_CAPTURES_SKIPPED": 9.0}, 15, "ExporterSkippingSamples"),
+        ({"EXPORTER_ERRORS": {("clip",): 9.0}}, 10, "GradientClippingFailing"),
+        ({"EXPORTER_ACTIONS": {("tell", "failed"): 1.0}}, 10, "ActionFailing"),
+        ({"EXPORTER_NOTIFICATIONS": {("log", "failed"): 1.0}}, 10, "NotificationsFailing"),
+        ({"EXPORTER_CAPTURES_SKIPPED": {("edited",): 9.0}}, 15, "ExporterSkippingSamples"),
         (gpu(GPU_ECC_ERRORS__uncorrected=1.0), 60, "GpuEccErrors"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.models import Conv1D
 from tests.support.statistics import WITH_MOMENTS, by_definition, by_position
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -367,6 +368,28 @@ def test_a_large_transposed_convolution() -> None:
     assert gradient.numel() > BLOCK_ELEMENTS
     assert_measured(layer, [gradient])
     assert_measured(layer, [gradient.contiguous(memory_format=torch.channels_last)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("sizes", [(4, 3), (700, 900), (3, 400_000), (400_000, 3)])
+@pytest.mark.parametrize("experts", [0, 2])
+def test_weights_with_the_inputs_first(sizes: tuple[int, int], experts: int, dtype: torch.dtype) -> None:
+    """Columns of GPT-2's weights, and of each expert, are the units, be they small or larger than a block."""
+    inputs, outputs = sizes
+    layer = Conv1D(outputs, inputs)
+    if experts:
+        layer = Bare((experts, inputs, outputs))
+        layer.is_transposed = True
+    shape = (experts, inputs, outputs) if experts else sizes
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    gradient[..., -1] = 0
+    gradient[..., 0, :] = 0
+    gradient[..., 1] = 0
+    gradient[..., -1, 1] = 1e-30
+    (row, *_) = rows_of(EagerStatistics(9), plan_of(layer), [gradient]).values()
+    columns = gradient.reshape(-1, inputs, outputs).to(torch.complex128)
+    assert row[Column.ZERO_UNITS] == int((columns == 0).all(dim=1).sum()) == max(1, experts)
+    assert row[Column.NORM] == pytest.approx(float(columns.abs().square().sum().sqrt()), rel=1e-6)
 
 
 def test_equal_elements_do_not_add_up_a_rounding_error() -> None:

@@ -33,7 +33,7 @@ from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Elements, Statistic, found_in, register
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import Layout, Packing
-from torch_grad_exporter.transfer.events import Decisions, Part
+from torch_grad_exporter.transfer.events import Part
 from torch_grad_exporter.transfer.transfer import Arrived
 
 # The statistic: all that an author writes
@@ -368,7 +368,7 @@ def snapshot_of(rows: Mapping[int, Sequence[float]], sharded: Sequence[bool] = (
     """What the toy's columns of some parameters, of layers `a`, `a` and `b`, add up to."""
     layout = Layout.of([TOY])
     table = replace(PLAN, sharded=np.array(sharded))
-    gradients = GradientAggregation(Decisions(), layout)
+    gradients = GradientAggregation(layout)
     gradients.use(table)
     positions = np.array(list(rows), dtype=np.int64)
     vector = np.concatenate([np.concatenate([np.zeros(len(Column)), row]) for row in rows.values()])

@@ -6,10 +6,12 @@ The last is a training on the CPU whose collectors of GPUs, of CUDA memory and o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +22,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.fake_nvml import FakeGpu
 from tests.support.made_hardware import installed
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import AGC, Freeze, Log, MaxNorm
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.context import CollectorContext
+from torch_grad_exporter.collectors.registry import Declaration
+from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.rules import RULES, Finding, Rule, RuleContext
 
 PACE = 0.05
 GPU_RUN = "fake-gpu"
@@ -42,8 +51,8 @@ class Net(torch.nn.Module):
         return self.second(self.first(x).relu())
 
 
-def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScaler | None = None) -> None:
-    """Trains for ever, with clipping, everything observed, and now and then a step that goes wrong."""
+def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScaler | None = None, *, clips: bool = True) -> None:
+    """Trains for ever, with clipping, everything observed, and now and then a step that goes wrong. `clips`: by itself."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for step, x in enumerate(exporter.watch_loader(batches())):
@@ -51,7 +60,8 @@ def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScal
         loss = (model(x) - 1.0).square().mean() * (1e3 if step % 40 == 39 else 1.0)
         scaler.scale(loss * (float("nan") if step % 50 == 49 else 1.0)).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if step % 50 != 49:
             scaler.step(optimizer)
         scaler.update()
@@ -70,16 +80,46 @@ def usual(folder: str, run: str) -> dict[str, Any]:
     return {"every": 1, "dead_window": 25, "addr": "127.0.0.1", "sd_dir": folder, "run": run}
 
 
+class Unsteady:
+    """A collector of the user's own that fails at every third scrape."""
+
+    def __init__(self, _context: CollectorContext) -> None:
+        self._scrapes = itertools.count(1)
+
+    def collect(self) -> Iterator[Family]:
+        """Nothing, if it does not fail."""
+        if next(self._scrapes) % 3 == 0:
+            raise OSError("no server there")
+        yield from ()
+
+
+def now_and_then(context: RuleContext) -> Iterator[Finding]:
+    """Something is wrong for two seconds in four, each time another severity."""
+    if context.now % 4 < 2:
+        yield Finding(("critical", "warning", "info")[int(context.now / 4) % 3], "It is so.")
+
+
+NOW_AND_THEN = Rule(name="NowAndThen", states=frozenset({"training"}), judge=now_and_then)
+
+
 def alone(folder: str) -> None:
-    """One process with everything that can be switched on."""
+    """One process with everything that can be switched on, a collector that fails at times, and a rule that flaps."""
+    REGISTRY.register(Declaration("unsteady", (), Unsteady))
+    RULES.register(NOW_AND_THEN)
     model = Net()
-    train(model, start_exporter(model, 0, moments=True, weights=True, max_layers=2, **usual(folder, "alone")))
+    options = usual(folder, "alone") | {"moments": True, "weights": True, "max_layers": 2, "alerts": [Log()]}
+    options |= {"clip": MaxNorm(0.1), "dry_run": [MaxNorm(0.01), AGC()]}
+    exporter = start_exporter(model, 0, **options)
+    exporter.on(lambda m: m.last("torch_train_loss") > 0, print, name="tells", cooldown=2)
+    train(model, exporter, clips=False)
 
 
 def replicas(folder: str) -> None:
-    """Two ranks under DDP."""
+    """Two ranks under DDP, which agree on a step after which a layer is frozen."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
-    train(model, start_exporter(model, 0, local_norm=True, collectors={"whole_run": True}, **usual(folder, "replicas")))
+    exporter = start_exporter(model, 0, local_norm=True, collectors={"whole_run": True}, **usual(folder, "replicas"))
+    exporter.on(lambda m: m.last("torch_train_loss") > 0, Freeze(layers=r"^second$"))
+    train(model, exporter)
 
 
 def shards(folder: str) -> None:
@@ -98,11 +138,19 @@ def shards(folder: str) -> None:
 
 
 def on_a_fake_gpu(folder: str) -> None:
-    """One process with made hardware."""
+    """One process with made hardware, a GPU that is held back for a twentieth of the time."""
     model, scaler = Net(), torch.amp.GradScaler("cpu")
     options = usual(folder, GPU_RUN) | {"every": "auto", "overhead_budget": 0.9}
-    with installed():
+    with installed() as hardware:
+        threading.Thread(target=heat, args=(hardware.gpu,), daemon=True).start()
         train(model, start_exporter(model, 0, grad_scaler=scaler, **options), scaler)
+
+
+def heat(gpu: FakeGpu) -> None:
+    """Holds the clocks down for a twentieth of the time, for each reason."""
+    while True:
+        time.sleep(0.2)
+        gpu.nanoseconds = {policy: held + 10_000_000 for policy, held in gpu.nanoseconds.items()}
 
 
 CONTEXT = mp.get_context("forkserver")

@@ -33,10 +33,13 @@ COUNTERS_OF_A_LAYER = (
     "torch_grad_nonfinite_elements_total", "torch_grad_norm_distribution_count",
 )  # fmt: skip
 
+SURPLUS = (*GAUGES_OF_A_LAYER, "torch_grad_clip_coefficient")
+"""What may be shown only where it is recorded."""
+
 OF_A_WHOLE_LAYER = ("torch_grad_max_magnitude", "torch_grad_norm_recent_max", "torch_grad_norm_distribution")
 OF_ALL_LAYERS = (
     "torch_grad_global_norm", "torch_grad_global_norm_distribution", "torch_grad_global_norm_after_clip",
-    "torch_grad_clip_coefficient",
+    "torch_grad_clip_coefficient", "torch_grad_clipped_steps_total",
 )  # fmt: skip
 """What a rank cannot know of a layer that it has a part of, or of all layers where one is such."""
 
@@ -56,14 +59,30 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
-def in_parts(parameter: torch.nn.Parameter) -> bool:
+def in_parts(parameter: torch.nn.Parameter, models: Iterable[torch.nn.Module] = ()) -> bool:
     """Whether this rank has only a part of a parameter."""
-    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+    cut = any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+    return cut or (getattr(parameter, "_fsdp_flattened", False) and cut_flat(models))
+
+
+def cut_flat(models: Iterable[torch.nn.Module]) -> bool:
+    """Whether `FullyShardedDataParallel` gives each rank a part of flat parameters."""
+    strategies = (getattr(module, "sharding_strategy", None) for model in models for module in model.modules())
+    return any(strategy is not None and strategy.name != "NO_SHARD" for strategy in strategies)
+
+
+def filled(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in float64 without what fills up the last rank's piece of a flat parameter."""
+    if not (getattr(parameter, "_is_flat_param", False) and hasattr(parameter, "_padded_unsharded_size")):
+        return wide(gradient)
+    left = parameter._unpadded_unsharded_size.numel() - dist.get_rank() * gradient.numel()
+    return wide(gradient)[: max(0, left)]
 
 
 def counting(models: Iterable[torch.nn.Module]) -> Callable[[torch.nn.Parameter], bool]:
     """Whether a parameter counts here in sums over ranks: of copies, one does. Ranks without DTensors are taken for copies."""
-    parts = any(hasattr(parameter, "placements") for model in models for parameter in model.parameters())
+    models = [*models]
+    parts = any(hasattr(parameter, "placements") for model in models for parameter in model.parameters()) or cut_flat(models)
     rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 and not parts else 0
 
     def counts(parameter: torch.nn.Parameter) -> bool:
@@ -74,10 +93,13 @@ def counting(models: Iterable[torch.nn.Module]) -> Callable[[torch.nn.Parameter]
     return counts
 
 
-def telling(gradient: torch.Tensor) -> bool:
+def telling(parameter: torch.nn.Parameter) -> bool:
     """Whether this rank has elements of a gradient, and not only summands that others have to be added to."""
+    gradient = parameter.grad
+    if gradient is None:
+        return not (getattr(parameter, "_fsdp_flattened", False) and parameter.numel() == 0)
     summand = any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
-    return not summand and wide(gradient).numel() > 0
+    return not summand and filled(parameter, gradient).numel() > 0
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -101,25 +123,27 @@ def named_parameters(models: Mapping[str, torch.nn.Module], *, frozen: bool = Fa
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             owner, _, own = name.rpartition(".")
-            for wrapper in ("_orig_mod", "module", "_checkpoint_wrapped_module"):
+            for wrapper in ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
                 owner = ".".join(part for part in owner.split(".") if part != wrapper)
             layer = ".".join(part for part in (prefix, owner or own) if part)
             full = f"{prefix}.{name}" if prefix else name
             if parameter.requires_grad or frozen:
-                units = _units_of(model.get_submodule(name.rpartition(".")[0]), parameter)
+                units = _units_of(model.get_submodule(name.rpartition(".")[0]), own, parameter)
                 found.setdefault(id(parameter), Named(full, layer, parameter, units))
     return list(found.values())
 
 
-def _units_of(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if any(placement.is_shard() and placement.dim != 0 for placement in getattr(parameter, "placements", ())):
+def _units_of(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How a gradient splits into units. A test's own module may say which dimensions are those of its outputs: `output_dims`."""
+    dims = getattr(module, "output_dims", {}).get(name, (0,))
+    if any(placement.is_shard() and placement.dim not in dims for placement in getattr(parameter, "placements", ())):
         return None  # each rank has a part of every unit
-    if parameter.dim() < 2 or parameter.numel() == 0 or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+    if parameter.dim() < 2 or parameter.numel() == 0 or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not dims:
         return None
     if isinstance(module, torch.nn.ConvTranspose1d | torch.nn.ConvTranspose2d):
         assert module.groups == 1
         return lambda gradient: gradient.transpose(0, 1).flatten(1)
-    return lambda gradient: gradient.flatten(1)
+    return lambda gradient: gradient.movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1).flatten(1)
 
 
 def baseline(norms: Iterable[float]) -> tuple[float | None, int]:
@@ -146,10 +170,22 @@ def baseline(norms: Iterable[float]) -> tuple[float | None, int]:
 
 @dataclass
 class _Layer:
-    """What was seen of one layer: by sample, its parameters' gradients."""
+    """What was seen of one layer: by sample, its parameters' gradients.
+
+    `live`: its optimizer's last sample had it; `missing`: what it missed there, `None` if it was frozen. `frozen`: it is now;
+    `in_turn`: it was before, and came back.
+    """
 
     samples: list[list[tuple[Named, torch.Tensor]]] = field(default_factory=list)
-    missing: int = 0
+    live: bool = False
+    missing: int | None = None
+    frozen: bool = False
+    in_turn: bool = False
+
+    @property
+    def tracked(self) -> bool:
+        """Whether more than its totals are shown: what is frozen for the first time is not known to come back."""
+        return not self.frozen or self.in_turn
 
 
 @dataclass
@@ -160,6 +196,7 @@ class _Optimizer:
     steps: int = 0
     sample_step: int = 0
     after: float | None = None
+    coefficient: float | None = None
     clipped: int = 0
     nonfinite: dict[str, int] = field(default_factory=lambda: {"stepped": 0, "skipped": 0, "unknown": 0})
     norms: list[float] = field(default_factory=list)
@@ -172,7 +209,9 @@ def _owner(optimizer: torch.optim.Optimizer) -> Callable[[], set[int]]:
 class Recorder:
     """Records a loop. `optimizers`: one, or a mapping of the names that the exporter gives them.
 
-    `unscale`: what gradients after a backward are multiplied with. `dead_window`, `moments`: as the exporter was told.
+    `unscale`: what gradients after a backward are multiplied with. `told`: the exporter knows of all factors before clipping.
+    `stages`: ranks have different models.
+    `dead_window`, `moments`: as the exporter was told.
     """
 
     def __init__(
@@ -188,17 +227,19 @@ class Recorder:
         self.use(optimizers)
         self.layers: dict[str, _Layer] = {}
         self.removed: dict[Key, float] = {}
-        self._shown: set[str] = set()
         self._exist: set[str] = set()
         self._in_parts: set[str] = set()
         self._ever_in_parts: set[str] = set()
         self.backwards = 0
         self.skips = 0
         self.unscale = 1.0
+        self.told = False
+        self._shortened: dict[frozenset[str], list[tuple[float, float]]] = {}
+        self.stages = False
         self._dead_window = dead_window
         self._moments = moments
         self._gradients: dict[int, torch.Tensor] = {}
-        self._after: dict[str, list[torch.Tensor]] = {}
+        self._after: dict[str, dict[int, torch.Tensor]] = {}
         self._skipping: set[str] = set()
         self._seen: list[Named] = []
         self._started = time.monotonic()
@@ -223,10 +264,10 @@ class Recorder:
         self.backwards += 1
         # A gradient that says nothing is neither read nor missing.
         self._exist = {n.layer for n in named_parameters(self.models, frozen=True)}
-        self._seen = [n for n in named_parameters(self.models) if n.parameter.grad is None or telling(n.parameter.grad)]
+        self._seen = [n for n in named_parameters(self.models) if telling(n.parameter)]
         skip = set(unused)
         self._gradients = {
-            id(n.parameter): wide(n.parameter.grad) * self.unscale
+            id(n.parameter): filled(n.parameter, n.parameter.grad) * self.unscale
             for n in self._seen
             if n.parameter.grad is not None and n.name not in skip
         }
@@ -239,7 +280,7 @@ class Recorder:
             return
         owned = one.owned()
         mine = [n for n in self._seen if id(n.parameter) in owned and id(n.parameter) in self._gradients]
-        self._after[name] = [wide(n.parameter.grad) for n in mine if n.parameter.grad is not None]
+        self._after[name] = {id(n.parameter): filled(n.parameter, n.parameter.grad) for n in mine if n.parameter.grad is not None}
 
     def step(self, optimizer: torch.optim.Optimizer, name: str = "") -> None:
         """An optimizer's step, looked at right before."""
@@ -256,30 +297,44 @@ class Recorder:
 
     def _settle(self, outcome: str) -> None:
         """The round is over; of layers that are frozen only the totals are shown, and of those that are gone their sum."""
-        self._shown = {one.layer for one in self._seen}
-        self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter)}
+        self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter, self.models.values())}
         self._ever_in_parts |= self._in_parts
         self._remove()
         stepped = {*self._after, *self._skipping} or set(self.optimizers)
         owned = set().union(*(self.optimizers[name].owned() for name in stepped))
-        for one in self._seen:
-            if id(one.parameter) in owned:
-                self.layers.setdefault(one.layer, _Layer()).missing = 0
+        self._open(owned)
         samples: dict[str, list[tuple[Named, torch.Tensor]]] = {}
         for one in self._seen:
             if id(one.parameter) not in owned:
                 continue
             gradient = self._gradients.get(id(one.parameter))
             if gradient is None:
-                self.layers[one.layer].missing += 1
+                self.layers[one.layer].missing = (self.layers[one.layer].missing or 0) + 1
             else:
                 samples.setdefault(one.layer, []).append((one, gradient))
         for layer, sample in samples.items():
             self.layers[layer].samples.append(sample)
+            self.layers[layer].live = True
+        self._judge_changes()
         for name in stepped:
             own_outcome = "skipped" if name in self._skipping else outcome
             self._settle_optimizer(self.optimizers[name], self._after.get(name), own_outcome)
         self._after, self._gradients, self._skipping = {}, {}, set()
+
+    def _open(self, owned: set[int]) -> None:
+        """What the optimizers of a sample own has no values but those of it."""
+        every = named_parameters(self.models, frozen=True)
+        trained = {one.layer for one in self._seen}
+        for name in {one.layer for one in every}:
+            layer = self.layers.setdefault(name, _Layer())
+            layer.in_turn |= layer.frozen and name in trained
+            layer.frozen = name not in trained
+        for one in every:
+            if id(one.parameter) in owned:
+                self.layers[one.layer].live, self.layers[one.layer].missing = False, None
+        for one in self._seen:
+            if id(one.parameter) in owned:
+                self.layers[one.layer].missing = 0
 
     def _remove(self) -> None:
         """Adds up the totals of layers that are gone."""
@@ -289,7 +344,7 @@ class Recorder:
                     whole = key(one[0], **{**dict(one[1]), "layer": "(removed)"})
                     self.removed[whole] = self.removed.get(whole, 0) + total
 
-    def _settle_optimizer(self, one: _Optimizer, after: list[torch.Tensor] | None, outcome: str) -> None:
+    def _settle_optimizer(self, one: _Optimizer, after: dict[int, torch.Tensor] | None, outcome: str) -> None:
         owned = one.owned()
         mine = [g for i, g in self._gradients.items() if i in owned]
         if not mine:
@@ -298,8 +353,48 @@ class Recorder:
         one.norms.append(whole)
         one.sample_step = one.steps
         one.nonfinite[outcome] += not math.isfinite(whole)
-        one.after = None if after is None or not math.isfinite(whole) else norm(after)
-        one.clipped += one.after is not None and one.after < whole * (1 - 1e-6)
+        one.after = None if after is None or not math.isfinite(whole) else norm(after.values())
+
+    # What happened between backward and step
+
+    def _judge_changes(self) -> None:
+        """Says of each optimizer that stepped by what its gradients were clipped, as far as norms can tell.
+
+        Factors that differ, or some gradient that is as it was, are a clipping. A factor that all have in common is one if the norm
+        that comes out, of the optimizer or of all that were cut alike, has come out twice before of other factors; else it may be
+        a division.
+        """
+        alike: dict[str, tuple[float, float]] = {}
+        for name, after in self._after.items():
+            one, owned = self.optimizers[name], self.optimizers[name].owned()
+            before = {i: norm([g]) for i, g in self._gradients.items() if i in owned}
+            whole, seen = math.hypot(*before.values()), norm(after.values())
+            one.coefficient = seen / whole if whole and math.isfinite(whole) else None
+            factors = [norm([after[i]]) / n if i in after else 0.0 for i, n in before.items() if n]
+            if one.coefficient is None or not math.isfinite(seen) or all(abs(f - 1) < 1e-6 for f in factors):
+                continue
+            same = max(factors) - min(factors) <= 4e-3 * max(factors) and not any(abs(f - 1) < 1e-6 for f in factors)
+            if not same:
+                one.clipped += max(factors) <= 1 + 1e-6
+            elif self.told and one.coefficient <= 1:
+                one.clipped += one.coefficient < 1 - 4e-3
+            elif one.coefficient < 1 and self._comes_again(frozenset({name}), seen, one.coefficient):
+                one.clipped += 1
+            else:
+                alike |= {name: (seen, one.coefficient)} if one.coefficient < 1 else {}
+                one.coefficient = None
+        together = math.hypot(*(seen for seen, _ in alike.values()))
+        factors = [factor for _, factor in alike.values()]
+        if len(alike) > 1 and max(factors) < 1.004 * min(factors) and self._comes_again(frozenset(alike), together, factors[0]):
+            for name, (_, factor) in alike.items():
+                self.optimizers[name].coefficient = factor
+                self.optimizers[name].clipped += 1
+
+    def _comes_again(self, names: frozenset[str], seen: float, factor: float) -> bool:
+        before = self._shortened.setdefault(names, [])
+        equal = [other for one, other in before[-16:] if math.isclose(one, seen, rel_tol=1e-4)]
+        before.append((seen, factor))
+        return len(equal) >= 2 and sum(not math.isclose(other, factor, rel_tol=1e-4) for other in equal) >= 2
 
     # After the loop
 
@@ -313,7 +408,8 @@ class Recorder:
             key("torch_train_steps_total"): sum(one.steps for one in self.optimizers.values()),
         }
         for name, layer in self.layers.items():
-            found.update(self._of_layer(name, layer) if name in self._shown else self._totals_of(name, layer))
+            if layer.samples or not layer.frozen:
+                found.update(self._of_layer(name, layer) if layer.tracked else self._totals_of(name, layer))
         found.update(self.removed)
         for name, optimizer in self.optimizers.items():
             found.update(_of_optimizer(name, optimizer))
@@ -332,7 +428,7 @@ class Recorder:
 
     def _counted(self, layer: _Layer) -> list[list[torch.Tensor]]:
         """By sample, the gradients that count here in sums over ranks."""
-        counts = counting(self.models.values())
+        counts = (lambda _: True) if self.stages else counting(self.models.values())
         return [[gradient for one, gradient in sample if counts(one.parameter)] for sample in layer.samples]
 
     def _totals_of(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
@@ -350,17 +446,20 @@ class Recorder:
         yield key("torch_grad_norm_spikes_total", layer=name), baseline(norms)[1]
 
     def _of_layer(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
-        yield key("torch_grad_missing_parameters", layer=name), layer.missing
+        if layer.missing is not None:
+            yield key("torch_grad_missing_parameters", layer=name), layer.missing
         yield from self._totals_of(name, layer)
         if not layer.samples:
             return
         tensors = [[gradient for _, gradient in sample] for sample in layer.samples]
         norms = [norm(sample) for sample in tensors]
         finite, score = [n for n in norms if math.isfinite(n)], baseline(norms)[0]
-        if score is not None:
-            yield key("torch_grad_norm_zscore", layer=name), score
         if finite and time.monotonic() - self._started < 50:
             yield key("torch_grad_norm_recent_max", layer=name), max(finite)
+        if not layer.live:
+            return
+        if score is not None:
+            yield key("torch_grad_norm_zscore", layer=name), score
         for metric, value in self._of_last_sample(layer, tensors[-1], norms[-1], norm(self._counted(layer)[-1])):
             yield key(metric, layer=name), value
 
@@ -420,7 +519,7 @@ class Recorder:
             if shown is None or not _close(one, shown, value, self._scale(one, expected), rel):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, recorded {value}")
         for one, shown in actual.items():
-            surplus = one[0] in GAUGES_OF_A_LAYER or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
+            surplus = one[0] in SURPLUS or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
             if surplus and one not in expected and not one[0].startswith(left_out) and not self._unknown(one):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, nothing recorded")
         # Another scrape would take as long as all else here; what fails in this one is counted, though not yet shown.
@@ -429,8 +528,9 @@ class Recorder:
 
     def _unknown(self, one: Key) -> bool:
         """Whether there is no record of what this series should say."""
-        slow = one[0] == "torch_grad_norm_recent_max" and time.monotonic() - self._started >= 50
-        return slow or (one[0] in MOMENTS and not self._moments)
+        layer = self.layers.get(dict(one[1]).get("layer", ""))
+        slow = time.monotonic() - self._started >= 50 or (layer is not None and layer.frozen)
+        return (one[0] == "torch_grad_norm_recent_max" and slow) or (one[0] in MOMENTS and not self._moments)
 
     def _scale(self, one: Key, expected: Mapping[Key, float]) -> float:
         """What an error of this series is measured against: the norm for sums of signed numbers, else itself."""
@@ -466,8 +566,8 @@ def _of_optimizer(name: str, one: _Optimizer) -> Iterator[tuple[Key, float]]:
     yield key("torch_grad_sample_step", optimizer=name), one.sample_step
     if one.after is not None:
         yield key("torch_grad_global_norm_after_clip", optimizer=name), one.after
-        if one.norms[-1]:
-            yield key("torch_grad_clip_coefficient", optimizer=name), one.after / one.norms[-1]
+        if one.coefficient is not None:
+            yield key("torch_grad_clip_coefficient", optimizer=name), one.coefficient
 
 
 def _histogram(name: str, observed: list[float], bounds: tuple[float, ...], **labels: str) -> Iterator[tuple[Key, float]]:

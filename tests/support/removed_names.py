@@ -65,6 +65,7 @@ def hidden_of_modules(name: str) -> Iterator[None]:
 def trained() -> dict[str, object]:
     """What the exporter says of a small training, beside what is true of it."""
     package: Any = importlib.import_module("torch_grad_exporter")
+    actions: Any = importlib.import_module("torch_grad_exporter.actions")
     scrape: Any = importlib.import_module("tests.support.scrape")
     said: list[str] = []
     handler = logging.Handler()
@@ -80,6 +81,8 @@ def trained() -> dict[str, object]:
             optimizer.step()
         norm = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
         found = scrape.values(exporter)
+        actions.Clipper(model, actions.MaxNorm(float(norm) / 2))()
+        halved = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
         again = package.start_exporter(torch.nn.Linear(2, 2), port=None, collectors={"host": False, "process": False})
         again.close()
         shown = {
@@ -89,7 +92,7 @@ def trained() -> dict[str, object]:
             "mode": scrape.mode(exporter),
             "errors": sum(scrape.errors(exporter).values()),
         }
-    return {**shown, "true_norm": float(norm), "said": said}
+    return {**shown, "true_norm": float(norm), "clipped_norm": float(halved), "said": said}
 
 
 def in_a_fork(path: str) -> dict[str, object]:

@@ -54,6 +54,11 @@ def mode(exporter: Exporter) -> str:
     return next(m for m in ("output", "parameter", "optimizer") if found[key("torch_grad_exporter_capture_mode", mode=m)] == 1)
 
 
+def lost(exporter: Exporter) -> dict[str, float]:
+    """Samples that were due and are not shown, by the reason."""
+    return {k[1][0][1]: v for k, v in values(exporter).items() if k[0] == "torch_grad_exporter_captures_skipped_total" and v}
+
+
 def errors(exporter: Exporter) -> dict[str, float]:
     """The failures of the exporter itself that were counted, by source."""
     return errors_in(values(exporter))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +43,14 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool
             return False
         time.sleep(0.01)
     return True
+
+
+@contextlib.contextmanager
+def machine_of_its_own() -> Iterator[None]:
+    """One such block at a time, in all processes of the tests: of trainings by the dozen each slows the others down."""
+    with (Path(tempfile.gettempdir()) / f"torch_grad_exporter-tests-{os.getuid()}.lock").open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def lasting_threads() -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import FloatArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,38 @@ class Peaks:
         return found
 
 
+class NormSums:
+    """Per row, what was entered since the last `take`: the sum of the norms, how many, and how many gradients were not finite."""
+
+    def __init__(self, rows: int = 0) -> None:
+        self._values = np.zeros((3, rows))
+
+    def enter(self, rows: IntArray, norms: FloatArray, nonfinite: BoolArray) -> None:
+        """Takes a norm for each of `rows`; one that is not finite is none. `nonfinite`: where the gradient itself is not."""
+        known = np.isfinite(norms)
+        self._values[:, rows] += np.stack((np.where(known, norms, 0.0), known, nonfinite))
+
+    def moved(self, index: IntArray) -> NormSums:
+        """Those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
+        found = NormSums()
+        found._values = np.pad(self._values, ((0, 0), (0, 1)))[:, index]
+        return found
+
+    def take(self) -> FloatArray:
+        """The sums, shape (3, rows); from now on all rows are empty."""
+        found, self._values = self._values, np.zeros_like(self._values)
+        return found
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Cursor:
-    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read."""
+    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read.
+
+    `norms`: of layers, only for a consumer that asks for them.
+    """
 
     samples: int = 0
     losses: Losses = field(default_factory=Losses)
     layers: Peaks = field(default_factory=Peaks)
     optimizers: Peaks = field(default_factory=Peaks)
+    norms: NormSums | None = None

@@ -19,14 +19,14 @@ from torch_grad_exporter.aggregation.layer_totals import LayerTotals, UntrackedL
 from torch_grad_exporter.aggregation.noise import LocalTotals, LocalValues
 from torch_grad_exporter.aggregation.optimizer_totals import OptimizerTotals
 from torch_grad_exporter.aggregation.pending import Ended, PendingSample
-from torch_grad_exporter.aggregation.settlement import Probes, Settlement
+from torch_grad_exporter.aggregation.settlement import Settlement
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Local, OutcomeResolved, Weights
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Divided, Local, OutcomeResolved, Weights, Withdrawn
 
-GradientEvent = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights
+GradientEvent = Captured | Local | AfterClip | Closed | Divided | Withdrawn | OutcomeResolved | Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,7 @@ class GradientSnapshot:
     totals: Records
     samples: int
     undelivered: int
+    unattributed: int
     norm_observed: bool
     local: Mapping[int, LocalValues]
     untracked: UntrackedLayers
@@ -61,27 +62,30 @@ class NewGradients:
 
     `samples`: how many. `peaks`: of each layer of the snapshot the norm and the z-score that were farthest from zero, shape
     (2, layers), and `peaks_of_totals` of each optimizer the largest norm and norm after clipping; NaN where none is new.
+    `norms`: of each layer the sum of its norms, how many, and how many gradients were not finite, shape (3, layers), where the
+    consumer asked for them.
     """
 
     samples: int
     peaks: FloatArray
     peaks_of_totals: FloatArray
+    norms: FloatArray | None = None
 
 
 class GradientAggregation:
-    """Adds up samples. `decisions`: where it tells which parameters are worth probing for clipping.
+    """Adds up samples. For one thread at a time.
 
-    `layout`: of the samples; `exponential`: whether norms are counted by exponential bucket, too. For one thread at a time.
+    `layout`: of the samples; `exponential`: whether norms are counted by exponential bucket, too; `clipped`: whether gradients are
+    clipped as `clip=` asks for.
     """
 
-    def __init__(self, decisions: Decisions, layout: Layout = ORDINARY, *, exponential: bool = False) -> None:
+    def __init__(self, layout: Layout = ORDINARY, *, exponential: bool = False, clipped: bool = False) -> None:
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSample()
-        self._settlement = Settlement()
+        self._settlement = Settlement(clipped)
         self._layers = LayerTotals(self._cursors, ExponentialCounts(exponential), layout)
         self._optimizers = OptimizerTotals(self._cursors, ExponentialCounts(exponential))
         self._local = LocalTotals()
-        self._probes = Probes(decisions)
         self._undelivered = 0
 
     def use(self, table: ParameterTable) -> None:
@@ -104,6 +108,11 @@ class GradientAggregation:
                 self._pending.seen_after(event)
             case Closed():
                 self._publish(self._pending.closed_by(event))
+            case Divided():
+                self._pending.divided(event)
+            case Withdrawn():
+                self._pending.withdrawn(event)
+                self._local.take(None)
             case OutcomeResolved():
                 self._optimizers.resolve(event.outcome)
             case Weights():
@@ -117,6 +126,7 @@ class GradientAggregation:
         """Takes a global norm that the user computed before clipping; from then on it is the source of that norm."""
         with np.errstate(all="ignore"):
             self._optimizers.observe(norm)
+            self._pending.given(norm)
 
     def stepped(self, rounds: int) -> None:
         """So many rounds are over."""
@@ -140,7 +150,6 @@ class GradientAggregation:
         self._optimizers.publish(settled)
         self._local.publish(settled)
         self._pending.count(settled.shown, sized=settled.sample.sized)
-        self._probes.choose(settled)
 
     def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
@@ -158,6 +167,7 @@ class GradientAggregation:
             totals=totals,
             samples=self._pending.samples,
             undelivered=self._undelivered,
+            unattributed=self._pending.unattributed,
             norm_observed=norm_observed,
             local=self._local.snapshot(),
             untracked=self._layers.untracked(),
@@ -176,6 +186,8 @@ class GradientAggregation:
     def read(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
         """What is new to a consumer, in the order of the snapshot, which is of the same moment."""
         new, cursor.samples = self._pending.samples - cursor.samples, self._pending.samples
-        peaks = cursor.layers.take()[:, : len(snapshot.table.layers)]
+        layers = len(snapshot.table.layers)
+        peaks = cursor.layers.take()[:, :layers]
+        norms = None if cursor.norms is None else cursor.norms.take()[:, :layers]
         over = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
-        return NewGradients(new, peaks, over)
+        return NewGradients(new, peaks, over, norms)

@@ -14,13 +14,15 @@ from itertools import compress, islice
 import numpy as np
 
 from torch_grad_exporter.aggregation.baseline import Baselines
-from torch_grad_exporter.aggregation.cursor import Cursor, Peaks
+from torch_grad_exporter.aggregation.cursor import Cursor, NormSums, Peaks
+from torch_grad_exporter.aggregation.edits import UNTOUCHED, Edit
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
 from torch_grad_exporter.aggregation.samples import Groups, Sample, values
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import (
     DECADE_BOUNDS,
     LAYER_TOTALS,
+    OF_A_SAMPLE,
     RECENT_SECONDS,
     Records,
     enter_norms,
@@ -32,7 +34,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.layout import Layout
-from torch_grad_exporter.transfer.events import Weights
+from torch_grad_exporter.transfer.events import Outcome, Weights
 
 MOST_UNTRACKED = 1000
 """Labels that keep a row though the table does not have them, or twice as many as the largest table had, if that is more.
@@ -74,6 +76,8 @@ class LayerTotals:
         self._removed: Records = new_layers(1)
         """The remainder; shown if any removed layer was."""
         self._largest = 0
+        self._compared: tuple[int, set[int]] = -1, set()
+        """The last sample of which it was counted how it was clipped, and in which rows."""
 
     @property
     def table(self) -> ParameterTable:
@@ -96,12 +100,12 @@ class LayerTotals:
             found[name][: len(summed)] = flags
         declared = np.pad(self._declared, ((0, 1), (0, 0)), constant_values=np.nan)[index]
         baseline = self._baseline.moved(index)
-        peaks = [(cursor, cursor.layers.moved(index)) for cursor in self._cursors]
+        cursors = [(one, one.layers.moved(index), None if one.norms is None else one.norms.moved(index)) for one in self._cursors]
         self._remove({label: row for label, row in row_of.items() if label not in modules})
         # All at once, at the end: what raises before leaves everything as it was.
         self._table, self._modules, self._values, self._declared, self._baseline = table, modules, found, declared, baseline
-        for cursor, of_layers in peaks:
-            cursor.layers = of_layers
+        for cursor, of_layers, norms in cursors:
+            cursor.layers, cursor.norms = of_layers, norms
 
     def _kept(self, table: ParameterTable) -> dict[str, set[str]]:
         """The labels that have a row with this table, with their modules, in the order of the rows."""
@@ -140,10 +144,22 @@ class LayerTotals:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         sample = settled.sample
         self.use(sample.captured.table)
+        self._clear(settled)
         self._show_missing(settled)
         self._show(Groups.of(sample, settled.gradients(settled.shown)), sample)
         self._count(Groups.of(sample, settled.gradients(settled.uncounted)))
         self._judge(Groups.of(sample, settled.gradients(settled.unmeasured)), sample)
+        if settled.edited is not None:
+            self._compare(settled, settled.edited)
+
+    def _clear(self, settled: Settled) -> None:
+        """What the stepping optimizers own has no values but those of this sample: a layer that it gave no gradient has none."""
+        mine = np.isin(settled.closed.owners, list(settled.shown)) | settled.gradients(settled.shown)
+        rows = np.unique(settled.sample.captured.table.layer_of[mine])
+        for name in OF_A_SAMPLE:
+            self._values[name][rows] = np.nan
+        self._values["read"][rows] = self._values["sized"][rows] = False
+        self._declared[rows] = np.nan
 
     def _show_missing(self, settled: Settled) -> None:
         """Parameters that got no gradient, in the layers that the sample covers."""
@@ -157,7 +173,7 @@ class LayerTotals:
     def _show(self, groups: Groups, sample: Sample) -> None:
         layers, rows = self._values, groups.layers
         norms, elements, units = groups.combined(Column.NORM), groups.total(sample.elements), groups.total(sample.units)
-        layers["norm"][rows], layers["sized"][rows] = norms, sample.sized
+        layers["norm"][rows], layers["read"][rows], layers["sized"][rows] = norms, True, sample.sized
         layers["part"][rows], layers["units"][rows] = groups.combined(Column.NORM, counted=True), units
         low, high = groups.combined(Column.MIN), groups.combined(Column.MAX)
         layers["minimum"][rows], layers["maximum"][rows] = low, high
@@ -193,11 +209,30 @@ class LayerTotals:
         zscore, spike = self._baseline.judge(rows, norms)
         layers["zscore"][rows] = zscore
         layers["spikes"][rows] += spike
+        known = finite if sample.sized else groups.combined(Column.NANS) + groups.combined(Column.INFS) == 0
         for cursor in self._cursors:
             cursor.layers.enter(rows, norms, zscore)
+            if cursor.norms is not None:
+                cursor.norms.enter(rows, norms, ~known)
         # A finite norm of unknown size may be the largest: the largest is not known until it is no longer recent.
-        recent = finite if sample.sized else groups.combined(Column.NANS) + groups.combined(Column.INFS) == 0
-        self._remember(rows[recent], norms[recent] if sample.sized else np.inf, int(sample.captured.at))
+        self._remember(rows[known], norms[known] if sample.sized else np.inf, int(sample.captured.at))
+
+    def _compare(self, settled: Settled, edited: Edit) -> None:
+        """How gradients were clipped, by layer; a sample that is published again counts once."""
+        known = np.isfinite(edited.before) & np.isfinite(edited.after) & settled.sample.present
+        chosen = np.flatnonzero(known)
+        rows, group = np.unique(self.table.layer_of[chosen], return_inverse=True)
+        before = root_of_squares(edited.before[chosen], group, len(rows))
+        after = root_of_squares(edited.after[chosen], group, len(rows))
+        rows, coefficients = rows[before > 0], after[before > 0] / before[before > 0]
+        if settled.sample.sized:
+            self._values["coefficient"][rows] = coefficients
+        if settled.number != self._compared[0]:
+            self._compared = settled.number, set()
+        fresh = np.array([row not in self._compared[1] for row in rows.tolist()], dtype=np.bool_)
+        if settled.closed.outcome is not Outcome.UNKNOWN:
+            self._values["clipped"][rows[fresh]] += coefficients[fresh] < 1 - UNTOUCHED
+            self._compared[1].update(rows.tolist())
 
     def _remember(self, rows: IntArray, norms: FloatArray | float, second: int) -> None:
         """Enters norms into the sliding minute, which has one place per second."""
@@ -209,17 +244,21 @@ class LayerTotals:
         recent[rows, place] = np.fmax(recent[rows, place], norms)
 
     def weigh(self, event: Weights) -> None:
-        """Takes the norms of weights around one step."""
-        self.use(event.table)
+        """Takes the norms of weights around one step. With a closure it began before the table of its sample was known."""
         norms = values(event.vector.ready()).reshape(-1, 3)
         layers, group = np.unique(event.table.layer_of[event.positions], return_inverse=True)
         before, after, update = (root_of_squares(norms[:, i], group, len(layers)) for i in range(3))
-        self._values["weight_norm"][layers] = after
-        self._values["update_ratio"][layers] = np.where(before > 0, update / before, np.nan)
+        row_of = {label: row for row, label in enumerate(self.table.layers)}
+        rows = np.array([row_of.get(event.table.layers[layer], -1) for layer in layers.tolist()], dtype=np.int64)
+        here = rows >= 0
+        self._values["weight_norm"][rows[here]] = after[here]
+        self._values["update_ratio"][rows[here]] = np.where(before > 0, update / before, np.nan)[here]
 
     def follow(self, cursor: Cursor) -> None:
-        """Begins with a consumer of peaks."""
+        """Begins with a consumer of peaks, and of norms where it asks for them."""
         cursor.layers = Peaks(len(self._values))
+        if cursor.norms is not None:
+            cursor.norms = NormSums(len(self._values))
 
     def values(self) -> Records:
         """A copy of the table's layers."""

@@ -147,7 +147,8 @@ class LocalTotals:
             mine = (owners == number) & event.reduced
             if (mine & sample.present).any():
                 known = sample.sized and not (mine & dirty).any()
-                local = length(norms[(positions >= 0) & mine[positions]]) / sample.scale if known else None
+                factor = sample.scale * sample.divisor
+                local = length(norms[(positions >= 0) & mine[positions]]) / factor if known else None
                 reduced = length(sample.norms[mine & sample.present])
                 self._enter(number, local, reduced, event, new=number in settled.unmeasured)
 

@@ -32,6 +32,8 @@ class OptimizerTotals:
         self._row_of: dict[int, int] = {}
         self._totals: Records = np.zeros(0, dtype=OPTIMIZER)
         self._baseline = Baselines()
+        self._clipped: dict[int, int] = {}
+        """By optimizer, the number of the last sample that was counted as clipped."""
         self._untold = False
         """Whether the last observed norm was not finite, and the outcome of its step is not known yet."""
 
@@ -55,12 +57,15 @@ class OptimizerTotals:
             one["sample_step"] = settled.closed.steps[optimizer]
         clip = None if optimizer in settled.left_out else settled.clippings.get(optimizer)
         after = np.array([np.nan])
-        one["clip_known"] = clip is not None and clip.coefficient is not None
+        one["clip_known"], one["after_known"] = False, False
         if clip is not None and clip.coefficient is not None:
-            one["coefficient"] = clip.coefficient
-            one["after_clip"] = after = clip.coefficient * norm
-        if outcome is not Outcome.UNKNOWN:  # until then it is not known whether it was clipped
-            one["clipped"] += clip is not None and clip.clipped
+            one["clip_known"], one["coefficient"] = True, clip.coefficient
+        if clip is not None and clip.after is not None:
+            one["after_known"], one["after_clip"] = True, clip.after
+            after = np.array([clip.after])
+        if outcome is not Outcome.UNKNOWN and clip is not None and clip.clipped and self._clipped.get(optimizer) != settled.number:
+            self._clipped[optimizer] = settled.number  # a sample may be published again when more is known of its step
+            one["clipped"] += 1
         one["norm"], one["seen"], one["sized"] = norm, True, sample.sized
         self._enter(row, norm, after, fresh=optimizer in settled.unmeasured)
         if optimizer in settled.uncounted:

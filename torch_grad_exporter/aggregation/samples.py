@@ -23,6 +23,8 @@ class Sample:
     elements: IntArray
     units: IntArray
     scale: float = 1.0
+    divisor: float = 1.0
+    """By what the loop has divided the gradients after the capture."""
     unscaled: bool = False
     """Whether the loss scale was known and has been divided out."""
     sized: bool = True
@@ -41,6 +43,7 @@ class Sample:
             elements[part.positions] = part.elements
             units[part.positions] = part.units
         sample = cls(captured, layout, columns, present, elements, units)
+        sample.divide(captured.divisor)
         if captured.scale is not None:
             sample.unscale(float(values(captured.scale.ready())[0]))
         return sample
@@ -55,6 +58,13 @@ class Sample:
         """Whether any gradient, of the wanted parameters only, has a NaN or Inf."""
         columns = self.columns if wanted is None else self.columns[wanted]
         return bool(columns[:, [Column.NANS, Column.INFS]].any())
+
+    def divide(self, divisor: float) -> None:
+        """Divides what is proportional to the gradient."""
+        if divisor != 1:
+            self.divisor *= divisor
+            for place, power in self.layout.proportional():
+                self.columns[:, place] /= divisor**power
 
     def unscale(self, scale: float) -> None:
         """Divides what is proportional to the gradient by the loss scale; by one that is none, nothing of it is known."""

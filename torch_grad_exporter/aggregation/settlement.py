@@ -1,33 +1,36 @@
-"""Settlement: what happened to a sample between the end of its backward and the step, and which gradients tell it of the next one.
+"""Settlement: what happened to a sample between the end of its backward and the step.
 
-That is its loss scale, how it was clipped, and which optimizers a gradient scaler left out.
+That is its loss scale, by what it was divided, how it was clipped, and which optimizers a gradient scaler left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torch_grad_exporter.aggregation import clipping
-from torch_grad_exporter.aggregation.clipping import Clipping
+from torch_grad_exporter.aggregation.clipping import Clipping, Clippings, Said, combined
+from torch_grad_exporter.aggregation.edits import Edit
 from torch_grad_exporter.aggregation.pending import Ended
 from torch_grad_exporter.aggregation.samples import Sample, arrived, values
+from torch_grad_exporter.aggregation.scale_by_hand import ScalesByHand
 from torch_grad_exporter.aggregation.tables import UNOWNED
-from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.transfer.events import AfterClip, Closed, Decisions, Outcome
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray
+from torch_grad_exporter.transfer.events import AfterClip, Closed, Outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
     """A sample as it is counted.
 
-    `shown`: the optimizers whose parameters it shows; `left_out`: those of them that a gradient scaler left out. `uncounted`:
-    those whose part of the round was not counted before, `unmeasured`: those whose sizes were not. `clippings`: by optimizer.
+    `number`: as of `Ended`. `shown`: the optimizers whose parameters it shows; `left_out`: those of them that a gradient scaler
+    left out. `uncounted`: those whose part of the round was not counted before, `unmeasured`: those whose sizes were not.
+    `clippings`: by optimizer. `edited`: the norms of all gradients before and after clipping, where both are known; only with
+    `clip=`, which makes them known.
     """
 
+    number: int
     sample: Sample
     closed: Closed
     shown: frozenset[int]
@@ -35,6 +38,7 @@ class Settled:
     uncounted: frozenset[int]
     unmeasured: frozenset[int]
     clippings: Mapping[int, Clipping]
+    edited: Edit | None = None
 
     def gradients(self, optimizers: frozenset[int]) -> BoolArray:
         """Which gradients of the sample these optimizers own, shape (parameters,)."""
@@ -45,26 +49,38 @@ class Settled:
         return Outcome.SKIPPED if optimizer in self.left_out else self.closed.outcome
 
 
+UNTOLD = 8
+"""Samples after the last one whose divisor the loop told, up to which one without is taken for one that was told of in vain."""
+
+
 @dataclass(slots=True)
 class Settlement:
-    """Settles samples, and remembers what earlier ones have shown of scalers."""
+    """Settles samples, and remembers what earlier ones have shown of clipping, of divisions and of scalers.
 
-    _scaled_by_hand: set[int] = field(default_factory=set)
-    """The optimizers whose gradients have shown a loss scale that was not known otherwise."""
+    `by_us`: gradients are clipped as `clip=` asks for.
+    """
+
+    by_us: bool = False
+    _clippings: Clippings = field(default_factory=Clippings)
+    _by_hand: ScalesByHand = field(default_factory=ScalesByHand)
+    _told: dict[int, int] = field(default_factory=dict)
+    """By optimizer, the number of the last sample by which the loop told to divide."""
     _faithful: dict[tuple[frozenset[int], int], bool] = field(default_factory=dict)
     """By the owners of what a round wrote: whether an optimizer stepped in each of them in which its gradients were finite."""
 
     def settle(self, ended: Ended) -> Settled:
-        """The sample without its loss scale, or without sizes where that is not known."""
+        """The sample without its loss scale, or without sizes where that is not known or more gradients may come."""
         sample, closed = ended.sample, ended.closed
-        verdicts = self._compare(sample, ended.after, closed)
+        verdicts, edited = self._compare(ended)
         found_inf = {event.optimizer for event in ended.after if event.found_inf and values(event.found_inf.ready())[0]}
         left_out = found_inf | self._overflowed(sample, closed)
-        if not self._scale_is_known(ended):
+        sure = self._divisor_is_known(ended) and all(verdict.sure for verdict in verdicts.values())
+        if not (ended.whole and sure and self._scale_is_known(ended)):
             sample = sample.without_sizes()
-            verdicts = {optimizer: replace(verdict, coefficient=None) for optimizer, verdict in verdicts.items()}
+            verdicts = {optimizer: replace(verdict, coefficient=None, after=None) for optimizer, verdict in verdicts.items()}
         shown = closed.stepped | left_out
-        return Settled(sample, closed, shown, frozenset(left_out), shown - ended.counted, shown - ended.measured, verdicts)
+        uncounted, unmeasured = shown - ended.counted, shown - ended.measured
+        return Settled(ended.number, sample, closed, shown, frozenset(left_out), uncounted, unmeasured, verdicts, edited)
 
     def _overflowed(self, sample: Sample, closed: Closed) -> set[int]:
         """The optimizers that a gradient scaler left out: they step after such backwards whenever their gradients are finite.
@@ -84,6 +100,17 @@ class Settlement:
                 found.add(optimizer)
         return found
 
+    def _divisor_is_known(self, ended: Ended) -> bool:
+        """Whether the sample is free of any divisor that the loop tells.
+
+        It may have told that of another round than it meant, as before the backward that follows a skipped step.
+        """
+        if ended.told:
+            self._told |= dict.fromkeys(ended.closed.stepped, ended.number)
+        if ended.told or ended.sample.captured.at_step:
+            return True
+        return all(ended.number - self._told.get(optimizer, -UNTOLD) >= UNTOLD for optimizer in ended.closed.stepped)
+
     def _scale_is_known(self, ended: Ended) -> bool:
         """Whether the sample is free of any loss scale.
 
@@ -92,69 +119,68 @@ class Settlement:
         sample, closed = ended.sample, ended.closed
         if sample.unscaled:
             return True
-        if closed.stepped & self._scaled_by_hand:
+        if any(self._by_hand.may_be(optimizer) for optimizer in closed.stepped):
             return False
         stepped = closed.outcome is Outcome.STEPPED or bool(ended.after)
         return sample.captured.scale_known or stepped or (ended.over and not sample.nonfinite())
 
-    def _compare(self, sample: Sample, events: tuple[AfterClip, ...], closed: Closed) -> dict[int, Clipping]:
-        """Compares the norms before and after, and unscales the sample by a scale that is known only now."""
-        after = np.zeros(len(closed.owners))
-        measured = np.zeros(len(closed.owners), dtype=np.bool_)
-        full = bool(events)
-        for event in events:
-            full &= event.full
-            own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
-            for part in event.parts:
-                after[part.positions] = arrived(part)[:, 0] / own_scale
-                measured[part.positions] = True
+    def _compare(self, ended: Ended) -> tuple[dict[int, Clipping], Edit | None]:
+        """Compares the norms before and after, and divides the sample by what is known only now."""
+        sample, closed = ended.sample, ended.closed
+        loop = [event for event in ended.after if not event.ours]
+        after = _norms(loop, np.zeros(len(closed.owners)))
+        for event in loop:
             if event.loss_scale is not None:  # of the scaler that was found among the step's callers
                 sample.unscale(float(values(event.loss_scale.ready())[0]))
-        measured &= sample.present
-        mine = {optimizer: sample.present & (closed.owners == optimizer) for optimizer in closed.stepped}
-        if not sample.unscaled:
-            self._reveal_scale(sample, after, measured, mine)
-        before = sample.norms
-        return {o: clipping.compare(before[own], after[own], measured[own], full=full) for o, own in mine.items()}
+        mine = {
+            event.optimizer: sample.present & (closed.owners == event.optimizer)
+            for event in ended.after
+            if event.optimizer in closed.stepped
+        }
+        of_loop = {optimizer: mine[optimizer] for event in loop if (optimizer := event.optimizer) in mine}
+        if not (sample.unscaled or ended.told or ended.given is not None):
+            self._reveal_scale(ended.number, sample, {o: Edit(sample.norms[own], after[own]) for o, own in of_loop.items()})
+        edits = {optimizer: Edit(sample.norms[own], after[own]) for optimizer, own in of_loop.items()}
+        said = Said(divided=ended.told, norm=ended.given, part=bool(sample.captured.table.sharded.any()))
+        verdicts = self._clippings.judge(ended.number, edits, said)
+        for verdict in verdicts.values():  # of one optimizer at most: whose norm is given is not known where there are several
+            sample.divide(verdict.divisor)
+        return self._with_ours(ended, verdicts, mine, after) if self.by_us else (verdicts, None)
 
-    def _reveal_scale(self, sample: Sample, after: FloatArray, measured: BoolArray, mine: dict[int, BoolArray]) -> None:
+    def _with_ours(
+        self, ended: Ended, verdicts: dict[int, Clipping], mine: Mapping[int, BoolArray], after: FloatArray
+    ) -> tuple[dict[int, Clipping], Edit]:
+        """The verdicts with the clipping that `clip=` asked for, which came after all that the loop has done.
+
+        Of that one both norms are known, so that nothing is to be guessed.
+        """
+        by_us = [event for event in ended.after if event.ours]
+        clipped, told = _norms(by_us, np.zeros(len(after))), {event.optimizer for event in by_us}
+        edited = Edit(np.full(len(after), np.nan), np.full(len(after), np.nan))
+        found = dict(verdicts)
+        for optimizer, own in mine.items():
+            of_loop = verdicts.get(optimizer)
+            before = ended.sample.norms if of_loop is None else after
+            if optimizer in told:
+                edit = Edit(before[own], clipped[own])
+                found[optimizer] = combined(of_loop or Clipping(1.0), edit)
+                edited.before[own], edited.after[own] = edit.before, edit.after
+            elif of_loop is not None and of_loop.coefficient is not None:  # in a closure it cannot be told apart
+                edited.before[own], edited.after[own] = ended.sample.norms[own], after[own]
+        return found, edited
+
+    def _reveal_scale(self, number: int, sample: Sample, edits: Mapping[int, Edit]) -> None:
         """Divides by the scale that the norms themselves reveal. Each sample's is its own: the next one's may have grown."""
-        before = sample.norms
-        found = {o: clipping.revealed_scale(before[own], after[own], measured[own]) for o, own in mine.items()}
-        scales = {optimizer: scale for optimizer, scale in found.items() if scale is not None}
-        by_hand = {optimizer: scale for optimizer, scale in scales.items() if scale != 1}
-        self._scaled_by_hand |= by_hand.keys()
-        if scales:
-            # Clipping makes a scale seem larger than it is.
-            sample.unscale(min((by_hand or scales).values()))
+        found = [self._by_hand.look(number, optimizer, edit) for optimizer, edit in edits.items()]
+        scales = [scale for scale in found if scale is not None]
+        if scales:  # one loss was scaled, and clipping makes a scale seem larger than it is
+            sample.unscale(min(scales))
 
 
-@dataclass(slots=True)
-class Probes:
-    """Chooses what is measured again at the next step: of each parameter group the largest norm and the largest magnitude."""
-
-    decisions: Decisions
-    _by_group: dict[int, set[int]] = field(default_factory=dict)
-
-    def choose(self, settled: Settled) -> None:
-        """Names the probes for the next comparison; all gradients are measured where these disagreed."""
-        sample, groups = settled.sample, settled.closed.groups
-        table = sample.captured.table
-        if self.decisions.table is not table:
-            self._by_group = {}
-        magnitudes = np.abs(sample.columns[:, [Column.MIN, Column.MAX]])
-        sizes = (sample.norms, np.fmax.reduce(magnitudes, axis=1))
-        for group in np.unique(groups[sample.present]).tolist():
-            self._by_group[group] = _largest(np.flatnonzero((groups == group) & sample.present), *sizes)
-        disagree = any(verdict.disagree for verdict in settled.clippings.values())
-        self.decisions.tell(table, frozenset().union(*self._by_group.values()), full=disagree)
-
-
-def _largest(members: IntArray, norms: FloatArray, magnitudes: FloatArray) -> set[int]:
-    best: set[int] = set()
-    for column, count in ((norms, 1), (magnitudes, 1), (norms, 2)):
-        # The third choice only where the first two chose the same gradient: a single probe always agrees with itself.
-        if len(best) < 2:
-            usable = members[np.isfinite(column[members]) & (column[members] > 0)]
-            best |= set(usable[np.argsort(column[usable])[-count:]].tolist())
-    return best
+def _norms(events: Iterable[AfterClip], norms: FloatArray) -> FloatArray:
+    """The norms of these events by parameter, in the place of what is in `norms`."""
+    for event in events:
+        own_scale = 1.0 if event.own_scale is None else float(values(event.own_scale.ready())[0])
+        for part in event.parts:
+            norms[part.positions] = arrived(part)[:, 0] / own_scale
+    return norms

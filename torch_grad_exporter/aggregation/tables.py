@@ -17,24 +17,30 @@ UNOWNED = -1
 RECENT_SECONDS = 60
 """Seconds over which a layer's recent maximum is taken."""
 
-LAYER_TOTALS = ("squared_total", "captures", "spikes", "nans", "infs", "bucket_sum", "buckets")
+OF_A_SAMPLE = (
+    "norm", "max_magnitude", "zero_ratio", "zero_units_ratio", "dead_ratio", "missing", "zscore", "part", "units",
+    "mean", "stddev", "minimum", "maximum", "coefficient",
+)  # fmt: skip
+"""What of a layer is that of its optimizer's last sample."""
+
+LAYER_TOTALS = ("squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum", "buckets")
 """What of a layer only grows."""
 
 LAYER = np.dtype(
     [(name, np.float64) for name in (
-        "norm", "max_magnitude", "zero_ratio", "zero_units_ratio", "dead_ratio", "missing", "zscore", "part", "units",
-        "mean", "stddev", "minimum", "maximum", "weight_norm", "update_ratio",
-        "squared_total", "captures", "spikes", "nans", "infs", "bucket_sum",
+        *OF_A_SAMPLE, "weight_norm", "update_ratio",
+        "squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum",
     )]
     + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,))]
-    + [(name, np.bool_) for name in ("sized", "shown", "sharded", "summed")],
+    + [(name, np.bool_) for name in ("read", "sized", "shown", "sharded", "summed")],
     align=True,
 )  # fmt: skip
 """One layer's values; NaN where a value was never had, but for the totals.
 
-`sized`: whether the last sample was one whose loss scale is known. `part`: the norm over those parameters of which this
-rank's part counts in sums over ranks, as `squared_total`, `nans` and `infs` are; `units`: of what this rank has. `shown`,
-`sharded`: as of the last table that had the layer; `summed`: whether any of it counts in sums over ranks.
+`read`: whether the last sample of its optimizer gave it a gradient; `sized`: and whether the loss scale of that is known.
+`part`: the norm over those parameters of which this rank's part counts in sums over ranks, as `squared_total`, `nans` and
+`infs` are; `units`: of what this rank has. `shown`, `sharded`: as of the last table that had the layer; `summed`: whether any
+of it counts in sums over ranks.
 """
 
 OPTIMIZER = np.dtype(
@@ -42,7 +48,8 @@ OPTIMIZER = np.dtype(
         "norm", "after_clip", "coefficient", "sample_step", "spikes", "clipped", "bucket_sum",
         *(f"nonfinite_{outcome.value}" for outcome in Outcome),
     )]
-    + [("buckets", np.float64, (len(HALF_DECADES) + 1,)), ("seen", np.bool_), ("sized", np.bool_), ("clip_known", np.bool_)]
+    + [("buckets", np.float64, (len(HALF_DECADES) + 1,)), ("seen", np.bool_), ("sized", np.bool_)]
+    + [("clip_known", np.bool_), ("after_known", np.bool_)]
 )  # fmt: skip
 """The values over all parameters of one optimizer. `seen`: whether there was a sample; `sized`: as of a layer."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from weakref import WeakSet
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch_grad_exporter.aggregation.baseline import LossBaseline
 from torch_grad_exporter.aggregation.cursor import Cursor
 from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.families import Exemplar, FloatArray
-from torch_grad_exporter.transfer.events import Counted, Observed, Stepped
+from torch_grad_exporter.transfer.events import Counted, Counting, Observed, Stepped
 
 RATIO_STEPS = 1000
 """Steps over which the overhead ratio is taken."""
@@ -53,6 +53,10 @@ class TrainingTotals:
     """Of the last steps, what the exporter took and how long each was."""
     _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
     _cursors: WeakSet[Cursor] = field(default_factory=WeakSet)
+    _ahead: Counting | None = None
+    """Rounds that were shown before their record came."""
+    _stretch: int = 0
+    """The number of the last such record."""
 
     def stepped(self, event: Stepped) -> None:
         """Counts a round's first step."""
@@ -69,11 +73,33 @@ class TrainingTotals:
 
     def counted(self, event: Counted) -> None:
         """Counts rounds of which only the steps were seen."""
-        totals, share = self._totals, event.own_seconds / len(event.seconds)
-        totals.overhead_seconds += event.own_seconds
-        self._recent.extend((share, seconds) for seconds in event.seconds)
-        totals.duration_buckets += np.bincount(np.searchsorted(STEP_SECONDS, event.seconds), minlength=len(STEP_SECONDS) + 1)
-        totals.duration_sum += sum(event.seconds)
+        self._end_before(event.stretch + 1, came=event.stretch)
+        self._stretch = event.stretch
+        self._add(event.seconds, event.own_seconds)
+
+    def _add(self, durations: tuple[float, ...], own_seconds: float) -> None:
+        totals, share = self._totals, own_seconds / len(durations)
+        totals.overhead_seconds += own_seconds
+        self._recent.extend((share, seconds) for seconds in durations)
+        totals.duration_buckets += _buckets(durations)
+        totals.duration_sum += sum(durations)
+
+    def counting(self, now: Counting | None) -> None:
+        """Takes note of rounds whose record is yet to come, so that snapshots show them. Call it behind what has come since.
+
+        They are shown until the record comes, which has as many or more: the totals never fall, and have none twice.
+        """
+        if now is not None and now.seconds and now.stretch > self._stretch:
+            self._end_before(now.stretch)
+            self._ahead = now
+
+    def _end_before(self, stretch: int, *, came: int | None = None) -> None:
+        """Ends what was shown of earlier stretches. `came`: the one whose record is here; those of others are lost."""
+        ahead = self._ahead
+        if ahead is not None and ahead.stretch < stretch:
+            self._ahead = None
+            if ahead.stretch != came:
+                self._add(ahead.seconds, 0.0)
 
     def observed(self, event: Observed, value: float) -> None:
         """Takes an observed value; `samples` (training examples) and `tokens` add up, the others replace the value before."""
@@ -100,11 +126,14 @@ class TrainingTotals:
     def snapshot(self) -> TotalsSnapshot:
         """A copy of all values."""
         totals, training = self._totals, sum(seconds for _, seconds in self._recent)
+        ahead = () if self._ahead is None else self._ahead.seconds
+        last = itertools.chain(reversed(ahead), (seconds for _, seconds in reversed(self._recent)))
         return replace(
             totals,
-            duration_buckets=totals.duration_buckets.copy(),
+            duration_buckets=totals.duration_buckets + _buckets(ahead),
+            duration_sum=totals.duration_sum + sum(ahead),
             exemplars=dict(totals.exemplars),
-            slowest=max((seconds for _, seconds in islice(reversed(self._recent), SLOWEST_STEPS)), default=None),
+            slowest=max(itertools.islice(last, SLOWEST_STEPS), default=None),
             overhead_ratio=sum(own for own, _ in self._recent) / training if training else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
@@ -114,3 +143,8 @@ class TrainingTotals:
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer: losses from now on are new to it."""
         self._cursors.add(cursor)
+
+
+def _buckets(durations: tuple[float, ...]) -> FloatArray:
+    """How many durations each bucket has, shape (buckets,)."""
+    return np.bincount(np.searchsorted(STEP_SECONDS, durations), minlength=len(STEP_SECONDS) + 1).astype(np.float64)

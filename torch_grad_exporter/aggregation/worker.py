@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy.ma  # noqa: F401
 
 from torch_grad_exporter.aggregation import samples
-from torch_grad_exporter.aggregation.cursor import Cursor, Losses
+from torch_grad_exporter.aggregation.cursor import Cursor, Losses, NormSums
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot, NewGradients
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.errors import ErrorLog
@@ -29,12 +29,15 @@ from torch_grad_exporter.transfer.events import (
     Captured,
     Closed,
     Counted,
+    Counting,
+    Divided,
     Local,
     Mailbox,
     Observed,
     OutcomeResolved,
     Stepped,
     Weights,
+    Withdrawn,
 )
 from torch_grad_exporter.transfer.transfer import Ticket
 
@@ -56,7 +59,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After this time a vector that never arrived, as on a device that has failed, is given up."""
 
-_Ticketed = Captured | Local | AfterClip | Closed | OutcomeResolved | Weights | Observed
+_Ticketed = Captured | Local | AfterClip | Closed | Divided | Withdrawn | OutcomeResolved | Weights | Observed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +82,8 @@ class Reading:
 class HostSide:
     """Drains the mailbox into the aggregation of gradients and the totals; `close()` ends the thread after a last drain.
 
-    Holds a bounded number of events. `periodic`: something else to be done a few times a second.
+    Holds a bounded number of events. `periodic`: something else to be done a few times a second. `counting`: the rounds whose
+    record is yet to come.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class HostSide:
         *,
         now: Callable[[], float] = time.time,
         periodic: Callable[[], None] | None = None,
+        counting: Callable[[], Counting | None] = lambda: None,
     ) -> None:
         self._mailbox = mailbox
         self._gradients = gradients
@@ -98,6 +103,7 @@ class HostSide:
         self._errors = errors
         self._guard = errors.boundary("worker", limit=None)
         self._now = now
+        self._counting = counting
         self._left_out = 0
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
@@ -124,9 +130,9 @@ class HostSide:
         with self._held(WAIT_SECONDS):
             return self._snapshot()
 
-    def cursor(self) -> Cursor:
-        """A new consumer's: what comes from now on is new to it. Raises as `snapshot`."""
-        cursor = Cursor()
+    def cursor(self, *, norms: bool = False) -> Cursor:
+        """A new consumer's: what comes from now on is new to it. `norms`: whether it asks for those. Raises as `snapshot`."""
+        cursor = Cursor(norms=NormSums() if norms else None)
         with self._held(WAIT_SECONDS):
             self._drain()
             self._gradients.follow(cursor)
@@ -145,7 +151,10 @@ class HostSide:
             return Reading(snapshot, gradients, losses)
 
     def _snapshot(self) -> Snapshot:
+        # Read first: what is over when the mailbox is drained has its record there.
+        counting = self._guard.result(self._counting)
         self._drain()
+        self._guard(self._totals.counting, counting)
         gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting))
         return Snapshot(gradients, self._totals.snapshot())
 
@@ -245,8 +254,8 @@ def _tickets(event: _Ticketed) -> list[Ticket]:
             found = [part.ticket for part in local_parts]
         case Weights(vector=vector):
             found = [vector]
-        case Observed(value=value):
+        case Observed(value=value) | Divided(divisor=value):
             found = [] if isinstance(value, float) else [value]
-        case Closed() | OutcomeResolved():
+        case Closed() | Withdrawn() | OutcomeResolved():
             found = []
     return [ticket for ticket in found if ticket is not None]

@@ -14,17 +14,15 @@ import functools
 import logging
 from dataclasses import dataclass
 
-import torch
-
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE
-from torch_grad_exporter.capture.reader import capturing_graph
-from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.model.parameters import TrackedParameter
+from torch_grad_exporter.model.parameters import TrackedParameter, reduced
 from torch_grad_exporter.torch_compat import (
     after_backward,
     at_end_of_backward,
@@ -33,7 +31,7 @@ from torch_grad_exporter.torch_compat import (
     on_gradient,
     within_transform,
 )  # fmt: skip
-from torch_grad_exporter.transfer.outcomes import Mode
+from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -50,8 +48,8 @@ NO_STEP = (
 class _Backward:
     """The running backward. `task`: autograd's number, -1 while there is none.
 
-    `certain`: it writes gradients, so it is not `torch.autograd.grad`; `unannounced`: only a node has seen it begin. `before`: the
-    versions of all gradients on a sampled round, of the probes else, where they are needed.
+    `certain`: it writes gradients, so it is not `torch.autograd.grad`; `unannounced`: only nodes have seen it, as far as it has
+    come. `before`: the versions of all gradients on a sampled round, of the probes else, where they are needed.
     """
 
     task: int = -1
@@ -61,7 +59,7 @@ class _Backward:
 
 
 class BackwardWatch:
-    """Receives the hooks of backwards, on autograd's threads, one at a time."""
+    """Receives the hooks of backwards, on autograd's threads, one at a time. `preparation`: of sampled rounds, before them."""
 
     def __init__(self, parts: Parts, count_only: CountOnly) -> None:
         self._parts = parts
@@ -69,68 +67,37 @@ class BackwardWatch:
         self._clock = parts.clock
         self._rounds = parts.rounds
         self._running = _Backward()
-        self._early_evidence = ClearingEvidence()
-        self._early: GradientVersions | None = None
-        """With FSDP2: what was seen before the forward, where it shows its sharded parameters in their places."""
+        self._at_start: GradientVersions | None = None
+        """The gradients when the exporter was started, until the first backward that was seen is over."""
+        self._left: GradientVersions | None = None
+        """The gradients of a sampled round at the end of its last backward, where they were not read."""
         hooks, models = parts.hooks, range(parts.index.models)
         self._end_hook = hooks.guarded("backward_hook", self._ended)
         self._detector_hooks = [hooks.guarded("backward_hook", functools.partial(self._detected, m)) for m in models]
         self._output_hooks = [hooks.guarded("backward_hook", functools.partial(self._reached, m)) for m in models]
-        self._node_hook = hooks.guarded("backward_hook", self._node_fired)
+        self.preparation = RoundPreparation(parts, hooks.guarded("backward_hook", self._node_fired))
 
     # Before it
 
-    def forward_began(self, root: torch.nn.Module) -> None:
-        """A forward of a root with gradients begins: with FSDP2 the last moment at which sharded parameters are in their places."""
-        if graph_task() != -1:
-            return
-        rounds, index = self._rounds, self._parts.index
-        if rounds.next_is_sampled:
-            self._parts.reductions.look(root)
-        if index.fully_sharded:
-            current = rounds.current
-            again = bool(current.backwards) and not current.stepped and not rounds.stepping
-            self._early_evidence = self._evidence_now() if again else ClearingEvidence()
-            if not again or self._early is None:  # else, in the middle of a round, FSDP2 may have left them gathered
-                in_place = rounds.next_is_sampled and index.table.parameters() is not None  # `None`: FSDP2 has gathered them
-                self._early = GradientVersions.of(index.refresh().tracked) if in_place else None
+    def watch(self) -> None:
+        """The training may begin: a backward that comes before any forward of a root is not seen, but what it has left."""
+        if not self._parts.index.fully_sharded:
+            self._at_start = GradientVersions.of(self._parts.index.table.tracked)
 
     def forward_ended(self, model: int, output: object) -> None:
-        """A forward of the root of this number is over: hooks its output, and arms the nodes for a check."""
+        """A forward of the root of this number is over: hooks its output."""
         if not self._parts.ladder.announces or within_transform():
             return
-        if self.running:  # one that began and did not end has raised
-            self._running.task = -1
-            self._parts.reductions.disarm()
+        self.abandoned()
         for tensor in differentiable(output):
             on_gradient(tensor, self._output_hooks[model])
-        if self._wants_nodes():
-            self._parts.cost.of(self._arm)
 
-    def step_over(self) -> None:
-        """A step is over: scans the parameters again if the next round is sampled."""
-        parts = self._parts
-        if parts.index.fully_sharded:
-            parts.hooks.come_first()
-        if parts.ladder.announces or not parts.rounds.next_is_sampled:  # a check of the rung `output` is over after one round
-            parts.nodes.disarm()
-        if self._wants_nodes():
-            parts.cost.of(parts.index.refresh)
-            parts.cost.of(self._arm)
-
-    def _wants_nodes(self) -> bool:
-        """Whether nodes are to be armed that are not, and can be."""
-        parts = self._parts
-        wanted = parts.ladder.wants_nodes(parts.rounds.samples) and parts.rounds.next_is_sampled
-        # The nodes of gathered parameters do not show what happens to the sharded ones.
-        return wanted and not parts.nodes.armed and not parts.index.fully_sharded
-
-    def _arm(self) -> None:
-        """Hooks the AccumulateGrad nodes of all parameters until the round ends."""
-        table = self._parts.index.table
-        # Not after another scan: `torch.func.functional_call` has put others in the parameters' places if this is in a forward.
-        if table.parameters() is not None:
-            self._parts.nodes.arm(table, self._node_hook)
+    def abandoned(self) -> None:
+        """Outside of any backward: one that began and did not end has raised."""
+        if self.running:
+            self._running.task = -1
+            self._parts.nodes.end()
+            self._parts.reductions.disarm()
 
     @property
     def running(self) -> bool:
@@ -146,6 +113,7 @@ class BackwardWatch:
             if task == -1:
                 return
             self._begin(task)
+        self._running.unannounced = False  # else a parameter outside of the model's own graph came first
         self._ran_through(model)
 
     def _detected(self, model: int, _gradient: object) -> None:
@@ -153,14 +121,11 @@ class BackwardWatch:
         self._reached(model)
         self._running.certain = True
 
-    def _node_fired(self, tracked: TrackedParameter, *_gradients: object) -> None:
-        """A parameter has received its gradient on a round whose nodes are hooked."""
-        task = graph_task()
+    def _node_fired(self, tracked: TrackedParameter) -> None:
+        """A parameter has received its gradient on a round whose nodes are hooked, in a backward that is not known to run."""
         # A checkpoint runs a backward of its own within the model's; that one needs no announcement.
-        if task != self._running.task and (self._parts.ladder.mode is Mode.PARAMETER or self._running.task == -1):
-            self._begin(task)
-            self._running.unannounced = self._parts.ladder.announces
-        self._parts.nodes.saw(tracked)
+        if self._parts.ladder.mode is Mode.PARAMETER or not self.running:
+            self._begin(graph_task(), unannounced=True)
         self._ran_through(tracked.model)
 
     def _ran_through(self, model: int) -> None:
@@ -173,20 +138,24 @@ class BackwardWatch:
             self._begin(graph_task())
         self._running.certain = True
 
-    def _begin(self, task: int) -> None:
+    def _begin(self, task: int, *, unannounced: bool = False) -> None:
         """A backward has begun, or a `torch.autograd.grad`, which passes the same hooks and writes no gradient.
 
         Asks to be called at its end, where the two are distinguished.
         """
         start = self._clock.clock()
         self._count_only.settle()
-        self._running = running = _Backward(task)  # first: what fails below must not begin it again at each hook
+        # First: what fails below must not begin it again at each hook.
+        self._running = running = _Backward(task, unannounced=unannounced and self._parts.ladder.announces)
         self._parts.waits.saw(task)
         self._parts.reader.backward_began()
         self._clock.switch(BACKWARD)
-        self._rounds.backward_began(self._evidence, within_step=self._clock.stepping)
-        if self._rounds.current.sampled and not self._can_read():
-            self._rounds.sample_impossible()
+        self._rounds.backward_began(self.preparation.evidence, within_step=self._clock.stepping)
+        if self._rounds.current.sampled:
+            why = self.preparation.backward_began(unannounced=running.unannounced)
+            if why is not None:
+                self._rounds.withdraw(why)
+                self._parts.nodes.disarm()
         sampled = self._rounds.current.sampled
         # Only a graph that is kept can have been passed by `autograd.grad` on the way to a second derivative.
         running.certain = not graph_is_kept()
@@ -202,42 +171,13 @@ class BackwardWatch:
 
     def _begin_sampled(self) -> None:
         backwards = self._rounds.current.backwards
-        if not backwards:
-            self._renew_table()
-        self._parts.nodes.begin()
+        if self._parts.ladder.mode is Mode.PARAMETER:
+            self.preparation.look_for_pipeline(self._parts.thread.frame())
+        self._parts.nodes.begin(self._running.task)
         on_host, local = self._parts.reader.devices <= {"cpu"}, self._parts.ladder.mode is Mode.OUTPUT
         self._parts.reductions.begin(self._parts.reader.table, backwards, on_host=on_host, local=local)
         if self._parts.ladder.mode is not Mode.OPTIMIZER:
-            self._running.before = self._early if self._parts.index.fully_sharded else self._parts.reader.versions()
-
-    def _can_read(self) -> bool:
-        """Whether the gradients of this backward can be distinguished from earlier ones, and be read."""
-        if capturing_graph():
-            return False
-        if self._parts.ladder.mode is Mode.PARAMETER:
-            self._renew_table()
-            return self._parts.nodes.armed
-        seen = not self._parts.index.fully_sharded or self._early is not None
-        return seen or not self._parts.ladder.sees_backwards
-
-    def _renew_table(self) -> None:
-        """Takes the parameters that are trained now; nodes that were armed before some of them were added miss those."""
-        if self._parts.ladder.mode is not Mode.OUTPUT:
-            self._parts.reductions.look()
-        table = self._parts.reader.renew_table()
-        if self._parts.nodes.armed and not self._parts.nodes.sees_all_of(table):
-            self._parts.nodes.disarm()
-
-    def _evidence(self) -> ClearingEvidence:
-        """What the gradients of the last backward look like now; with FSDP2, what they looked like before the forward."""
-        return self._early_evidence if self._parts.index.fully_sharded else self._evidence_now()
-
-    def _evidence_now(self) -> ClearingEvidence:
-        parts, probes = self._parts, self._parts.probes
-        gone, written = probes.gone(), probes.written()
-        if not (gone or written):
-            return ClearingEvidence()
-        return ClearingEvidence(gone, written, probes.updated(), parts.optimizers.reporting, parts.reader.knows_scaler)
+            self._running.before = self.preparation.early if self._parts.index.fully_sharded else self._parts.reader.versions()
 
     # How it ends
 
@@ -246,11 +186,12 @@ class BackwardWatch:
             return
         start = self._clock.clock()
         backward, self._running = self._running, _Backward(certain=self._running.certain)
+        self._parts.nodes.end()
         self._clock.switch(OUTSIDE)
         current = self._rounds.current
         sampled = current.sampled
         self._parts.waits.end(current.number, start)
-        fired = self._fired(backward) if sampled else set()
+        fired = reduced(self._parts.reader.table, self._fired(backward)) if sampled else set()
         written = self._written(backward, fired, sampled=sampled)
         self._parts.reductions.end(current, self._parts.reader.table, fired, written=written)
         if written:
@@ -258,8 +199,12 @@ class BackwardWatch:
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.reader.found_early)):
+            may_read = not sampled or self._parts.by_hand.may_read(self._parts.reader.table)
+            if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.reader.found_early)) and may_read:
                 self.read()
+                self._left = None
+            elif self._rounds.behind:
+                self._left = self._parts.by_hand.left or GradientVersions.of(self._parts.reader.table.tracked)
             self._parts.probes.backward_over(current.models)
         self._parts.cost.spent(start, sampled=sampled)
 
@@ -274,22 +219,32 @@ class BackwardWatch:
     def _fired(self, backward: _Backward) -> set[int]:
         """The parameters whose gradient the backward wrote, on a sampled round."""
         early = self._parts.reader.found_early
+        # A gradient that changed although its node did not fire was written by other code: DDP writes gradients of other ranks.
         moved = set() if backward.before is None else backward.before.moved()
+        at_start, self._at_start = self._at_start, None
+        if at_start is not None and at_start.tracked is self._parts.reader.table.tracked:
+            moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
         if not self._parts.nodes.armed:
             return moved | early
-        table = self._parts.reader.table
-        seen = self._parts.nodes.positions(table)
-        # Gradients that a hook of the user has already cleared have no version.
-        left = {i for i in seen if table.tracked[i].gradient() is not None}
-        # A gradient that changed although its node did not fire was written by other code: DDP writes gradients of other ranks.
-        if self._parts.ladder.mode is Mode.OUTPUT and seen and (backward.unannounced or left - moved):
+        for model in {tracked.model for tracked in self._parts.nodes.fired}:
+            self._ran_through(model)
+        seen = self._parts.nodes.positions(self._parts.reader.table)
+        if seen and backward.unannounced:
             self._parts.ladder.fall_to(Mode.PARAMETER, "a backward does not run through the model's output")
         return seen | moved | early
 
-    def read(self) -> None:
-        """Reads the round's gradients, and chooses the probes until the next sample."""
+    def catch_up(self) -> None:
+        """At the step of a round with fewer backwards than any lately: reads its gradients, if they are untouched since."""
+        if self._left is not None and self._left.unchanged():
+            self.read()
+        else:
+            self._rounds.sample_read(taken=False, why=Lost.EDITED)
+
+    def read(self, step: OptimizerView | None = None) -> None:
+        """Reads the round's gradients, and chooses the probes until the next sample. `step`: the one that is about to use them."""
         parts, rounds = self._parts, self._rounds
-        taken = parts.reader.read(rounds)
+        parts.reader.divisor = self.preparation.divisor if parts.ladder.sees_backwards else 1.0
+        taken = parts.reader.read(rounds, step)
         rounds.sample_read(taken=taken)
         if taken:
             parts.reductions.captured(rounds.current.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -14,7 +14,7 @@ from torch_grad_exporter.capture.loop import TrainingLoop
 from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.transfer.outcomes import Mode
+from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 
 class Capture:
@@ -23,7 +23,7 @@ class Capture:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._count_only = CountOnly(parts)
-        backward = BackwardWatch(parts, self._count_only)
+        self._backward = backward = BackwardWatch(parts, self._count_only)
         steps = StepWatch(parts, backward)
         self._observations = Observations(parts, self._count_only)
         self._forwards = ForwardWatch(parts, backward, steps, self._count_only, self._observations)
@@ -34,6 +34,7 @@ class Capture:
         for number, module in enumerate(models):
             self._parts.hooks.on_module(module, self._forwards.began, functools.partial(self._forwards.ended, number))
         self._parts.hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
+        self._backward.watch()
 
     @property
     def mode(self) -> Mode:
@@ -46,8 +47,8 @@ class Capture:
         return self._parts.rounds.samples
 
     @property
-    def skipped(self) -> int:
-        """Rounds that were due to be sampled and were not."""
+    def skipped(self) -> Mapping[Lost, int]:
+        """Rounds that were due to be sampled and were not, by the reason."""
         return self._parts.rounds.lost
 
     @property
@@ -56,12 +57,16 @@ class Capture:
         return self._parts.reader.devices
 
     def observe(self, values: Iterator[tuple[str, Number]]) -> None:
-        """Takes observed values by name, see `Observations.observe`. From any thread, but for `grad_norm`."""
+        """Takes observed values by name, see `Observations.observe`. From any thread, but for what belongs to a round."""
         self._observations.observe(values)
 
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done."""
         self._loop.manual_step(number)
+
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+        """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to leave the step out."""
+        self._loop.clipped(optimizer, skip)
 
     def look(self) -> None:
         """A few times a second, from any thread: lets an evaluation show while rounds are only counted."""
@@ -76,6 +81,7 @@ class Capture:
         self._parts.fused.settle(-1)
         self._parts.rounds.training_over()
         self.release()
+        self._observations.training_over()
 
     def release(self) -> None:
         """Releases everything that keeps a parameter alive; idempotent, from any thread."""

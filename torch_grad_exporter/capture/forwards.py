@@ -27,6 +27,7 @@ class ForwardWatch:
         self._count_only = count_only
         self._clock = parts.clock
         self._backward = backward
+        self._preparation = backward.preparation
         self._steps = steps
         self._observations = observations
         self._trained = False
@@ -42,7 +43,7 @@ class ForwardWatch:
             clock.leave_step()
             self._steps.abandoned()
         if torch.is_grad_enabled():
-            self._backward.forward_began(module)
+            self._preparation.forward_began(module)
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1
@@ -58,7 +59,7 @@ class ForwardWatch:
             self._trained |= not again
         clock.spent(clock.clock() - start)
 
-    def ended(self, model: int, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
+    def ended(self, model: int, module: torch.nn.Module, _args: object, kwargs: dict[str, Any], output: object) -> None:
         """The forward of the root of this number is over: hooks its output, and observes a loss in it."""
         clock = self._clock
         start = clock.clock()
@@ -68,7 +69,7 @@ class ForwardWatch:
         if torch.is_grad_enabled():
             self._backward.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
-                self._observations.output(output)
+                self._observations.forward_over(model, output, kwargs)
         if self._parts.periodic is not None and not module.training:
             self._parts.periodic()
         clock.spent(clock.clock() - start)

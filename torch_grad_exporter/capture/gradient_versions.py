@@ -8,7 +8,7 @@ have been reused by another tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,9 @@ from torch_grad_exporter.torch_compat import local, version_of
 
 PROBES = 4
 """Parameters per model whose gradient is checked for whether it was cleared."""
+
+LOOKED_AT = 1 << 12
+"""Elements of a gradient that are looked at to see whether it was set to zero."""
 
 _ATTRIBUTE = "_torch_grad_exporter_number"
 _NUMBERS = itertools.count()
@@ -41,6 +44,14 @@ def _version_of(tensor: torch.Tensor) -> int:
     return version_of(local(tensor))
 
 
+def _is_zero(gradient: torch.Tensor) -> bool | None:
+    """Whether the first elements are zero; `None` where that cannot be seen without waiting for a device."""
+    found = local(gradient).detach()
+    if found.device.type != "cpu" or found.is_sparse or not found.is_contiguous():
+        return None
+    return not bool(found.view(-1)[:LOOKED_AT].any())
+
+
 @dataclass(frozen=True, slots=True)
 class GradientVersions:
     """The versions of the gradients of many parameters at one moment, in columns."""
@@ -56,11 +67,6 @@ class GradientVersions:
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 
-    def replaced(self) -> bool:
-        """Whether a parameter no longer has that gradient."""
-        now = zip(parameters_of(self.tracked), self.numbers, strict=True)
-        return any(p is not None and (p.grad is None or _number_of(p.grad) != number) for p, number in now)
-
     def moved(self) -> set[int]:
         """The positions of those that have a gradient now that is another tensor than then, or was written to."""
         rows = zip(parameters_of(self.tracked), self.numbers, self.versions, strict=True)
@@ -71,6 +77,11 @@ class GradientVersions:
             and (gradient := parameter.grad) is not None
             and (number is None or _number_of(gradient) != number or _version_of(gradient) != version)
         }
+
+    def unchanged(self) -> bool:
+        """Whether each parameter has that gradient, and nothing has written to it."""
+        now = zip(parameters_of(self.tracked), self.numbers, strict=True)
+        return not self.moved() and all((p is None or p.grad is None) == (number is None) for p, number in now)
 
 
 class GradientProbes:
@@ -100,20 +111,46 @@ class GradientProbes:
 
     def backward_over(self, models: Iterable[int]) -> None:
         """Remembers the gradients at the end of a backward, one of each model that it ran through."""
-        found = ((probe for probe in self._probes.get(model, ()) if probe.gradient() is not None) for model in models)
+        found = (self._present(model) for model in models)
         self._after_backward = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
         self._values = self._values_now()
+
+    def _present(self, model: int) -> Iterator[TrackedParameter]:
+        """The probes of a model that are trained and have a gradient."""
+        for probe in self._probes.get(model, ()):
+            parameter = probe.parameter()
+            if parameter is not None and parameter.requires_grad and parameter.grad is not None:
+                yield probe
 
     def _values_now(self) -> list[int]:
         return [-1 if p is None else _version_of(p) for p in parameters_of(self._after_backward.tracked)]
 
     def gone(self) -> bool:
-        """Whether a gradient of the last backward is gone, or is another tensor."""
-        return self._after_backward.replaced()
+        """Whether a gradient of the last backward is gone."""
+        return any(p is not None and p.grad is None for p in parameters_of(self._after_backward.tracked))
 
-    def written(self) -> bool:
-        """Whether a gradient of the last backward was written to, or is another tensor."""
-        return bool(self._after_backward.moved())
+    def cleared(self) -> bool:
+        """Whether gradients of the last backward may have been thrown away."""
+        return self.gone() or self.zeroed() is not False
+
+    def zeroed(self) -> bool | None:
+        """Whether gradients of the last backward were set to zero, or replaced by zeros; `None` if they may have been.
+
+        On a device nothing is read, so all that was written to may be zero.
+        """
+        after = self._after_backward
+        moved = [after.tracked[position] for position in after.moved()]
+        seen = [_is_zero(gradient) for one in moved for gradient in self._gradients_beside(one)]
+        if False in seen or not seen:
+            return False
+        return None if None in seen else True
+
+    def _gradients_beside(self, one: TrackedParameter) -> Iterator[torch.Tensor]:
+        """The gradients of a probe and of the others of its model: one alone may be zero by itself."""
+        for probe in (one, *self._present(one.model)):
+            gradient = probe.gradient()
+            if gradient is not None:
+                yield gradient
 
     def updated(self) -> bool:
         """Whether parameters were written to since the last backward."""
@@ -121,7 +158,7 @@ class GradientProbes:
 
     def untouched(self) -> bool:
         """Whether the gradients are those of the last backward, as far as the probes show."""
-        return bool(self._after_backward.tracked) and not self.gone() and not self.written()
+        return bool(self._after_backward.tracked) and self._after_backward.unchanged()
 
     def written_between_steps(self, table: ParameterTable) -> bool:
         """Whether gradients were written since this was last asked, at a step; the first answer is that they were."""

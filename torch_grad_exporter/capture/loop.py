@@ -87,7 +87,8 @@ class TrainingLoop:
             clock.leave_step()
             self._steps.abandoned()
         if clock.stepping and number in self._rounds.stepping:
-            return  # `step` has called `super().step()`
+            self._steps.inner_began(number)  # `step` has called `super().step()`
+            return
         clock.step_began()
         sampled = self._rounds.current.sampled
         if sampled:
@@ -121,6 +122,15 @@ class TrainingLoop:
         self._steps.began(OptimizerView(number, grad_scale, found_inf), closure=closure)
         if sampled and self._weights is not None:
             self._weights.before(number)
+
+    def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+        """Right before an optimizer's step its gradients have been clipped; `skip`: whether it is told to leave the step out."""
+        number, clock = self._parts.optimizers.number(optimizer), self._clock
+        if number is None or not (self._rounds.current.sampled or skip is not None):
+            return
+        start = clock.clock()
+        self._steps.clipped(OptimizerView(number, _tensor(getattr(optimizer, "grad_scale", None)), skip))
+        clock.spent(clock.clock() - start)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """After any optimizer's step."""
@@ -176,6 +186,8 @@ class TrainingLoop:
         if sampled and self._weights is not None:
             self._weights.after(number)
         self._observations.settings(start, sampled=sampled)
+        if first:
+            self._observations.round_over()
         if parts.periodic is not None:
             parts.periodic()
         clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))

@@ -1,14 +1,15 @@
 """Observations: values that the user, the model's own output or an optimizer gives, on their way to the host side.
 
 A value is never waited for: what is on a device is copied in the background. `observe` may be called from any thread, except
-for `grad_norm`, which belongs to the round of the training thread.
+for `grad_norm` and `grad_divisor`, which belong to the round of the training thread.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,9 @@ import torch
 
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.transfer.events import Observed
+from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
+from torch_grad_exporter.transfer.events import Divided, Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
-
-READ_SECONDS = 0.5
-"""Learning rates, and losses that models return, are read at sampled steps and otherwise this often at most."""
 
 GROUPS = 64
 """Parameter groups of an optimizer whose learning rates are shown."""
@@ -43,49 +42,74 @@ class Observations:
         self._clock = parts.clock
         self._count_only = count_only
         self._ring = _Ring()
-        self._settings_read = self._loss_read = float("-inf")
+        self._losses = RoundLoss(parts)
+        self._settings_read = float("-inf")
 
     def observe(self, values: Iterator[tuple[str, Number]]) -> None:
         """Takes observed values, by name; a tensor's first element is copied without waiting for it.
 
-        A global norm from another thread than the one that trains raises a `RuntimeError`: of which step it is cannot be known.
+        A global norm or a divisor from another thread than the one that trains raises a `RuntimeError`: of which step it is cannot
+        be known.
         Behind a value that cannot be taken the others are still to come from `values`.
         """
         start, here = self._clock.clock(), self._parts.thread.may_be_here()
         try:
             for name, value in values:
+                if name in ("grad_norm", "grad_divisor") and not here:
+                    raise RuntimeError(f"observe({name}=...) has to be called on the thread that trains")
                 if name == "grad_norm":
-                    self._norm(value, here=here)
+                    self._norm(value)
+                elif name == "grad_divisor":
+                    self._divisor(value)
                 else:
                     if name == "samples":
                         self._clock.examples_unknown()
+                    if name == "loss":
+                        self._losses.given()
                     self._post(name, value)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
 
-    def _norm(self, value: Number, *, here: bool) -> None:
-        if not here:
-            raise RuntimeError("observe(grad_norm=...) has to be called on the thread that trains")
+    def _norm(self, value: Number) -> None:
         ticket = self._sent(value)
         if ticket is not None:
             self._count_only.norm_comes()
             self._parts.mailbox.append(Observed("grad_norm", ticket))
             self._count_only.norm_observed()
 
+    def _divisor(self, value: Number) -> None:
+        """Takes by what the loop divides the gradients of the current round, or, after its step, of the coming one."""
+        rounds = self._parts.rounds
+        wanted = rounds.next_is_sampled and self._parts.ladder.sees_backwards  # else gradients are read when they are divided
+        if not wanted and isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
+            return
+        ticket = self._sent(value)
+        divisor = float(ticket.ready()[0]) if isinstance(ticket, Arrived) else ticket
+        if isinstance(divisor, float) and not 0 < divisor < math.inf:
+            raise ValueError(f"expected a number above 0 as grad_divisor, got {divisor}")
+        if wanted and divisor is not None:
+            self._parts.mailbox.append(Divided(rounds.current.number + bool(rounds.current.stepped), divisor))
+
     def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = ()) -> None:
         ticket = self._sent(value)
         if ticket is not None:
             self._parts.mailbox.append(Observed(name, ticket, labels))
 
-    def output(self, output: object) -> None:
-        """Takes the loss in what a model has returned, if there is one."""
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return
-        moment = self._clock.clock()
-        if self._parts.rounds.current.sampled or moment - self._loss_read > READ_SECONDS:
-            self._loss_read = moment
+    def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
+        """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
+        self._post_losses(self._losses.forward(model, output, kwargs))
+
+    def round_over(self) -> None:
+        """A round's first step is done: takes the loss of the round."""
+        self._post_losses(self._losses.step_over())
+
+    def training_over(self) -> None:
+        """The exporter is being closed: takes the loss of a round that had no step."""
+        self._post_losses(self._losses.training_over())
+
+    def _post_losses(self, losses: Sequence[Value]) -> None:
+        for loss in losses:
             self._post("loss", loss)
 
     def settings(self, moment: float, *, sampled: bool) -> None:

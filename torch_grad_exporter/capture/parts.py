@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
+from torch_grad_exporter.capture.by_hand import ByHand
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
@@ -45,6 +48,10 @@ class TrainingThread:
         """The calling thread trains."""
         self._ident = threading.get_ident()
 
+    def frame(self) -> types.FrameType | None:
+        """What that thread is executing; of the calling thread if it is not known yet which one trains."""
+        return sys._current_frames().get(threading.get_ident() if self._ident is None else self._ident)
+
     def may_be_here(self) -> bool:
         """Whether the calling thread trains, or it is not known yet which one does."""
         return self._ident in (None, threading.get_ident())
@@ -75,6 +82,7 @@ class Parts:
     ladder: Ladder = field(init=False)
     waits: GradientWaits = field(init=False)
     reductions: ReductionWatch = field(init=False)
+    by_hand: ByHand = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
     nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
 
@@ -86,6 +94,8 @@ class Parts:
             stepped_unseen=clock.step_done,
             norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
             close_sample=self.reader.close,
+            step_of_sample=self.reader.stepped,
+            withdraw=self.reader.withdraw,
             step_before_skipped=self.fused.settle,
             round_began=self._round_began,
         )
@@ -95,6 +105,7 @@ class Parts:
         self.waits = GradientWaits(clock, self.hooks)
         local = LocalGradients(self.hooks, mailbox, self.cost, clock) if self.options.local_norm else None
         self.reductions = ReductionWatch(self.index, self.probes, self.waits, local, errors)
+        self.by_hand = ByHand(self.index, self.reductions)
 
     def _round_began(self, sampled: bool, after_step: bool) -> None:
         self.reader.begin_round()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_grad_exporter.transfer.events import Mailbox, Stepped
+from torch_grad_exporter.transfer.events import Counted, Counting, Mailbox, Stepped
 from torch_grad_exporter.transfer.tracing import TraceIds
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
@@ -30,11 +30,14 @@ class Counts:
 class _CountedRounds:
     """Rounds that are only counted until `StepClock.commit`, see `StepClock.leave_counting_to`.
 
-    One object that is set and taken away as a whole, so that another thread sees no round twice and misses none. `before`: what was
-    counted when they began; `offset`: what Unix time was ahead of the clock then.
+    One object that is set and taken away as a whole, so that another thread sees no round twice and misses none.
+    `stretch`: how many times such rounds have begun; `before`: what was counted then; `round_at`: the end of the step before them,
+    in seconds of the clock, `None` if there was none; `offset`: what Unix time was ahead of the clock then.
     """
 
+    stretch: int
     before: Counts
+    round_at: float | None
     offset: float
     optimizer: int
     moments: Sequence[float]
@@ -49,6 +52,12 @@ class _CountedRounds:
             before.backward_passes + backwards,
             before.examples + round(backwards * self.examples),
         )
+
+    def durations(self) -> tuple[float, ...]:
+        """The seconds from step to step up to now, none where the step before is not known."""
+        if self.round_at is None:
+            return ()
+        return tuple(after - before for before, after in itertools.pairwise((self.round_at, *self.moments)))
 
 
 class PhaseTimes:
@@ -117,6 +126,7 @@ class StepClock:
         self.examples = 0
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
+        self._stretch = 0
         self._round_at: float | None = None
         self._last_step: float | None = None
         self._last_activity: float | None = None
@@ -245,23 +255,31 @@ class StepClock:
         It notes in `moments` when each step of this optimizer is over, in seconds of the clock, and in `backwards` an item for each
         backward, which is taken for so many `examples`.
         """
-        offset = self.now() - self.clock()
-        self._uncommitted = _CountedRounds(self._committed(), offset, optimizer, moments, backwards, examples)
+        offset, self._stretch = self.now() - self.clock(), self._stretch + 1
+        before, at = self._committed(), self._round_at
+        self._uncommitted = _CountedRounds(self._stretch, before, at, offset, optimizer, moments, backwards, examples)
 
-    def commit(self) -> tuple[list[float], float]:
+    def counting(self) -> Counting | None:
+        """The rounds that something else counts, as far as they have come; `None` where there are none. From any thread."""
+        uncommitted = self._uncommitted
+        return None if uncommitted is None else Counting(uncommitted.durations(), uncommitted.stretch)
+
+    def commit(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
         """Takes over what was counted; returns the seconds from step to step of those rounds, and what the exporter took in all.
 
-        The latter is returned only with the former, each part once.
+        That is so much to each round, and what it took besides.
         """
         uncommitted = self._uncommitted
-        moments = () if uncommitted is None else tuple(uncommitted.moments)
+        durations = () if uncommitted is None else uncommitted.durations()
+        own = 0.0
+        if uncommitted is not None and durations:
+            own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
+            # Before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
+            self._mailbox.append(Counted(durations, own, uncommitted.stretch))
+            self._round_at = uncommitted.moments[-1]
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = self.counts()
         self.steps, self.backward_passes, self.examples = counts.steps, counts.backward_passes, counts.examples
         self._uncommitted = None
         self.phases.restart()
-        if not moments or self._round_at is None:
-            return [], 0.0
-        times, self._round_at = [self._round_at, *moments], moments[-1]
-        own, self.own_seconds = self.own_seconds, 0.0
-        return [after - before for before, after in itertools.pairwise(times)], own
+        return durations, own

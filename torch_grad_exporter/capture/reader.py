@@ -18,24 +18,22 @@ from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round, RoundTracker
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement, Reading
 from torch_grad_exporter.torch_compat import scale_of
-from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Decisions, Mailbox, Part
+from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
 from torch_grad_exporter.transfer.outcomes import Outcome
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket
-
-FULL_EVERY = 8
-"""Every so many samples all gradients are measured again where the optimizer sees them."""
 
 CROWDED = 1 << 12
 """Records in the mailbox, half of what it takes, beyond which no sample is taken: the host side has fallen behind."""
 
 BEFORE, AFTER, AT_A_STEP, AGAIN, END, OTHERS = BOUNDARIES = (
     "gradients before a backward", "gradients after a backward", "gradients at a step", "gradients as the optimizer sees them",
-    "end of a sample", "units of other optimizers",
+    "end of a sample", "units that do not count",
 )  # fmt: skip
 """Each has a guard of its own."""
 
@@ -87,7 +85,7 @@ class StepsWithinBackward:
     def read(self, table: ParameterTable, positions: Iterable[int]) -> None:
         """Reads the gradients at these positions of the table that are there and were not read before in this backward."""
         found = ((i, table.tracked[i].gradient()) for i in positions if i not in self.fired)
-        gradients = [(int(i), gradient) for i, gradient in found if gradient is not None]
+        gradients = [(int(i), table.tracked[i].own(gradient)) for i, gradient in found if gradient is not None]
         self.readings += self._statistics.read(table, gradients)
         self.fired |= {position for position, _ in gradients}
 
@@ -105,7 +103,6 @@ class GradientReader:
     clock: StepClock
     cost: SampleCost
     mailbox: Mailbox
-    decisions: Decisions
     errors: InitVar[ErrorLog]
     scaler: InitVar[Scaler | None] = None
 
@@ -118,6 +115,8 @@ class GradientReader:
         self._early = StepsWithinBackward(self.statistics)
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table
+        self.divisor = 1.0
+        """By what the loop divides the gradients of the next capture before it clips them."""
 
     @property
     def devices(self) -> frozenset[str]:
@@ -163,11 +162,14 @@ class GradientReader:
         """The gradients' versions before a backward of a sampled round; `None` if they cannot be had."""
         return self._guards[BEFORE].result(GradientVersions.of, self.table.tracked)
 
-    def read(self, rounds: RoundTracker) -> bool:
-        """Measures the gradients of the round so far and hands them over, in place of an earlier capture; whether that was done."""
-        return self._guards[AFTER].result(self._read, rounds) or False
+    def read(self, rounds: RoundTracker, step: OptimizerView | None = None) -> bool:
+        """Measures the gradients of the round so far and hands them over, in place of an earlier capture; whether that was done.
 
-    def _read(self, rounds: RoundTracker) -> bool:
+        `step`: the one that is about to use them, on the rung `optimizer`: a scaler has divided them, or leaves that to it.
+        """
+        return self._guards[AFTER].result(self._read, rounds, step) or False
+
+    def _read(self, rounds: RoundTracker, step: OptimizerView | None) -> bool:
         if len(self.mailbox) >= CROWDED:
             return False
         current, table, pattern, at = rounds.current, self.table, rounds.pattern, self.clock.now()
@@ -175,15 +177,17 @@ class GradientReader:
         if parameters is None:
             return False
         early, begun = self._early, self.cost.timer.begin(self._places)
-        gradients = [(i, g) for i in sorted(current.fired - early.fired) if (g := parameters[i].grad) is not None]
+        found = ((i, parameters[i].grad) for i in sorted(current.fired - early.fired))
+        gradients = [(i, table.tracked[i].own(g)) for i, g in found if g is not None]
         readings = [*early.readings, *self.statistics.read(table, gradients)]
-        parts, scale = self._sent(self.statistics.finish(readings, current.number))
+        loss_scale = self.scale if step is None else step.grad_scale
+        parts, scale = self._sent(self.statistics.finish(readings, current.number), loss_scale)
         self.cost.timer.end(begun)
         if parts:
             # A gradient that a hook of the user removed at once counts as none.
             there = early.fired.union(i for i, _ in gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
-            owners, _ = self.optimizers.owners(table)
+            owners = self.optimizers.owners(table)
             self.mailbox.append(
                 Captured(
                     round=current.number,
@@ -197,6 +201,8 @@ class GradientReader:
                     scale_known=self._steps_seen or self.knows_scaler,
                     scale=scale,
                     again=current.again,
+                    divisor=self.divisor,
+                    at_step=step is not None,
                 )
             )
         return bool(parts)
@@ -207,45 +213,46 @@ class GradientReader:
 
     def read_of(self, optimizer: int) -> frozenset[int]:
         """Reads what an optimizer is about to use, where no backward is seen; what was found in this round so far."""
-        owners, _ = self.optimizers.owners(self.table, {optimizer})
-        self._guards[AT_A_STEP](self._early.read, self.table, np.flatnonzero(owners == optimizer))
+        self._guards[AT_A_STEP](self._early.read, self.table, self.positions_of(optimizer))
         return self.found_early
+
+    def positions_of(self, optimizer: int) -> list[int]:
+        """The positions in the table of what an optimizer owns."""
+        owners = self.optimizers.owners(self.table, {optimizer})
+        found: list[int] = np.flatnonzero(owners == optimizer).tolist()
+        return found
 
     @property
     def found_early(self) -> frozenset[int]:
         """What was read at steps, of this backward or, where none is seen, of this round."""
         return frozenset(self._early.fired)
 
-    def read_again(self, rounds: RoundTracker, seen: OptimizerView) -> None:
-        """Measures norms again where the optimizer sees them: the probes, or everything now and then or if nothing is known."""
-        self._guards[AGAIN](self._read_again, rounds, seen)
+    def read_again(self, rounds: RoundTracker, seen: OptimizerView, *, ours: bool = False) -> None:
+        """Measures norms again where the optimizer sees them; `ours`: as of `AfterClip`."""
+        self._guards[AGAIN](self._read_again, rounds, seen, ours)
 
-    def _read_again(self, rounds: RoundTracker, seen: OptimizerView) -> None:
-        current, table, decisions = rounds.current, self.table, self.decisions
-        optimizer = seen.optimizer
-        owners, _ = self.optimizers.owners(table, {optimizer})
+    def _read_again(self, rounds: RoundTracker, seen: OptimizerView, ours: bool) -> None:
+        current, table, optimizer = rounds.current, self.table, seen.optimizer
+        owners = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        probes = [i for i in mine if i in decisions.probes] if decisions.table is table else []
-        full = rounds.samples % FULL_EVERY == 1 or decisions.full or not probes
-        chosen = mine if full else probes
-        parameters = parameters_of(table.tracked[i] for i in chosen)
+        parameters = parameters_of(table.tracked[i] for i in mine)
         if any(p is None for p in parameters):
             return
-        gradients = [(i, p.grad) for i, p in zip(chosen, parameters, strict=True) if p is not None and p.grad is not None]
+        seen_now = ((i, None if p is None else p.grad) for i, p in zip(mine, parameters, strict=True))
+        gradients = [(i, table.tracked[i].own(g)) for i, g in seen_now if g is not None]
         begun = self.cost.timer.begin(self._places)
-        parts, scale = self._sent(self.statistics.norms(table, gradients))
+        parts, scale = self._sent(self.statistics.norms(table, gradients), self.scale)
         self.cost.timer.end(begun)
-        if parts:
+        if parts or ours:  # where a step is left out, none is left
             own_scale, answer = self._one(seen.grad_scale), self._one(seen.found_inf)
-            self.mailbox.append(AfterClip(current.number, optimizer, parts, full, scale, own_scale, answer))
+            self.mailbox.append(AfterClip(current.number, optimizer, parts, scale, own_scale, answer, ours=ours))
 
     def _one(self, value: torch.Tensor | None) -> Ticket | None:
         return None if value is None else self._transfer.send(value.detach().reshape(1))
 
-    def _sent(self, measured: Iterable[Measurement]) -> tuple[tuple[Part, ...], Ticket | None]:
+    def _sent(self, measured: Iterable[Measurement], value: torch.Tensor | None) -> tuple[tuple[Part, ...], Ticket | None]:
         """Starts the copies to the host, one per device; the loss scale rides along with the first of its device."""
-        value = self.scale
         parts, scale = [], None
         for one in measured:
             vector = one.vector
@@ -264,7 +271,7 @@ class GradientReader:
 
     def owners_of(self, positions: Iterable[int], stepped: Iterable[int] = ()) -> frozenset[int]:
         """The optimizers that own these parameters; -1 stands for none."""
-        owners, _ = self.optimizers.owners(self.table, frozenset(stepped))
+        owners = self.optimizers.owners(self.table, frozenset(stepped))
         return frozenset(owners[sorted(positions)].tolist())
 
     def close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
@@ -276,15 +283,38 @@ class GradientReader:
         self.cost.sample_over()
         self._settle_cost()
 
+    def stepped(self, current: Round) -> None:
+        """An optimizer has stepped on the sample, and others may still do so: hands over what is known so far."""
+        self._guards[END](self._post_step, current)
+
+    def _post_step(self, current: Round) -> None:
+        self._post_end(current, Outcome.STEPPED, frozenset(current.stepped), final=False)
+
+    def _post_end(
+        self, current: Round, outcome: Outcome, stepped: frozenset[int], *, final: bool = True, guessed: bool = False
+    ) -> IntArray:
+        owners = self.optimizers.owners(self.table, frozenset(current.stepped))
+        steps = dict(self.clock.steps)
+        self.mailbox.append(Closed(current.number, outcome, owners, stepped, steps, final=final, guessed=guessed))
+        return owners
+
     def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         table, did_step = self.table, frozenset(current.stepped)
-        owners, groups = self.optimizers.owners(table, did_step)
-        stepped = did_step or usual or self.owners_of(current.fired, did_step)
-        self.mailbox.append(Closed(current.number, outcome, owners, groups, stepped, dict(self.clock.steps)))
+        mine = self.owners_of(current.fired, did_step)
+        stepped = did_step or usual & mine or mine
+        # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.
+        owners = self._post_end(current, outcome, stepped, guessed=not (did_step or usual & mine) and len(mine) > 1)
         fired = np.array(sorted(current.fired), dtype=np.int64)
         others = fired[~np.isin(owners[fired], list(stepped))].tolist()
         if others:
             self._guards[OTHERS](self.statistics.forget, table, others, current.number)
+
+    def withdraw(self, current: Round) -> None:
+        """What was read of the round is not to be shown."""
+        self.mailbox.append(Withdrawn(current.number))
+        self._guards[OTHERS](self.statistics.forget, self.table, sorted(current.fired), current.number)
+        self.cost.sample_over()
+        self._settle_cost()
 
     def _settle_cost(self) -> None:
         if not capturing_graph():

@@ -3,14 +3,14 @@
 A second backward without a step in between either continues an accumulation or follows a step that was skipped. Where the
 gradient itself does not show which, the usual number of backwards of a round decides.
 
-A training may clear its gradients within every step: SAM takes two passes to a step. Before the first step without a clearing
-the two cannot be distinguished, so the first clearings are held back until that step decides.
+A training may clear its gradients within every step: SAM takes two passes to a step, gradient surgery one for each task. Before
+the first step without a clearing the two cannot be distinguished, so all clearings are held back until that step decides.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,7 +21,11 @@ MEMORY = 8
 """Rounds whose optimizers are remembered."""
 
 PASSES = 3
-"""Passes of such a step at most: what is cleared more often was skipped."""
+"""Passes of such a step at most where the parameters change in between (SAM) and no optimizer reports its steps: what is cleared
+more often was stepped on, unseen. Where they do not change (gradient surgery) there may be any number."""
+
+USUALLY = 0.75
+"""Share of those rounds in which the same optimizers have stepped, from which on they are the usual ones."""
 
 COMBINATIONS = 64
 """Sets of models at most whose optimizers are remembered."""
@@ -31,8 +35,9 @@ COMBINATIONS = 64
 class ClearingEvidence:
     """The state of the gradients of the last backward when the next backward of the round begins.
 
-    `gone`: one is gone, or is another tensor. `written`: one was written to in place. `updated`: a parameter was written to.
-    `reporting`: some optimizer of the model reports its steps. `scaler_known`: a gradient scaler is known, which may skip steps.
+    `gone`: one is gone, or they are zero. `written`: one was written to or replaced, and may be zero. `updated`: a parameter was
+    written to. `reporting`: some optimizer of the model reports its steps. `scaler_known`: a gradient scaler is known, which may
+    skip steps.
     """
 
     gone: bool = False
@@ -63,9 +68,12 @@ class RoundPattern:
         return min(self._backwards, default=None)
 
     def steppers(self, models: Iterable[int]) -> frozenset[int]:
-        """The optimizers that stepped in the last round with backwards of these models; empty if unknown."""
+        """The optimizers that step in rounds with backwards of these models; empty if unknown, or if they often differ."""
         rounds = self._steppers.get(frozenset(models))
-        return rounds[-1] if rounds else frozenset()
+        if not rounds:
+            return frozenset()
+        usual, count = Counter(rounds).most_common(1)[0]
+        return usual if count >= USUALLY * len(rounds) else frozenset()
 
     def active(self, models: Iterable[int]) -> frozenset[int] | None:
         """The optimizers that stepped in the last `MEMORY` rounds with backwards of these models; `None` while there are fewer."""
@@ -106,9 +114,12 @@ class RoundPattern:
         self._cleared_since_step |= found
         return found and not self._several_passes
 
-    def hold(self) -> bool:
-        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training."""
-        if self._plain or self._held_here == PASSES - 1:
+    def hold(self, *, stepped: bool) -> bool:
+        """Whether a clearing is to be held until it is known if it was a skipped step or the way of this training.
+
+        `stepped`: there may have been a step that nothing reported.
+        """
+        if self._plain or (stepped and self._held_here >= PASSES - 1):
             return False
         self._held += 1
         self._held_here += 1

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence, RoundPattern
-from torch_grad_exporter.transfer.outcomes import Outcome
+from torch_grad_exporter.transfer.outcomes import Lost, Outcome
 
 
 @dataclass(slots=True)
 class Round:
-    """One round. `sampled`: whether its gradients are read.
+    """One round. `sampled`: whether its gradients are read; `extra`: though it was not due, to see what comes after a skipped step.
 
     `fired`: positions in the table of the parameters that got a gradient. `again`: what was there before in this round was
     thrown away. `stepped`: optimizers that have stepped; `read`: those whose view of the gradients was taken; `foreign`: one
@@ -42,6 +42,7 @@ class Round:
     foreign: bool = False
     observed: bool = False
     open: bool = True
+    extra: bool = False
 
     def begin_again(self) -> None:
         """The gradients so far were cleared, and it is not known yet whether that was a skipped step."""
@@ -61,6 +62,10 @@ class RoundEffects:
     """What became of the round of the norm that was observed is known."""
     close_sample: Callable[[Round, Outcome, frozenset[int]], object]
     """What became of the sampled round is known. The optimizers are those that usually step in such a round, none if unknown."""
+    step_of_sample: Callable[[Round], object]
+    """An optimizer has stepped on what was read of the round, and others may still do so."""
+    withdraw: Callable[[Round], object]
+    """What was read of the round is not to be shown."""
     step_before_skipped: Callable[[int], bool]
     """The round of this number begins: whether an answer that came late shows that the step before was skipped."""
     round_began: Callable[[bool, bool], object]
@@ -73,7 +78,7 @@ class RoundTracker:
     `due`: whether the round of a number is to be sampled. `unseen_optimizer`: the number under which steps count that no
     optimizer reports. `current`: the current round, to be read only. `stepping`: the optimizers that have begun a step and not
     ended it; `closures`: those of them whose backward comes within the step. `samples`: rounds whose gradients were read; `lost`:
-    rounds that were due and were not read.
+    rounds that were due and were not read, by the reason.
     """
 
     def __init__(self, due: Callable[[int], bool], unseen_optimizer: Callable[[], int], effects: RoundEffects) -> None:
@@ -85,7 +90,8 @@ class RoundTracker:
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
         self.pattern = RoundPattern()
-        self.samples = self.lost = 0
+        self.samples = 0
+        self.lost: dict[Lost, int] = dict.fromkeys(Lost, 0)
 
     # Questions about the state
 
@@ -132,9 +138,10 @@ class RoundTracker:
 
     def _gradients_were_cleared(self, evidence: ClearingEvidence) -> None:
         """The gradients of the last backward are gone, and no step was seen."""
-        if not evidence.scaler_known and self.pattern.hold():
+        stepped = evidence.updated and not evidence.reporting
+        if not evidence.scaler_known and self.pattern.hold(stepped=stepped):
             self.current.begin_again()
-        elif evidence.updated and not evidence.reporting:
+        elif stepped:
             # The parameters have changed: steps were taken that no hook saw, as of a compiled optimizer.
             optimizer = self._unseen_optimizer()
             self._effects.stepped_unseen(optimizer, 1 + self.pattern.release())
@@ -149,10 +156,17 @@ class RoundTracker:
         """The running backward has reached the output, or a parameter, of a model."""
         self.current.models.add(model)
 
-    def sample_impossible(self) -> None:
-        """The gradients of the backward that begins cannot be read."""
-        self.current.sampled = False
-        self.lost += 1
+    def renumbered(self, fired: set[int]) -> None:
+        """The table was replaced within the round: these are now the positions of the parameters that got a gradient."""
+        self.current.fired = fired
+
+    def withdraw(self, why: Lost) -> None:
+        """The gradients of the backward that begins cannot be read: what was read of the round, if anything, is not all of it."""
+        if self.sample_is_open:
+            self._effects.withdraw(self.current)
+        if self.current.captured or not self.current.extra:
+            self._lose(why)
+        self.current.sampled = self.current.captured = False
 
     def backward_ended(self, fired: set[int], *, stepped_within: bool = False) -> bool:
         """A backward that wrote gradients is over; whether the round's gradients are to be read now.
@@ -170,14 +184,14 @@ class RoundTracker:
         self.current.fired |= fired
         return bool(self.current.fired)
 
-    def sample_read(self, *, taken: bool) -> None:
-        """The round's gradients were read, or could not be."""
+    def sample_read(self, *, taken: bool, why: Lost = Lost.FAILED) -> None:
+        """The round's gradients were read, or could not be. `why`: not."""
         current = self.current
         if taken:
             self.samples += not current.captured
             current.captured, current.again = True, False
         else:
-            self._lose()
+            self._lose(why)
 
     # Steps
 
@@ -221,6 +235,8 @@ class RoundTracker:
             active = self.pattern.active(current.models)
             if (waited if active is None else waited & active) <= current.stepped:
                 self._close(Outcome.STEPPED)
+            else:
+                self._effects.step_of_sample(current)
 
     def step_abandoned(self) -> None:
         """A step that had begun raised and will not end."""
@@ -271,12 +287,12 @@ class RoundTracker:
         if released:
             self._effects.steps_skipped(released)
         if self.behind:
-            self._lose()
+            self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         late = self._effects.step_before_skipped(number)
         surprising = (skipped or self._skipped_unseen or late) and not last.sampled
         self._skipped_unseen = False
-        self.current = Round(number, due or surprising)
+        self.current = Round(number, due or surprising, extra=not due)
         self._effects.round_began(self.current.sampled, bool(last.stepped))
 
     def training_over(self) -> None:
@@ -298,7 +314,7 @@ class RoundTracker:
             self.current.observed = False
             self._effects.norm_resolved(outcome)
 
-    def _lose(self) -> None:
+    def _lose(self, why: Lost) -> None:
         """Counts a sample that was not taken, once."""
-        self.lost += not self.current.lost
+        self.lost[why] += not self.current.lost
         self.current.lost = True

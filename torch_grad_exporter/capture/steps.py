@@ -5,9 +5,12 @@ On the rung `optimizer` the gradients of a round are read here, since no backwar
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
+from torch_grad_exporter.capture.by_hand import WHY
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView, capturing_graph
 from torch_grad_exporter.torch_compat import compiled_backwards
@@ -20,12 +23,14 @@ class StepWatch:
     def __init__(self, parts: Parts, backward: BackwardWatch) -> None:
         self._parts = parts
         self._backward = backward
+        self._preparation = backward.preparation
         self._rounds = parts.rounds
         self._found_inf: dict[int, torch.Tensor] = {}
         self._compiled_before = compiled_backwards()
 
     def began(self, seen: OptimizerView, *, closure: bool) -> None:
         """An optimizer is about to step, with these gradients. `closure`: the backward is yet to come, within the step."""
+        self._backward.abandoned()
         self._rounds.step_began(seen.optimizer, closure=closure)
         if seen.found_inf is not None:
             self._found_inf[seen.optimizer] = seen.found_inf
@@ -34,7 +39,27 @@ class StepWatch:
         if self._parts.ladder.sees_backwards:
             self._look(seen)
         else:
-            self._parts.cost.of(self._read, seen.optimizer)
+            self._parts.cost.of(self._read, seen)
+
+    def clipped(self, seen: OptimizerView) -> None:
+        """Gradients that were looked at just before have been clipped since, as `clip=` asks for."""
+        if seen.found_inf is not None:
+            self._found_inf[seen.optimizer] = seen.found_inf
+        current = self._rounds.current
+        looked = seen.optimizer in current.read if self._parts.ladder.sees_backwards else current.sampled and current.captured
+        if looked and self._rounds.sample_is_open and seen.optimizer not in self._rounds.closures:
+            self._parts.cost.of(functools.partial(self._parts.reader.read_again, self._rounds, seen, ours=True))
+
+    def inner_began(self, optimizer: int) -> None:
+        """A step that has begun calls that of its base class: it may have reduced gradients before, as Horovod's does."""
+        current = self._rounds.current
+        if not (current.sampled and current.fired) or optimizer in self._rounds.closures:
+            return
+        if self._parts.ladder.sees_backwards:
+            self._reduced_since(self._view(optimizer))
+        elif self._parts.by_hand.untouched(functools.partial(self._parts.reader.positions_of, optimizer)) is False:
+            self._parts.reader.backward_began()  # what was read before is no longer what is used
+            self._parts.cost.of(self._read, self._view(optimizer))
 
     def tool_steps(self, optimizers: frozenset[int]) -> None:
         """Optimizers with a closure, in whose steps another one does the work, are about to use what the closure left."""
@@ -60,7 +85,7 @@ class StepWatch:
         self._parts.fused.stepped(rounds.current.number, optimizer, self._found_inf.pop(optimizer, None))
         late = optimizer in rounds.closures
         if late and not self._parts.ladder.sees_backwards:
-            self._parts.cost.of(self._read, optimizer)
+            self._parts.cost.of(self._read, self._view(optimizer))
         armed = self._parts.nodes.armed
         if rounds.step_taken(optimizer):
             self._no_backward_seen(armed=armed)
@@ -73,7 +98,7 @@ class StepWatch:
 
     def prepare_next(self) -> None:
         """A round may begin: what its backward needs is there."""
-        self._backward.step_over()
+        self._preparation.step_over()
 
     def abandoned(self) -> None:
         """A step that had begun raised and will not end."""
@@ -86,7 +111,7 @@ class StepWatch:
         Call it right after a step.
         """
         parts = self._parts
-        settled = parts.ladder.mode is Mode.OUTPUT and not (parts.nodes.armed or self._backward.running)
+        settled = parts.ladder.mode is Mode.OUTPUT and not (parts.nodes.held or self._backward.running)
         # It may turn out later that a step did not take place.
         answers_may_come = parts.reader.knows_scaler or parts.fused.waiting
         if not settled or parts.index.fully_sharded or parts.index.models != 1 or answers_may_come:
@@ -100,8 +125,10 @@ class StepWatch:
     def _look(self, seen: OptimizerView) -> None:
         """What is left to read of a round that an optimizer is using now, or has just used."""
         rounds = self._rounds
+        if rounds.current.sampled and rounds.current.fired and self._reduced_since(seen):
+            return
         if rounds.behind:
-            self._parts.cost.of(self._catch_up)
+            self._parts.cost.of(self._backward.catch_up)
         # Where the model's gradients were copied to those of another optimizer, it is not known what that one saw.
         optimizers = self._parts.optimizers
         copied = seen.optimizer in optimizers.copying or (rounds.current.foreign and not optimizers.reporting)
@@ -109,24 +136,31 @@ class StepWatch:
             rounds.read_by(seen.optimizer)
             self._parts.cost.of(self._parts.reader.read_again, rounds, seen)
 
-    def _catch_up(self) -> None:
-        """A round with fewer backwards than any lately: reads its gradients at the step, if they are untouched."""
-        if self._parts.probes.untouched():
-            self._backward.read()
-        else:
-            self._rounds.sample_read(taken=False)
+    def _reduced_since(self, seen: OptimizerView) -> bool:
+        """Whether the backward has left this rank's own gradients; then what the optimizer is about to use is read instead."""
+        parts, rounds = self._parts, self._rounds
+        untouched = parts.by_hand.untouched(functools.partial(parts.reader.positions_of, seen.optimizer))
+        if untouched and rounds.behind:
+            parts.cost.of(self._backward.read)
+        if untouched is not False or seen.optimizer == parts.optimizers.manual_number:
+            return False  # a step that the user reports is over: its gradients may be cleared
+        parts.ladder.fall_to(Mode.OPTIMIZER, WHY)
+        parts.reductions.disarm()
+        parts.cost.of(self._read, seen)
+        return True
 
-    def _read(self, optimizer: int) -> None:
+    def _read(self, seen: OptimizerView) -> None:
         """The rung `optimizer`: reads what the optimizer is about to use."""
-        self._rounds.step_to_be_read(optimizer)
+        self._rounds.step_to_be_read(seen.optimizer)
         current = self._rounds.current
         if not current.sampled or capturing_graph():
             return
         self._parts.reductions.look()
         if not current.captured:
             self._parts.reader.renew_table(within_step=False)
-        if self._rounds.gradients_found(self._parts.reader.read_of(optimizer)):
-            self._backward.read()
+        if self._rounds.gradients_found(self._parts.reader.read_of(seen.optimizer)):
+            self._parts.by_hand.may_read(self._parts.reader.table)
+            self._backward.read(seen)
 
     def _waited(self, optimizer: int) -> frozenset[int]:
         """The optimizers whose steps on the captured gradients are still to come, or have been."""
@@ -144,8 +178,13 @@ class StepWatch:
         table = self._parts.reader.table
         has_gradients = any(tracked.gradient() is not None for tracked in table.tracked)
         if has_gradients and self._parts.probes.written_between_steps(table):
+            complete = armed and self._parts.nodes.hooks_all_of(self._parts.index.refresh())
             self._parts.nodes.disarm()  # they may be those of tensors that were replaced
             compiled = compiled_backwards() > self._compiled_before
-            self._parts.ladder.missed(compiled=compiled, fully_sharded=self._parts.index.fully_sharded)
+            # Where hooked nodes saw nothing, gradients do not come from autograd, and no other rung that waits for it sees more.
+            lower = not (complete or self._parts.index.fully_sharded)
+            self._parts.ladder.missed(compiled=compiled, lower=lower)
+            if not complete:
+                self._preparation.hold_nodes()
             if not self._parts.ladder.sees_backwards:
                 self._parts.reductions.disarm()  # no end of a backward will do it

@@ -43,7 +43,7 @@ class WeightProbe:
     @torch.no_grad()
     def _before(self, optimizer: int) -> None:
         table = self._parts.reader.table
-        owners, _ = self._parts.optimizers.owners(table, {optimizer})
+        owners = self._parts.optimizers.owners(table, {optimizer})
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
         self._copies[optimizer] = table, [(i, p, local(p).clone()) for i, p in chosen if p is not None]
 

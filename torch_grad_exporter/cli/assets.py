@@ -123,7 +123,7 @@ def _with_runbook(path: str, text: str, url: str) -> str:
     """A file of alerts, each with its section of the runbook, or the overview, whose table of alerts leads there."""
     if path.endswith(".alerts.yml"):
         rule = re.compile(r"- alert: (\w+)\n(?:.*\n)*?( +)annotations:\n")
-        return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1].lower()}\n", text)
+        return rule.sub(lambda found: f"{found[0]}{found[2]}  runbook_url: {url}#{found[1]}\n", text)
     return _with_links(text, f"{url}#${{__data.fields.alertname}}") if path == OVERVIEW else text
 
 

@@ -1,17 +1,19 @@
 """The demo: a small character-level transformer learns Python from the source of the standard library.
 
 Written to be read as an example. The model does not refer to the exporter, and the training loop differs
-from any other by one `with start_exporter(...)` and one `observe`. `Trouble` injects faults from
-outside, so that one can see how each fault shows in the metrics.
+from any other by one `with start_exporter(...)`, one `observe`, and a look at `should_stop`. `Trouble` injects
+faults from outside, so that one can see how each fault shows in the metrics; `answers` lets actions answer them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,18 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import (
+    AGC,
+    AutoClip,
+    MaxNorm,
+    MaxValue,
+    Measurements,
+    ScaleLearningRate,
+    Stop,
+    Webhook,
+    ZClip,
+)
+from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.prometheus import series
 
@@ -28,6 +42,21 @@ HEADS = 4
 LEARNING_RATE = 1e-3
 HORIZON_STEPS = 10_000  # Half of the cosine's period where the demo has no end.
 EXPLODE_STEPS = 5
+CANDIDATES = "torch_grad_clip_candidates_total"
+NONFINITE = "torch_grad_nonfinite_steps_total"
+
+
+POLICIES: dict[str, Policy] = {
+    "maxnorm": MaxNorm(1.0),
+    "zclip": ZClip(),
+    "autoclip": AutoClip(),
+    "agc": AGC(),
+    "maxvalue": MaxValue(0.1),
+}
+"""The clipping that `--clip` knows. All others are tried on the same run, without doing it."""
+
+HALF = 0.5
+"""What is left of the learning rate where gradients have exploded and `--act` is given."""
 
 
 class DemoError(Exception):
@@ -77,7 +106,11 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C. `serving`: further arguments of `start_exporter`."""
+    """What a run of the demo is made of; `steps` 0 runs until Ctrl-C. `serving`: further arguments of `start_exporter`.
+
+    `clip`: one of `POLICIES`, instead of the loop's own clipping. `act`: whether actions answer faults. `notify`: the address of a
+    webhook, empty for the one in the environment; it is a secret.
+    """
 
     steps: int = 0
     port: int = 9100
@@ -89,6 +122,9 @@ class Options:
     width: int = 128
     layers: int = 4
     device: str = "cpu"
+    clip: str | None = None
+    act: bool = False
+    notify: str | None = field(default=None, repr=False)
     serving: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -211,10 +247,46 @@ class Progress:
             self._bar.close()
 
 
+def answers(exporter: Exporter) -> None:
+    """Lets actions answer faults: exploding gradients halve the learning rate, a NaN or Inf in them ends the run."""
+
+    def spoilt(m: Measurements) -> bool:
+        # Of any outcome: this loop skips such a step, so the rule TrainingNonFiniteGradients has nothing to say.
+        return any(m.last(NONFINITE, outcome=outcome) > 0 for outcome in ("skipped", "stepped", "unknown"))
+
+    exporter.on("GradientExploding", ScaleLearningRate(HALF))
+    exporter.on(spoilt, Stop(), name="non-finite gradients")
+
+
+class Said(logging.Handler):
+    """Shows what the exporter logs, such as what an action did, without spoiling the bar."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        self._say(record.getMessage())
+
+
+@contextlib.contextmanager
+def said(say: Callable[[str], None]) -> Iterator[None]:
+    """Shows what the exporter logs meanwhile."""
+    handler = Said(say)
+    log = logging.getLogger("torch_grad_exporter")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Exporter, progress: Progress) -> None:
     """An ordinary training loop, with one line for the exporter."""
     trouble = Trouble(model, options.inject, progress.say)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    limit = 1.0 if options.clip is None else math.inf  # which clips nothing: the exporter does
     horizon = options.steps or HORIZON_STEPS
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon, eta_min=LEARNING_RATE / 10)
     generator = torch.Generator().manual_seed(options.seed)
@@ -225,7 +297,7 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
 
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         trouble.spoil(loss, step).backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
 
         exporter.observe(loss=loss, tokens=inputs.numel(), grad_norm=norm)
 
@@ -236,6 +308,8 @@ def train(model: ByteTransformer, corpus: Tensor, options: Options, exporter: Ex
                 schedule.step()
         optimizer.zero_grad()
         progress.advance(loss)
+        if exporter.should_stop:
+            break
 
 
 def run(options: Options) -> int:
@@ -244,19 +318,33 @@ def run(options: Options) -> int:
     corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
     model = ByteTransformer(width=options.width, layers=options.layers, context=options.context).to(options.device)
     try:
-        exporter = start_exporter(model, port=options.port, every=options.every, **options.serving)
+        alerts = None if options.notify is None else [Webhook(options.notify or None)]
+        exporter = start_exporter(
+            model, port=options.port, every=options.every, alerts=alerts, **_clipping(options), **options.serving
+        )
     except (TypeError, ValueError) as error:
         raise DemoError(str(error)) from error
     interrupted = False
     with exporter:
         print(_introduction(model, corpus, options, exporter.url), flush=True)
-        with contextlib.closing(Progress(options.steps)) as progress:
+        if options.act:
+            answers(exporter)
+        with contextlib.closing(Progress(options.steps)) as progress, said(progress.say):
             try:
                 train(model, corpus, options, exporter, progress)
             except KeyboardInterrupt:
                 interrupted = True
-        print(summary(exporter.collect()), flush=True)
+        families = exporter.collect()
+        print(summary(families) + comparison(families), flush=True)
     return 130 if interrupted and options.steps else 0
+
+
+def _clipping(options: Options) -> dict[str, Any]:
+    """The chosen policy, and what the others would do."""
+    if options.clip is None:
+        return {}
+    others = [policy for name, policy in POLICIES.items() if name != options.clip]
+    return {"clip": POLICIES[options.clip], "dry_run": others}
 
 
 def _introduction(model: nn.Module, corpus: Tensor, options: Options, url: str | None) -> str:
@@ -300,3 +388,11 @@ def summary(families: Iterable[Family]) -> str:
         for title, name, form in SUMMARY
     ]
     return "\n".join(["The last values:", *lines])
+
+
+def comparison(families: Iterable[Family]) -> str:
+    """Which steps other policies would have clipped, in lines; empty where none is tried."""
+    found = next((one for one in families if one.spec.name == CANDIDATES), None)
+    counts = [] if found is None else zip(series.present_rows(found), series.table(found)[:, 0].tolist(), strict=True)
+    lines = [f"  {policy:<17} {count:,.0f}" for (policy,), count in counts]
+    return "\n".join(["\nSteps that other policies would have clipped:", *lines]) if lines else ""

@@ -110,7 +110,7 @@ def _add_demo(commands: _Commands) -> None:
         "demo",
         help="train a small model with the exporter on",
         description="Trains a small transformer on the source of Python's standard library and serves its metrics.",
-        epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1.",
+        epilog=f"faults that --inject knows:\n{kinds}\n\nA fault is sure to be seen with --every 1. --act answers explode and nan.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = demo.Options(device="cuda" if torch.cuda.is_available() else "cpu")
@@ -120,6 +120,15 @@ def _add_demo(commands: _Commands) -> None:
     add("--every", type=_every, metavar="N|auto", help=_help("every", default.every))
     add("--inject", type=_injection, action="append", metavar="KIND@STEP",
         help=f"spoil the training from a step on: {', '.join(demo.KINDS)}; may be given several times")  # fmt: skip
+    add("--clip", choices=demo.POLICIES, metavar="POLICY",
+        help=f"clip by a policy of start_exporter(clip=), and try the others on the same run: "
+        f"{', '.join(demo.POLICIES)}")  # fmt: skip
+    add("--act", action="store_true",
+        help="let actions answer faults: exploding gradients halve the learning rate, a NaN or Inf in them ends the run",
+        )  # fmt: skip
+    add("--notify", nargs="?", const="", metavar="URL",
+        help="post problems to a webhook, by default to the one in TORCH_GRAD_EXPORTER_WEBHOOK_URL, which other users of this "
+        "machine cannot read")  # fmt: skip
     add("--seed", type=_whole(0, 2**63 - 1), metavar="N", help="random seed (default %(default)s)")
     add("--batch-size", type=_whole(1), metavar="N", help="texts in a step (default %(default)s)")
     add("--context", type=_whole(1, 4096), metavar="N", help="bytes in a text (default %(default)s)")

@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
+from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
 from torch_grad_exporter.outputs.live.saved import Grid, Lines, Saved, Status
@@ -46,6 +47,9 @@ MARK = 2.0
 """Points: the thickness of a mark for non-finite values."""
 
 MAGENTA, GREY = "magenta", "0.8"
+
+TOLD = 4
+"""Actions that are named below the picture."""
 
 Bounds = tuple[float, float]
 Segment = tuple[tuple[float, float], tuple[float, float]]
@@ -110,12 +114,15 @@ def draw(found: Saved, quantity: str, view: str, out: Path) -> None:
         )
         _steps(axes[-1], ends)
         notes = list(_heatmap(figure, axes[0], grid, _QUANTITIES[quantity], high)) if grid.values.size else _nothing(axes[0])
+        marks = [one for one in saved.actions(found) if ends[0] <= one.step <= ends[1]]
         for below, (title, names) in zip(axes[1:], panels, strict=True):
             _panel(below, lines, title, names)
+            _acted(below, marks)
+        notes += _told(marks) if panels else []
         figure.align_ylabels(axes[1:])
         figure.suptitle(_title(status), fontsize=11)
         said = "".join(f"{note}. " for note in (*_about(grid, view), *notes, *_absent(grid, ends)))
-        figure.supxlabel(textwrap.fill(said, 195), x=0.01, ha="left", fontsize=7.5)
+        figure.supxlabel(textwrap.fill(said, 190), x=0.01, ha="left", fontsize=7.5)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph", UserWarning)  # the font may lack a script: boxes
             figure.savefig(out)
@@ -292,6 +299,20 @@ def _panel(axes: Axes, lines: Lines, title: str, names: dict[str, str]) -> None:
     axes.set_ylabel(title)
     axes.grid(alpha=0.3)
     _values(axes, np.concatenate([lines.values[name] for name in shown]), log="norm" in names)
+
+
+def _acted(axes: Axes, marks: Sequence[Happened]) -> None:
+    """A dashed line at each action; one that was not done is magenta."""
+    for one in marks:
+        colour = "0.25" if one.result == "done" else MAGENTA
+        axes.axvline(one.step, color=colour, linestyle=(0, (4, 3)), linewidth=1.0, zorder=1.5, gid="action")
+
+
+def _told(marks: Sequence[Happened]) -> list[str]:
+    """The same in words, the last `TOLD` of them."""
+    said = [f"{short(one.name)}: {short(one.action)} {one.result} at step {one.step}" for one in marks[-TOLD:]]
+    earlier = [f"{len(marks) - TOLD} earlier ones"] if len(marks) > TOLD else []
+    return [f"Dashed: {', '.join([*earlier, *said])}"] if said else []
 
 
 def _values(axes: Axes, values: FloatArray, *, log: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import JobStore
 from torch_grad_exporter.errors import ErrorLog
@@ -19,15 +22,19 @@ class Snapshots:
     """The values of the host's side. From any thread.
 
     `fresh` gives those as of now and raises `TimeoutError` where they do not come in time. `latest` are those of the scrape that
-    is under way: all its collectors show one and the same moment.
+    is under way: all its collectors show one and the same moment. `counts`: what the training thread had counted right before, so
+    that `latest` has the durations of all those steps.
     """
 
-    def __init__(self, take: Callable[[], Snapshot]) -> None:
+    def __init__(self, take: Callable[[], Snapshot], counts: Callable[[], Counts]) -> None:
         self.fresh = take
+        self._count = counts
+        self.counts = counts()
         self.latest = take()
 
     def renew(self) -> None:
         """Begins a scrape: takes the latest anew. Raises as `fresh`, and then the latest stay."""
+        self.counts = self._count()
         self.latest = self.fresh()
 
 
@@ -37,7 +44,9 @@ class CollectorContext:
 
     `optimizers`: the optimizers' names by number; more may come. `rank`: the one on the series, which the user may have chosen.
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
-    is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see.
+    is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
+    there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
+    actions freeze.
     """
 
     snapshots: Snapshots
@@ -55,3 +64,7 @@ class CollectorContext:
     dead_window: int
     moments: bool
     weights: bool
+    notified: NotifyTotals | None = None
+    acted: ActionTotals = field(default_factory=ActionTotals)
+    clip: ClipReports | None = None
+    frozen: FrozenLabels = field(default_factory=FrozenLabels)

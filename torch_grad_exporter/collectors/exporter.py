@@ -8,7 +8,7 @@ from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
-from torch_grad_exporter.transfer.outcomes import Mode
+from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 METRICS = Section("The exporter itself")
 
@@ -42,9 +42,33 @@ EXPORTER_OVERHEAD_SECONDS = METRICS.counter(
 )
 EXPORTER_CAPTURES = METRICS.counter("torch_grad_exporter_captures_total", "Samples taken.")
 EXPORTER_CAPTURES_SKIPPED = METRICS.counter(
-    "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered."
+    "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered, by reason.", "reason"
 )
 EXPORTER_ERRORS = METRICS.counter("torch_grad_exporter_errors_total", "Failures inside the exporter, by source.", "source")
+EXPORTER_NOTIFICATIONS = METRICS.counter(
+    "torch_grad_exporter_notifications_total",
+    "Notifications by notifier: sent, failed after all tries, or dropped because too many waited or the run ended. A problem that begins is one, so is its end, and each repetition to an Alertmanager.",
+    "sink", "result", opt_in="alerts",
+)  # fmt: skip
+EXPORTER_ACTIONS = METRICS.counter(
+    "torch_grad_exporter_actions_total",
+    "What exporter.on was asked to do, by action: done, failed because it raised, refused because the ranks did not agree, or dropped because too many waited or the run ended.",
+    "action", "result", opt_in="on",
+)  # fmt: skip
+EXPORTER_LAST_ACTION = METRICS.gauge(
+    "torch_grad_exporter_last_action_timestamp_seconds",
+    "When exporter.on last did what it was asked to, by action, as Unix time; absent before the first time.",
+    "action",
+    unit="seconds",
+    opt_in="on",
+)
+ALERTS_ACTIVE = METRICS.gauge(
+    "torch_alerts_active",
+    "Problems that this process has found and that are not over, by alert.",
+    "alert",
+    "severity",
+    opt_in="alerts",
+)
 # The scrape itself yields EXPORTER_SERIES and these two: how each collector did is known at its end.
 EXPORTER_COLLECTOR_SUCCESS = METRICS.gauge(
     "torch_grad_exporter_collector_success", "1 where the collector succeeded at this scrape, else 0.", "collector"
@@ -75,9 +99,18 @@ class ExporterCollector:
         yield self._rows.family(EXPORTER_CAPTURE_MODE, {(mode.value,): float(mode is capture.mode) for mode in Mode})
         yield scalar(EXPORTER_OVERHEAD_SECONDS, snapshot.totals.overhead_seconds)
         yield scalar(EXPORTER_CAPTURES, capture.samples)
-        yield scalar(EXPORTER_CAPTURES_SKIPPED, capture.skipped + snapshot.gradients.undelivered)
+        gradients = snapshot.gradients
+        lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
+        yield self._rows.family(EXPORTER_CAPTURES_SKIPPED, {(why.value,): float(count) for why, count in lost.items()})
         counts = self._context.errors.counts()
         yield self._rows.family(EXPORTER_ERRORS, {(source,): count for source, count in counts.items()})
+        if (notified := self._context.notified) is not None:
+            yield self._rows.family(EXPORTER_NOTIFICATIONS, notified.counts)
+            yield self._rows.family(ALERTS_ACTIVE, notified.active)
+        if acted := self._context.acted.counts:
+            yield self._rows.family(EXPORTER_ACTIONS, acted)
+        if last := self._context.acted.happened.last_done:
+            yield self._rows.family(EXPORTER_LAST_ACTION, {(action,): at for action, at in last.items()})
 
 
 COLLECTOR = Declaration("exporter", (METRICS,), ExporterCollector, place=100)

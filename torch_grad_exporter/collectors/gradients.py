@@ -11,10 +11,12 @@ import numpy as np
 from torch_grad_exporter.aggregation.exponential import Counts
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.tables import Records
+from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
-from torch_grad_exporter.metrics.families import BoolArray, Family, LabelRows, RowCache
+from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache
 from torch_grad_exporter.transfer.events import Outcome
 
 GRADIENTS, WEIGHTS = Section("Gradients"), Section("Weights")
@@ -103,6 +105,12 @@ GRAD_MISSING_PARAMETERS = GRADIENTS.gauge(
     "Parameters of the layer that require a gradient and got none at the last sampled step.",
     "layer",
 )
+LAYER_FROZEN = GRADIENTS.gauge(
+    "torch_layer_frozen",
+    "1 where an action has frozen the layer, which is not trained at present, else 0. Layers that the script has frozen itself are absent.",
+    "layer",
+    opt_in="freeze",
+)
 GRAD_MEAN = GRADIENTS.gauge(
     "torch_grad_mean",
     "Mean of the gradient's finite or non-finite elements at the last sampled step; of this rank's part where the gradient is sharded.",
@@ -165,11 +173,37 @@ GRAD_GLOBAL_NORM_AFTER_CLIP = GRADIENTS.gauge(
 )
 GRAD_CLIP_COEFFICIENT = GRADIENTS.gauge(
     "torch_grad_clip_coefficient",
-    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped.",
+    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped, absent where the factor may be that of a division.",
     "optimizer",
 )
 GRAD_CLIPPED_STEPS = GRADIENTS.counter(
     "torch_grad_clipped_steps_total", "Steps whose gradients were clipped, over sampled steps.", "optimizer"
+)
+GRAD_CLIP_THRESHOLD = GRADIENTS.gauge(
+    "torch_grad_clip_threshold",
+    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, as of a moment ago; with a layer where each has its own, of its units or of what is folded the smallest; absent while none is too large.",
+    "layer",
+    "policy",
+    "optimizer",
+    opt_in="clip",
+)
+GRAD_LAYER_CLIP_COEFFICIENT = GRADIENTS.gauge(
+    "torch_grad_layer_clip_coefficient",
+    "L2 norm of the layer's gradient after clipping over the norm before it at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="clip",
+)
+GRAD_LAYER_CLIPPED_STEPS = GRADIENTS.counter(
+    "torch_grad_layer_clipped_steps_total",
+    "Steps that made the layer's gradient smaller by clipping, over sampled steps.",
+    "layer",
+    opt_in="clip",
+)
+GRAD_CLIP_CANDIDATES = GRADIENTS.counter(
+    "torch_grad_clip_candidates_total",
+    "Steps in which a policy of dry_run= would have clipped, or would have left the step out, over all steps.",
+    "policy",
+    opt_in="dry_run",
 )
 GRAD_NONFINITE_STEPS = GRADIENTS.counter(
     "torch_grad_nonfinite_steps_total",
@@ -239,7 +273,11 @@ class GradientCollector:
         dead_window: int,
         moments: bool = False,
         weights: bool = False,
+        clip: ClipReports | None = None,
+        frozen: FrozenLabels | None = None,
     ) -> None:
+        self._clip, self._frozen = clip, frozen or FrozenLabels()
+        self._thresholds, self._candidates, self._frozen_rows = LabelledRows(), LabelledRows(), LabelledRows()
         self._snapshot = snapshot
         self._names = names
         self._dead_from = dead_from(dead_window)
@@ -253,14 +291,15 @@ class GradientCollector:
         snapshot = self._snapshot()
         yield from self._per_layer(snapshot)
         yield from self._per_optimizer(snapshot)
+        if self._clip is not None:
+            yield from self._policies(self._clip, snapshot)
 
     def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         table, shown = snapshot.table, snapshot.table.shown
         names = [layer for layer, here in zip(table.layers, shown.tolist(), strict=True) if here]
         layers = self._layers.get(tuple((layer,) for layer in names))
         layer_values, recent_max = snapshot.layer_values[shown], snapshot.recent_max[shown]
-        read = layer_values["captures"] > 0
-        sized = read & layer_values["sized"]
+        read, sized = layer_values["read"], layer_values["sized"]
         # One rank alone cannot know the norm of a gradient that is sharded: it shows that of its part, named so.
         whole = ~table.sharded[shown]
         judged = {GRAD_NORM_ZSCORE, GRAD_ZERO_UNITS_RATIO, GRAD_MISSING_PARAMETERS}
@@ -285,12 +324,41 @@ class GradientCollector:
         nonfinite = np.concatenate([counted.values["nans"], counted.values["infs"]])
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for (layer,) in counted.layers.rows))
         yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, kinds)
+        if self._clip is not None:
+            coefficients = layer_values["coefficient"]
+            yield Family(GRAD_LAYER_CLIP_COEFFICIENT, coefficients, layers, ~np.isnan(coefficients))
+            yield Family(GRAD_LAYER_CLIPPED_STEPS, counted.values["clipped"], counted.layers)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
             for spec, column in _WEIGHTS.items():
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+        if self._frozen.in_use:
+            exist = {layer for (layer,) in counted.layers.rows}
+            acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}
+            rows = {**dict.fromkeys(names, False), **acted}
+            yield self._frozen_rows.family(LAYER_FROZEN, {(layer,): float(frozen) for layer, frozen in rows.items()})
+
+    def _policies(self, clip: ClipReports, snapshot: GradientSnapshot) -> Iterator[Family]:
+        """What the policies have come to, of layers as far as they are shown."""
+        table = snapshot.table
+        row_of = {one.layer: table.layers[row] for one, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
+        row_of[""] = ""
+        reports = clip.latest()
+        thresholds: dict[tuple[str, ...], float] = {}
+        candidates: dict[tuple[str, ...], float] = {}
+        for report, values in reports:
+            optimizer = report.optimizer if len(reports) > 1 else ""
+            split = len(report.thresholds)
+            for (policy, layer), value in zip(report.thresholds, values[:split].tolist(), strict=True):
+                if layer in row_of and np.isfinite(value):
+                    key = row_of[layer], policy, "" if layer else optimizer
+                    thresholds[key] = min(value, thresholds.get(key, np.inf))
+            for policy, value in zip(report.candidates, values[split:].tolist(), strict=True):
+                candidates[policy,] = candidates.get((policy,), 0.0) + value
+        yield self._thresholds.family(GRAD_CLIP_THRESHOLD, thresholds)
+        yield self._candidates.family(GRAD_CLIP_CANDIDATES, candidates)
 
     def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
         """The shown layers of the table, those that are not tracked at present, and all removed ones together."""
@@ -307,15 +375,15 @@ class GradientCollector:
         totals, names = self._labelled(snapshot)
         rows = self._optimizers.get(tuple((name,) for name in names))
         whole = np.full(len(names), snapshot.norm_observed or not snapshot.table.sharded.any())
-        clip = totals["clip_known"] & whole
         yield Family(GRAD_GLOBAL_NORM, totals["norm"], rows, totals["sized"] & whole)
         more: tuple[Counts, ...] = ({},) * (len(names) - len(snapshot.totals))
         counts = None if snapshot.exponential_totals is None else snapshot.exponential_totals + more
         yield Family(GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
         yield Family(GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
-        yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, clip)
-        yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, clip)
-        yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows)
+        yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, totals["after_known"] & whole)
+        yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, totals["clip_known"] & whole)
+        # A rank that has a part of the gradients knows no limit by its own norms.
+        yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, whole | (totals["clipped"] > 0))
         yield from self._local(snapshot, rows)
         yield Family(GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
         outcomes = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
@@ -361,6 +429,8 @@ COLLECTOR = Declaration(
         dead_window=context.dead_window,
         moments=context.moments,
         weights=context.weights,
+        clip=context.clip,
+        frozen=context.frozen,
     ),
     place=10,
 )

@@ -41,7 +41,7 @@ TRAIN_SKIPPED_STEPS = METRICS.counter(
 )
 TRAIN_STEP_DURATION = METRICS.histogram(
     "torch_train_step_duration_seconds",
-    "Time from the end of one round of optimizer steps to the end of the next, every step; short steps are added in batches, up to half a second later than torch_train_steps_total.",
+    "Time from the end of one round of optimizer steps to the end of the next, every step.",
     STEP_SECONDS,
     unit="seconds",
 )
@@ -64,7 +64,10 @@ TRAIN_SAMPLES = METRICS.counter(
     "Training examples as observed, else the first dimension of the model's tensor inputs, summed over training forwards; absent where the inputs disagree or there are several models. A step that is not timed counts as many examples as the timed step before it.",
 )
 TRAIN_TOKENS = METRICS.counter("torch_train_tokens_total", "Training tokens as observed.")
-TRAIN_LOSS = METRICS.gauge("torch_train_loss", "Last observed loss.")
+TRAIN_LOSS = METRICS.gauge(
+    "torch_train_loss",
+    "Last observed loss; where none is observed, that of the last whole round whose losses were read from the model's output.",
+)
 TRAIN_EPOCH = METRICS.gauge("torch_train_epoch", "Last observed epoch.")
 TRAIN_LOSS_NONFINITE = METRICS.counter("torch_train_loss_nonfinite_total", "Observed losses that were NaN or Inf.")
 TRAIN_LOSS_SPIKES = METRICS.counter(
@@ -99,10 +102,10 @@ class TrainingCollector:
     def collect(self) -> Iterator[Family]:
         """The families as of now."""
         totals, clock = self._context.snapshots.latest.totals, self._context.clock
+        counts = self._context.snapshots.counts
         yield self._rows.family(TRAIN_INFO, self._facts())
         yield self._state()
         yield scalar(TRAIN_WORLD_SIZE, self._context.identity.world_size)
-        counts = clock.counts()
         # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
         steps = {(name,): counts.steps.get(number, 0) for number, name in enumerate(tuple(self._context.optimizers))}
         yield self._rows.family(TRAIN_STEPS, steps)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_grad_exporter.actions.clip.at_steps import Wanted
+from torch_grad_exporter.actions.clip.clipping import check_fits
+from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
 from torch_grad_exporter.capture.parts import CaptureOptions
 from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import resolve, source
@@ -29,7 +32,10 @@ logger = logging.getLogger("torch_grad_exporter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """All choices, valid, and the objects that they are about. `run`, `rank`: as the series carry them."""
+    """All choices, valid, and the objects that they are about. `run`, `rank`: as the series carry them.
+
+    `clip`: how gradients are clipped, `None` if the exporter only watches.
+    """
 
     models: Mapping[str, torch.nn.Module]
     index: LayerIndex
@@ -41,6 +47,7 @@ class Checked:
     arguments: Arguments
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
+    clip: Wanted | None = None
 
     @property
     def labels(self) -> dict[str, str]:
@@ -94,7 +101,18 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         store=store,
         arguments=chosen,
         push=push,
+        clip=_clip(settings, chosen, index),
     )
+
+
+def _clip(settings: Settings, chosen: Arguments, index: LayerIndex) -> Wanted | None:
+    """How gradients are to be clipped. Raises where a policy fits none of the layers, or is tried twice."""
+    wanted = Wanted(policy=chosen.clip, dry_run=chosen.dry_run, raises=settings.on_failure is OnFailure.RAISE)
+    names = [policy_name(one) for one in wanted.dry_run]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"dry_run=[...]: {twice} is there twice; each policy is shown under its name")
+    check_fits(wanted.policies, index.all_layers())
+    return wanted if wanted.policies else None
 
 
 def _index(
@@ -117,8 +135,11 @@ def _index(
         message = "no parameter of the model requires a gradient yet; those that do later are picked up then"
         say(logger, logging.WARNING, message)
     if index.table.folded:
-        message = "%d layers are shown as %d groups, for max_layers=%d; raise it, or choose layers with include="
-        say(logger, logging.WARNING, message, index.table.folded, len(index.table.layers), settings.max_layers)
+        message = (
+            "%d layers are shown in %d rows, %d of them together with others; raise max_layers=%d, or choose layers with include="
+        )
+        layers = {one.layer for one in index.table.tracked}
+        say(logger, logging.WARNING, message, len(layers), len(index.table.layers), index.table.folded, settings.max_layers)
     return index
 
 

@@ -14,6 +14,8 @@ import prometheus_client
 import torch
 from opentelemetry.metrics import MeterProvider
 
+from torch_grad_exporter.actions.clip.policy import OnFailure, Policy, checked_policies, checked_policy
+from torch_grad_exporter.actions.notify import notifiers
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.capture.schedule import LONGEST
 from torch_grad_exporter.collectors import REGISTRY
@@ -118,6 +120,14 @@ class Settings:
         "directory of node_exporter's textfile collector, for the last values",
         shown="none",
     )
+    on_failure: OnFailure = option(
+        kinds.choice(OnFailure),
+        OnFailure.CONTINUE,
+        "what becomes of a step whose gradients `clip` cannot clip",
+        'With "continue" it is taken without clipping, which is counted, and after ten in a row nothing is clipped any more; with '
+        '"raise" it raises `RuntimeError`.',
+        shown='"continue"',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +181,29 @@ class Arguments:
         "the `torch.amp.GradScaler` in use; the norms are divided by its scale",
         "One that is not given is found at its first step; give it, so that the first steps, which may overflow, have sizes too.",
         shown="found",
+        variable="",
+    )
+    clip: Policy | None = option(
+        kinds.given("Policy | None", lambda given: None if given is None else checked_policy(given)),
+        None,
+        "how gradients are clipped before each optimizer's step, which changes the training",
+        "Such as `MaxNorm(1.0)` from `torch_grad_exporter.actions`. See docs/acting.md.",
+        shown="not",
+        variable="",
+    )
+    dry_run: tuple[Policy, ...] = option(
+        kinds.given("Sequence[Policy] | None", checked_policies),
+        (),
+        "policies of which it is only shown what each would have done",
+        shown="none",
+        variable="",
+    )
+    alerts: tuple[notifiers.Notifier, ...] = option(
+        kinds.given("Notifier | Sequence[Notifier] | None", notifiers.chosen),
+        (),
+        "what tells of problems when they begin and end",
+        "Such as `[Log(), Webhook(url)]` from `torch_grad_exporter.actions`. See docs/notify.md.",
+        shown="none",
         variable="",
     )
     registry: prometheus_client.CollectorRegistry | None = option(

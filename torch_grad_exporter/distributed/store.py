@@ -61,6 +61,10 @@ class NoStoreError(StoreError):
     """There is none, which may change: the process group may come."""
 
 
+class GoneError(StoreError):
+    """The connection has ended, and is not made anew."""
+
+
 class JobStore:
     """Our connection to the store, made at the first request; that may fail, and the next one tries again. Thread-safe."""
 
@@ -123,7 +127,7 @@ class JobStore:
         future: Future[_T] = Future()
         with self._lock:
             if self._over:
-                raise StoreError(f"the connection to the job's store is {self._over}")
+                raise GoneError(f"the connection to the job's store is {self._over}")
             if self._stuck is not None and not self._stuck.done():
                 raise StoreError("the job's store has not answered an earlier question yet")
             self._stuck = None

@@ -4,23 +4,36 @@ A layer is the module that owns a parameter directly; its label is the module's 
 `named_modules()` gives it, without the prefixes that wrappers add. A parameter of the root itself has its
 own name as layer, since an empty label value would vanish in Prometheus. Parameters that are tied count
 once, under their first name. Only parameters that require a gradient are tracked; the index is refreshed
-at each sample and follows freezing, unfreezing, replaced and added parameters.
+at each sample and follows freezing, unfreezing, replaced and added parameters. Two networks that are frozen in turn are both
+tracked all the time: else each half step would be another model.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter.model.names import LayerFilter, layer_names
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, make_table
+from torch_grad_exporter.model.flat_parts import FlatParts, has_part
+from torch_grad_exporter.model.names import LayerFilter, Place, layer_names, places_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, are_gathered, make_table, parameters_of
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
-from torch_grad_exporter.torch_compat import children_in, parameters_in
+from torch_grad_exporter.torch_compat import children_in, is_managed, parameters_in
+
+IN_TURN = 8
+"""Scans at most for which a parameter was frozen that is taken for one which is frozen and thawed in turn."""
+
+STRUCTURES = 4
+"""Structures known to lead to the present table, at most; networks that are trained in turn have several."""
+
+KEPT = 32
+"""Scans for which such a parameter stays tracked while it is frozen."""
 
 
 class LayerIndex:
@@ -41,11 +54,17 @@ class LayerIndex:
         self._max_layers = max_layers
         self.replicas = replicas or Replicas()
         self._scanned: list[weakref.ref[torch.nn.Module]] = []
-        self._structure: tuple[list[object], ...] = ()
+        self._structures: deque[tuple[list[object], ...]] = deque(maxlen=STRUCTURES)
+        """Those of the modules under which the present table was found, the last one first."""
         self._known: dict[int, TrackedParameter] = {}
+        self._frozen: dict[TrackedParameter, int] = {}
+        """For how many scans parameters have been frozen that were trained before."""
+        self._in_turn: set[TrackedParameter] = set()
+        """Those that are frozen and thawed in turn."""
+        self._flat = FlatParts()
         self._table = make_table((), max_layers, self.replicas)
         self.fully_sharded = False
-        """Whether FSDP2 manages a module, which then shows its sharded parameters outside of forward and backward only."""
+        """Whether FSDP manages a module, which then shows its sharded parameters outside of forward and backward only."""
         self._scan()
 
     @property
@@ -61,42 +80,72 @@ class LayerIndex:
     def refresh(self, *, within_step: bool = False) -> ParameterTable:
         """The table as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
 
-        `within_step`: between the forward and the end of the backward, when FSDP2 shows other parameters.
+        `within_step`: between the forward and the end of the backward, when FSDP shows other parameters.
         """
-        if self._is_current() or (within_step and self._is_fully_sharded()):
+        if self._is_current() or ((within_step or are_gathered(self._table.tracked)) and self._is_fully_sharded()):
             return self._table
         return self._scan()
 
+    def look_at_shapes(self) -> None:
+        """Lets the next refresh scan anew if a tracked parameter has data of another shape, and is gathered."""
+        pairs = zip(self._table.tracked, parameters_of(self._table.tracked), strict=True)
+        if any(p is not None and p.shape != one.shape and p.numel() and math.prod(one.shape) for one, p in pairs):
+            self._structures.clear()
+
     def changed(self) -> list[torch.nn.Parameter]:
         """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
-        return [] if self._is_current() else [parameter for _, _, parameter, _, _ in self._places() if _is_trained(parameter)]
+        return [] if self._is_current() else [place.parameter for place in self._places() if _is_trained(place.parameter)]
 
     def _is_current(self) -> bool:
-        """Whether the models are unchanged since the last scan."""
+        """Whether the models are as in a scan that found the present table."""
         modules = [module for reference in self._scanned if (module := reference()) is not None]
-        return len(modules) == len(self._scanned) and _structure(modules) == self._structure
+        return len(modules) == len(self._scanned) and _structure(modules) in self._structures
 
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
         modules = self._modules()
-        self._scanned, self._structure = [weakref.ref(module) for module in modules], _structure(modules)
+        self._scanned, structure = [weakref.ref(module) for module in modules], _structure(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
-        for module, attribute, parameter, model, layer in self._places():
-            layers.add(layer)
-            if _is_trained(parameter):
-                now = TrackedParameter.at(module, attribute, parameter, model, layer)
-                same = self._known.get(now.identity)
-                found.append(same if same is not None and same.same_as(now) else now)
+        flat = self._flat.of(root for _, _, root in self._roots()) if self.fully_sharded else {}
+        for place in self._places():
+            parameter = place.parameter
+            layers.add(place.layer)
+            trained = _is_trained(parameter) and has_part(parameter, flat)
+            if not trained and id(parameter) not in self._known:
+                continue
+            now = TrackedParameter.at(
+                place.module, place.attribute, parameter, place.model, place.layer, flat=flat.get(id(parameter))
+            )
+            same = self._known.get(now.identity)
+            now = same if same is not None and same.same_as(now) else now
+            if self._is_tracked(now, trained=trained):
+                found.append(now)
         # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
         self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
+        known = {*self._known.values()}
+        self._frozen, self._in_turn = {t: n for t, n in self._frozen.items() if t in known}, self._in_turn & known
         frozen = frozenset(layers.difference(one.layer for one in found))
         before = self._table.tracked
         changed = len(found) != len(before) or any(a is not b for a, b in zip(found, before, strict=True))
         if changed or frozen != self._table.frozen:
             self._table = self._planned(found, frozen)
+            self._structures.clear()
+        self._structures.appendleft(structure)
         return self._table
+
+    def _is_tracked(self, one: TrackedParameter, *, trained: bool) -> bool:
+        """Whether a parameter that is trained now, or was before, is tracked."""
+        scans = self._frozen.pop(one, 0)
+        if trained:
+            if 0 < scans <= IN_TURN:
+                self._in_turn.add(one)
+            return True
+        self._frozen[one] = scans + 1
+        if scans >= KEPT:
+            self._in_turn.discard(one)
+        return one in self._in_turn
 
     def find_replicas(self, root: torch.nn.Module | None = None) -> None:
         """Finds out whether a model is replicated, within a forward of its root; without `root`, all models that had no forward."""
@@ -124,26 +173,32 @@ class LayerIndex:
         return [*{id(module): module for _, _, root in self._roots() for module in root.modules()}.values()]
 
     def _is_fully_sharded(self) -> bool:
-        self.fully_sharded |= any(hasattr(type(module), "set_reshard_after_backward") for module in self._modules())
+        self.fully_sharded |= any(is_managed(m) or hasattr(type(m), "set_reshard_after_backward") for m in self._modules())
         return self.fully_sharded
 
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
-        return list(dict.fromkeys(layer for *_, layer in self._places(filtered=False)))
+        return list(dict.fromkeys(place.layer for place in places_of(self._roots())))
 
-    def _places(self, *, filtered: bool = True) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, int, str]]:
-        """Each parameter's module, its name there, the parameter, the number of the model, and the layer."""
-        seen: set[int] = set()
-        for model, name, root in self._roots():
+    def roots(self) -> list[torch.nn.Module]:
+        """The models that exist."""
+        return [root for _, _, root in self._roots()]
+
+    def shared(self) -> dict[str, set[int]]:
+        """The `id` of every parameter of each layer, before filtering and folding; one that is tied is in several layers."""
+        found: dict[str, set[int]] = {}
+        for _, name, root in self._roots():
             labels = layer_names(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
-                    if parameter is None or id(parameter) in seen:
-                        continue
-                    seen.add(id(parameter))
-                    layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
-                    if not filtered or self._filter.accepts(layer):
-                        yield module, attribute, parameter, model, layer
+                    if parameter is not None:
+                        layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
+                        found.setdefault(layer, set()).add(id(parameter))
+        return found
+
+    def _places(self) -> Iterator[Place]:
+        """Where the parameters are that are wanted."""
+        return (place for place in places_of(self._roots()) if self._filter.accepts(place.layer))
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:
@@ -166,4 +221,5 @@ def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
         [*map(id, parameters)],
         [*map(type, parameters)],
         [p is not None and p.requires_grad for p in parameters],
+        [*map(is_managed, modules)],
     )

@@ -1,8 +1,9 @@
-"""Names of layers: without the prefixes that wrappers add, and filtered."""
+"""Names of layers: without the prefixes that wrappers add, and filtered; and where the parameters are."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,3 +43,32 @@ def layer_names(root: torch.nn.Module) -> dict[tuple[str, str], str]:
     for (raw, _), label in names.items():
         modules.setdefault(label, set()).add(raw)
     return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is. `name`, `layer`: begin with the model's name where there are several; `model`: its number."""
+
+    model: int
+    name: str
+    layer: str
+    module: torch.nn.Module
+    attribute: str
+    parameter: torch.nn.Parameter
+
+
+def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Place]:
+    """Every parameter once, in the order of `model.parameters()`, of models with their numbers and names."""
+    seen: set[int] = set()
+    for model, name, root in roots:
+        labels = layer_names(root)
+        for raw, module in root.named_modules():
+            for attribute, parameter in parameters_in(module).items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    layer = _joined(name, labels[raw, attribute])
+                    yield Place(model, _joined(name, raw, attribute), layer, module, attribute, parameter)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

@@ -52,7 +52,7 @@ class Optimizers:
         """Whether two optimizers own the same parameter."""
         self._table: ParameterTable | None = None
         self._groups_seen = -1
-        self._owners = self._groups = np.zeros(0, dtype=np.int64)
+        self._owners = np.zeros(0, dtype=np.int64)
         for name, optimizer in (named or {}).items():
             self.names.append(name)
             self._numbers[optimizer] = len(self.names) - 1
@@ -99,7 +99,7 @@ class Optimizers:
     def _is_tool(self, optimizer: torch.optim.Optimizer, inside: frozenset[int]) -> bool:
         """Whether it steps, or did so under the same table, within the step of another one that owns all that it owns."""
         answer = _Answer(self._index.table, _groups(optimizer), concerned=False)
-        if any(number in inside and _parameters(optimizer) <= _parameters(outer) for number, outer in self.numbered()):
+        if any(number in inside and owned_by(optimizer) <= owned_by(outer) for number, outer in self.numbered()):
             self._tools[optimizer] = answer
         return self._tools.get(optimizer) == answer
 
@@ -110,7 +110,7 @@ class Optimizers:
         number = self._of_wrapper(optimizer)
         if number is None:
             number = self._new(type(optimizer).__name__, within_backward=within_backward)
-        if _has_copies(optimizer, parameters_of(self._index.table.tracked)):
+        if has_copies(optimizer, parameters_of(self._index.table.tracked)):
             self.copying.add(number)
         self._numbers[optimizer] = number
         return number
@@ -121,10 +121,10 @@ class Optimizers:
 
     def _of_wrapper(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The number of a named optimizer that never reports a step itself, since it only wraps this one."""
-        owned = _parameters(optimizer)
+        owned = owned_by(optimizer)
         for number, reference in self._silent.items():
             wrapper = reference()
-            if wrapper is not None and wrapper is not optimizer and _parameters(wrapper) == owned:
+            if wrapper is not None and wrapper is not optimizer and owned_by(wrapper) == owned:
                 self._numbers.pop(wrapper, None)
                 return number
         return None
@@ -140,34 +140,35 @@ class Optimizers:
             self.names.append(MANUAL)
         return self.names.index(MANUAL)
 
+    @property
+    def manual_number(self) -> int | None:
+        """The number of `manual`, if it has one."""
+        return self.names.index(MANUAL) if MANUAL in self.names else None
+
     def numbered(self) -> list[tuple[int, torch.optim.Optimizer]]:
         """The optimizers that have a number and are alive."""
         return [(number, optimizer) for optimizer, number in self._numbers.items()]
 
-    def owners(self, table: ParameterTable, stepped: Collection[int] = ()) -> tuple[IntArray, IntArray]:
-        """For each parameter of the table its optimizer's number and its group's number, -1 for none.
-
-        Groups are numbered over all optimizers. Both have shape (parameters,). Where several own a parameter, one of those
-        that `stepped` does.
-        """
+    def owners(self, table: ParameterTable, stepped: Collection[int] = ()) -> IntArray:
+        """For each parameter of the table its optimizer's number, -1 for none; of several owners one of those that `stepped`."""
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
         seen = hash((self._adopter, *((number, *map(id, parameters)) for number, parameters in groups)))
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
-            return self._owners, self._groups
+            return self._owners
         position = {t.identity: i for i, t in enumerate(table.tracked)}
-        owners, numbers = np.full((2, len(table.tracked)), -1, dtype=np.int64)
+        owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
-        for group, (number, parameters) in sorted(enumerate(groups), key=lambda one: one[1][0] in stepped):
+        for number, parameters in sorted(groups, key=lambda group: group[0] in stepped):
             for parameter in parameters:
                 where = position.get(id(parameter))
                 if where is not None:
                     overlap |= bool(owners[where] not in (-1, number))
-                    owners[where], numbers[where] = number, group
+                    owners[where] = number
         if self._adopter is not None:
             owners[owners == -1] = self._adopter
         self._overlap = overlap
-        self._table, self._groups_seen, self._owners, self._groups = table, seen, owners, numbers
-        return owners, numbers
+        self._table, self._groups_seen, self._owners = table, seen, owners
+        return owners
 
     @property
     def _adopter(self) -> int | None:
@@ -201,7 +202,8 @@ class Optimizers:
         return len(self.names) - 1
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+def owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The `id` of each parameter that an optimizer owns."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -213,7 +215,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
 
 def _owns(optimizer: torch.optim.Optimizer, identities: Iterable[int], parameters: Sequence[torch.nn.Parameter | None]) -> bool:
     """Whether an optimizer owns a parameter with one of these identities, or copies of all the parameters."""
-    return not _parameters(optimizer).isdisjoint(identities) or _has_copies(optimizer, parameters)
+    return not owned_by(optimizer).isdisjoint(identities) or has_copies(optimizer, parameters)
 
 
 def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
@@ -221,7 +223,7 @@ def _owns_of(table: ParameterTable, optimizer: torch.optim.Optimizer) -> bool:
     return _owns(optimizer, (tracked.identity for tracked in table.tracked), parameters_of(table.tracked))
 
 
-def _has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:
+def has_copies(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter | None]) -> bool:
     """Whether the optimizer owns a copy in another type of each parameter: a half-precision model's master weights."""
     copies = [p for group in optimizer.param_groups for p in group["params"]]
     return 0 < len(copies) == len(parameters) and all(

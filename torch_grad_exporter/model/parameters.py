@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.model.flat_parts import FlatPart
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
@@ -38,28 +39,53 @@ class TrackedParameter:
     sharded: bool
     copy: bool
     """Whether another rank has the same part and counts it in sums over ranks."""
+    flat: FlatPart | None = None
+    """What this rank has of it, where `FullyShardedDataParallel` keeps it."""
 
     @classmethod
-    def at(cls, module: torch.nn.Module, attribute: str, parameter: torch.nn.Parameter, model: int, layer: str) -> TrackedParameter:
+    def at(
+        cls,
+        module: torch.nn.Module,
+        attribute: str,
+        parameter: torch.nn.Parameter,
+        model: int,
+        layer: str,
+        *,
+        flat: FlatPart | None = None,
+    ) -> TrackedParameter:
         """The parameter that stands at `module._parameters[attribute]` now."""
+        cut = flat is not None and flat.sharded
+        part = flat.elements if flat is not None and cut else local(parameter).numel()
         return cls(
             identity=id(parameter),
             module=weakref.ref(module),
             attribute=attribute,
             model=model,
             layer=layer,
-            shape=tuple(parameter.shape),
-            elements=local(parameter).numel() * (2 if parameter.is_complex() else 1),
-            units=unit_layout(module, parameter),
-            sharded=is_sharded(parameter),
-            copy=is_copy(parameter),
+            shape=(part,) if cut else tuple(parameter.shape),
+            elements=part * (2 if parameter.is_complex() else 1),
+            units=None if cut else unit_layout(module, parameter),
+            sharded=is_sharded(parameter) if flat is None else flat.sharded,
+            copy=is_copy(parameter) if flat is None else flat.copy,
+            flat=flat,
         )
 
     def parameter(self) -> torch.nn.Parameter | None:
         """The parameter, `None` if it is not in its place: it was replaced, or FSDP2 has gathered it."""
         module = self.module()
         parameter = None if module is None else parameters_in(module).get(self.attribute)
-        return parameter if parameter is not None and id(parameter) == self.identity else None
+        if parameter is not None and id(parameter) == self.identity:
+            return parameter
+        return self.gathered()
+
+    def gathered(self) -> torch.nn.Parameter | None:
+        """The parameter, if `FullyShardedDataParallel` knows it, also while it has put another tensor in its place."""
+        parameter = None if self.flat is None else self.flat.parameter()
+        return parameter if id(parameter) == self.identity else None
+
+    def own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the parameter without what only fills it up."""
+        return gradient if self.flat is None else self.flat.of(gradient)
 
     def gradient(self) -> torch.Tensor | None:
         """The parameter's gradient, if there are both."""
@@ -78,9 +104,27 @@ def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Paramete
     """`parameter()` of each, in one go: a sample needs those of the whole model several times."""
     owned = parameters_in
     return [
-        p if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity else None
+        p
+        if (m := t.module()) is not None and (p := owned(m).get(t.attribute)) is not None and id(p) == t.identity
+        else (None if t.flat is None else t.parameter())
         for t in tracked
     ]
+
+
+def are_gathered(tracked: Iterable[TrackedParameter]) -> bool:
+    """Whether `FullyShardedDataParallel` has put another tensor in the place of a parameter for a while."""
+    flat = (one for one in tracked if one.flat is not None)
+    return any(
+        (module := one.module()) is not None
+        and id(parameters_in(module).get(one.attribute)) != one.identity
+        and one.gathered() is not None
+        for one in flat
+    )
+
+
+def reduced(table: ParameterTable, positions: set[int]) -> set[int]:
+    """Those of these parameters whose gradient is what the optimizer will use: FSDP without reduction leaves another one."""
+    return {i for i in positions if (flat := table.tracked[i].flat) is None or flat.is_reduced()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

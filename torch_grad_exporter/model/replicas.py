@@ -46,6 +46,11 @@ class Replicas:
         """Modules that are copies, in models that are not as a whole."""
 
     @property
+    def by_hand(self) -> bool:
+        """Whether an option says that gradients of several ranks are equal, and not a wrapper."""
+        return self._by_hand and not self._alone
+
+    @property
     def state(self) -> tuple[object, ...]:
         """Changes with what is known."""
         return (*self._copied.items(), len(self._parts))

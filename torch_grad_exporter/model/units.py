@@ -1,8 +1,13 @@
-"""UnitLayout: the output units of a parameter, of which some may be dead."""
+"""UnitLayout: the output units of a parameter, of which some may be dead.
+
+Most weights are (outputs, inputs, ...). Those that are not are known by what their module says of itself, since the modules of
+other packages are not imported: by its class' name, by the sizes that it carries, or by a flag.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +15,23 @@ import torch
 from torch_grad_exporter.model.sharding import split_dims
 from torch_grad_exporter.torch_compat import TRANSPOSED, local
 
+SIZES = (
+    ("in_features", "out_features"), ("_in_feats", "_out_feats"), ("in_dim", "out_dim"), ("input_dim", "output_dim"),
+    ("input_size", "output_size"), ("nx", "nf"),
+)  # fmt: skip
+"""Under which names modules carry the numbers of their inputs and outputs; the second is DGL's, the last that of GPT-2's."""
+
+TRANSPOSED_EXPERTS = frozenset(("GptOssExperts", "Llama4TextExperts"))
+"""Classes of Transformers, some of them of version 4, whose weights are (experts, inputs, outputs) and that do not say so."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
     """How a weight's gradient splits into output units.
 
     `shape` is the view of the gradient with the unit dimensions `dims` marked; a linear layer's weight is
-    `(rows, -1)` with dims `(0,)`, a transposed convolution's `(groups, inputs, outputs, -1)` with `(0, 2)`.
+    `(rows, -1)` with dims `(0,)`. Where the dims are others, the first two dimensions of `shape` are the first one of the gradient:
+    a transposed convolution's is `(groups, inputs, outputs, -1)` with `(0, 2)`.
     """
 
     shape: tuple[int, ...]
@@ -36,21 +51,52 @@ class UnitLayout:
 
 
 def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout | None:
-    """The output units of a parameter: rows of a weight, output channels of a convolution.
+    """The output units of a parameter: rows of a weight, output channels of a convolution, outputs of each of several experts.
 
-    `None` for what has no output units: biases and scales (fewer than two dimensions), embeddings (an
+    `None` for what has no output units: biases and scales (fewer than two dimensions, or those of experts), embeddings (an
     absent token is not a dead neuron) and empty tensors; and where several ranks have a part of each unit, since a zero
     part does not show whether the unit is zero.
     """
-    if not split_dims(parameter) <= {1 if isinstance(module, TRANSPOSED) else 0}:
+    dims = _unit_dims(module, parameter)
+    if not dims or not split_dims(parameter) <= set(dims):
         return None
-    parameter = local(parameter)
-    if parameter.dim() < 2 or parameter.numel() == 0:
-        return None
-    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+    shape = tuple(local(parameter).shape)
+    if 0 in shape:
         return None
     if isinstance(module, TRANSPOSED):
-        inputs, outputs = parameter.shape[:2]
         groups = int(module.groups)  # type: ignore[arg-type]
-        return UnitLayout((groups, inputs // groups, outputs, -1), (0, 2))
-    return UnitLayout((parameter.shape[0], -1), (0,))
+        return UnitLayout((groups, shape[0] // groups, shape[1], -1), (0, 2))
+    if dims == (1,):
+        return UnitLayout((1, *shape, -1), (0, 2))
+    if dims == (0, 2):
+        return UnitLayout((shape[0], 1, *shape[1:], -1), (0, 3))
+    return UnitLayout((math.prod(shape[dim] for dim in dims), -1), (0,))
+
+
+def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's dimensions along which its output units lie; none if it has no units. In a transposed convolution not all."""
+    shape = tuple(parameter.shape)
+    if len(shape) < 2 or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return ()
+    if isinstance(module, TRANSPOSED):
+        return (1,)
+    names = {base.__name__ for base in type(module).__mro__}
+    said = vars(module)  # and not `getattr`, which may run code of the module's
+    experts = True if names & TRANSPOSED_EXPERTS else said.get("is_transposed")
+    if isinstance(experts, bool) and len(shape) <= 3:  # as Transformers says it of modules with several experts
+        return () if len(shape) == 2 else (0, 2) if experts else (0, 1)
+    # GPT-2's kind of linear layer, in Transformers and in copies of it, has its inputs first even where it is square.
+    if "Conv1D" in names and len(shape) == 2 and isinstance(nf := said.get("nf"), int) and nf == shape[1]:
+        return (1,)
+    return _by_sizes([(said.get(inputs), said.get(outputs)) for inputs, outputs in SIZES], shape)
+
+
+def _by_sizes(sizes: Iterable[tuple[object, object]], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same by the numbers of inputs and outputs that the module names, where they tell one from the other."""
+    for inputs, outputs in sizes:
+        if isinstance(inputs, int) and isinstance(outputs, int) and len(shape) <= 3:
+            if shape[-2:] == (inputs, outputs) and inputs != outputs:
+                return (1,) if len(shape) == 2 else (0, 2)
+            if len(shape) == 3 and shape[1:] == (outputs, inputs):
+                return (0, 1)
+    return (0,)

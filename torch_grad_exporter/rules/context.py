@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +26,7 @@ THRESHOLDS: Mapping[str, float] = {
     "GpuThrottled": 0.1,
     "GpuUnderused": 0.5,
     "HostMemoryPressure": 0.9,
+    "GradientClippingFailing": 10,
     "ExporterOverBudget": 1.2,
     "ExporterBlind": 4096,
     "ExporterSkippingSamples": 0.1,
@@ -49,7 +50,7 @@ class Problem:
     """Something that is wrong: the name of its alert, how bad it is, a sentence, and the layer that it is about.
 
     `severity`: "critical" (a person is needed now), "warning" (soon) or "info". `others`: layers that it is about, too.
-    `first_steps`: what to do first.
+    `first_steps`: what to do first. `value`: the number that is wrong, if it is a single one, for notifications.
     """
 
     alert: str
@@ -58,16 +59,18 @@ class Problem:
     layer: str | None = None
     others: tuple[str, ...] = ()
     first_steps: str = ""
+    value: float | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule has found; the rule knows the alert."""
+    """What a rule has found; the rule knows the alert. `value`: the number that is wrong, if it is a single one."""
 
     severity: str
     text: str
     layer: str | None = None
     others: tuple[str, ...] = ()
+    value: float | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +163,10 @@ def either(first: Table, *others: Table) -> Table:
 
 def by_layer(severity: str, table: Table, chosen: BoolArray, what: str) -> Iterator[Finding]:
     """One for each layer that is chosen, and one for all beyond `LAYERS`."""
-    names = [table.rows[row][0] for row in np.flatnonzero(chosen).tolist()]
-    for name in names[:LAYERS]:
-        yield Finding(severity, f"Layer {name}: {what}.", name)
+    rows = np.flatnonzero(chosen).tolist()
+    names = [table.rows[row][0] for row in rows]
+    for row, name in zip(rows[:LAYERS], names[:LAYERS], strict=True):
+        yield Finding(severity, f"Layer {name}: {what}.", name, value=float(table.numbers[row]))
     if rest := tuple(names[LAYERS:]):
         yield Finding(severity, f"{times(len(rest), 'more layer')}: {what}.", others=rest)
 

@@ -32,6 +32,11 @@ class Alert:
     def __post_init__(self) -> None:
         object.__setattr__(self, "expr", textwrap.dedent(self.expr).strip())
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether there is an alert for each layer."""
+        return "$labels.layer" in self.summary
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -57,7 +62,7 @@ class Rule:
         """What is wrong by it, as far as this process knows."""
         if self.judge is not None and context.state in self.states:
             for found in self.judge(context):
-                yield Problem(self.name, found.severity, found.text, found.layer, found.others, self.first_steps)
+                yield Problem(self.name, found.severity, found.text, found.layer, found.others, self.first_steps, found.value)
 
 
 class _More(TypedDict, total=False):

@@ -62,7 +62,7 @@ def over_budget(context: RuleContext) -> Iterator[Finding]:
             THRESHOLDS["ExporterOverBudget"] * budget,
         )
         if ratio > limit and lately > limit:
-            yield Finding("warning", f"The exporter takes {ratio:.2%} of the time; its budget is {budget:.2%}.")
+            yield Finding("warning", f"The exporter takes {ratio:.2%} of the time; its budget is {budget:.2%}.", value=ratio)
 
 
 @rule(
@@ -109,7 +109,11 @@ def blind(context: RuleContext) -> Iterator[Finding]:
     if interval is None:
         return
     if interval >= THRESHOLDS["ExporterBlind"] and context.values.one(EXPORTER_OVERHEAD_BUDGET) is not None:
-        yield Finding("warning", f"To keep to the budget, only one step in {interval:g} is sampled, the longest interval there is.")
+        yield Finding(
+            "warning",
+            f"To keep to the budget, only one step in {interval:g} is sampled, the longest interval there is.",
+            value=interval,
+        )
     elif samples == 0 and INTERVALS * interval < (context.values.table(TRAIN_STEPS).largest() or 0.0):
         yield Finding("warning", "No sample has been taken yet.")
     elif samples and _stopped(context, interval):
@@ -157,15 +161,19 @@ def failing(context: RuleContext) -> Iterator[Finding]:
         "warning",
         """
         max by (run) (
-          increase(torch_grad_exporter_captures_skipped_total[15m])
-          / (increase(torch_grad_exporter_captures_skipped_total[15m]) + increase(torch_grad_exporter_captures_total[15m]) > 0)
+          sum without (reason) (increase(torch_grad_exporter_captures_skipped_total[15m]))
+          / (
+            sum without (reason) (increase(torch_grad_exporter_captures_skipped_total[15m]))
+            + increase(torch_grad_exporter_captures_total[15m]) > 0
+          )
           and on (run, rank) torch_train_state{state!~"finished|failed"} == 1
         ) > 0.1
         """,
         for_="15m",
         summary="The exporter loses samples of run {{ $labels.run }}.",
         description=(
-            "{{ $value | humanizePercentage }} of the samples due in the last 15 minutes were not taken or not delivered."
+            "{{ $value | humanizePercentage }} of the samples due in the last 15 minutes were not taken or not delivered; "
+            "the label `reason` of torch_grad_exporter_captures_skipped_total says why."
         ),
     ),
     first_steps=(
@@ -176,10 +184,13 @@ def failing(context: RuleContext) -> Iterator[Finding]:
 )
 def skipping(context: RuleContext) -> Iterator[Finding]:
     """Samples that were due were lost."""
-    lost, taken = context.growth(EXPORTER_CAPTURES_SKIPPED, MINUTES_15), context.growth(EXPORTER_CAPTURES, MINUTES_15)
+    lost = sum(context.increase(EXPORTER_CAPTURES_SKIPPED, MINUTES_15).numbers)
+    taken = context.growth(EXPORTER_CAPTURES, MINUTES_15)
     share = lost / (lost + taken) if lost + taken else 0.0
     if share > THRESHOLDS["ExporterSkippingSamples"]:
-        yield Finding("warning", f"{share:.0%} of the samples due {context.within(MINUTES_15)} were not taken or not delivered.")
+        yield Finding(
+            "warning", f"{share:.0%} of the samples due {context.within(MINUTES_15)} were not taken or not delivered.", value=share
+        )
 
 
 @rule(
@@ -202,7 +213,7 @@ def folded(context: RuleContext) -> Iterator[Finding]:
     """Layers are shown in groups."""
     layers = context.values.one(EXPORTER_LAYERS_FOLDED) or 0.0
     if layers > 0:
-        yield Finding("info", f"{layers:g} layers are folded into others; see max_layers.")
+        yield Finding("info", f"{layers:g} layers are folded into others; see max_layers.", value=layers)
 
 
 RULES = (over_budget, blind, failing, skipping, folded)

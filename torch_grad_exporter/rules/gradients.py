@@ -20,8 +20,10 @@ from torch_grad_exporter.collectors.gradients import (
     GRAD_NORM_SPIKES,
     GRAD_SAMPLE_STEP,
     GRAD_SHARD_NORM,
+    LAYER_FROZEN,
 )
 from torch_grad_exporter.collectors.training import TRAIN_SKIPPED_STEPS, TRAIN_STEPS
+from torch_grad_exporter.metrics.families import BoolArray
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, times
 from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
@@ -99,22 +101,22 @@ def nonfinite(context: RuleContext) -> Iterator[Finding]:
     taken = _sum(context.lately(GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
     if taken > 0:
         text = f"Gradients were NaN or Inf in {times(taken, 'unskipped step')}, {context.since(MINUTES_5)}"
-        yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text)
+        yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text, taken)
     elif _mostly_skipped(context):
         skipped, steps = context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(TRAIN_STEPS, MINUTES_10)
         text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
-        yield _with_layers(context, context.increase(GRAD_NONFINITE_ELEMENTS, MINUTES_10), text)
+        yield _with_layers(context, context.increase(GRAD_NONFINITE_ELEMENTS, MINUTES_10), text, skipped)
 
 
-def _with_layers(context: RuleContext, grown: Table, text: str) -> Finding:
+def _with_layers(context: RuleContext, grown: Table, text: str, value: float) -> Finding:
     """Adds in which layers it was, in the order of the model; of a step that was not sampled none are known."""
     whole = context.values.table(GRAD_NONFINITE_ELEMENTS).numbers
     chosen = {grown.rows[row][0] for row in np.flatnonzero(grown.numbers > ROUNDING * whole).tolist()}
     layers = tuple(dict.fromkeys(layer for layer, _ in grown.rows if layer in chosen))
     if not layers:
-        return Finding("critical", f"{text}.")
+        return Finding("critical", f"{text}.", value=value)
     rest = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
-    return Finding("critical", f"{text}, in {', '.join(layers[:NAMED])}{rest}.", layers[0], layers[1:])
+    return Finding("critical", f"{text}, in {', '.join(layers[:NAMED])}{rest}.", layers[0], layers[1:], value)
 
 
 def _mostly_skipped(context: RuleContext) -> bool:
@@ -179,9 +181,13 @@ def exploding(context: RuleContext) -> Iterator[Finding]:
     """The global norm spiked again and again, or the norms of many layers did, or next to nothing is left after clipping."""
     spikes, layers = context.growth(GRAD_GLOBAL_NORM_SPIKES, MINUTES_10), _spiking(context)
     if spikes >= THRESHOLDS["GradientExploding"]:
-        yield Finding("warning", f"The global gradient norm spiked {times(spikes, 'time')} {context.within(MINUTES_10)}.")
+        yield Finding(
+            "warning", f"The global gradient norm spiked {times(spikes, 'time')} {context.within(MINUTES_10)}.", value=spikes
+        )
     elif layers:
-        yield Finding("warning", f"The norms of {times(layers, 'layer')} spiked again and again {context.within(MINUTES_10)}.")
+        yield Finding(
+            "warning", f"The norms of {times(layers, 'layer')} spiked again and again {context.within(MINUTES_10)}.", value=layers
+        )
     elif _clipped(context):
         yield Finding("warning", "All gradients of the last 10 minutes were clipped to less than a hundredth.")
 
@@ -231,6 +237,7 @@ def _clipped(context: RuleContext) -> bool:
           )
         )
         unless on (run, layer) torch_grad_missing_parameters > 0
+        unless on (run, layer) torch_layer_frozen == 1
         """,
         for_="10m",
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets almost no gradient.",
@@ -263,7 +270,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
     if whole is not None:
         small = layers.numbers < THRESHOLDS["GradientVanishing"] * whole
         missing = context.values.table(GRAD_MISSING_PARAMETERS).at(layers.rows) > 0
-        small, zero = small & ~missing, layers.numbers == 0
+        small, zero = small & ~missing & ~_frozen(context, layers), layers.numbers == 0
         yield from by_layer("warning", layers, small & zero, "its norm is zero")
         yield from by_layer("warning", layers, small & ~zero, f"its norm is less than a ten-millionth of the {reference}")
 
@@ -275,6 +282,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         "warning",
         """
         run_layer:torch_grad_dead_ratio:mean > 0.9
+        unless on (run, layer) torch_layer_frozen == 1
         and on (run) torch_train_state{state=~"training|evaluating"} == 1
         """,
         for_="30m",
@@ -288,6 +296,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         "info",
         """
         run_layer:torch_grad_dead_ratio:mean > 0.5
+        unless on (run, layer) torch_layer_frozen == 1
         and on (run) torch_train_state{state=~"training|evaluating"} == 1
         """,
         for_="30m",
@@ -309,9 +318,10 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
 def dead(context: RuleContext) -> Iterator[Finding]:
     """Nine tenths of a layer's units are dead, or half of them."""
     ratios = context.values.table(GRAD_DEAD_RATIO)
-    gone = ratios.numbers > THRESHOLDS["LayerDead"]
-    yield from by_layer("warning", ratios, gone, "more than 90 % of its units are dead")
-    yield from by_layer("info", ratios, (ratios.numbers > HALF_DEAD) & ~gone, "more than half of its units are dead")
+    half, gone = ratios.numbers > HALF_DEAD, ratios.numbers > THRESHOLDS["LayerDead"]
+    trained = ~_frozen(context, ratios)
+    yield from by_layer("warning", ratios, gone & trained, "more than 90 % of its units are dead")
+    yield from by_layer("info", ratios, half & ~gone & trained, "more than half of its units are dead")
 
 
 @rule(
@@ -324,6 +334,7 @@ def dead(context: RuleContext) -> Iterator[Finding]:
           torch_grad_missing_parameters
           and on (run, rank, job, instance) torch_train_state{state=~"training|evaluating"} == 1
         ) > 0
+        unless on (run, layer) torch_layer_frozen == 1
         """,
         for_="15m",
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets no gradient.",
@@ -336,7 +347,14 @@ def dead(context: RuleContext) -> Iterator[Finding]:
 def without_gradient(context: RuleContext) -> Iterator[Finding]:
     """Parameters of a layer got no gradient."""
     missing = context.values.table(GRAD_MISSING_PARAMETERS)
-    yield from by_layer("warning", missing, missing.numbers > 0, "parameters got no gradient")
+    trained = ~_frozen(context, missing)
+    yield from by_layer("warning", missing, (missing.numbers > 0) & trained, "parameters got no gradient")
+
+
+def _frozen(context: RuleContext, layers: Table) -> BoolArray:
+    """Which of these layers an action has frozen: what they show is of their last sample before, and is meant so."""
+    found: BoolArray = context.values.table(LAYER_FROZEN).at(layers.rows) == 1
+    return found
 
 
 RULES = (nonfinite, exploding, vanishing, dead, without_gradient)

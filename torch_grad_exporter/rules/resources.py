@@ -57,7 +57,9 @@ def out_of_memory(context: RuleContext) -> Iterator[Finding]:
     """An allocation failed. Also in a run that failed: that is why."""
     for labels, ooms in context.lately(CUDA_OOMS, MINUTES_10).items():
         if ooms > 0:
-            yield Finding("critical", f"Device {labels[0]}: {times(ooms, 'allocation')} failed {context.since(MINUTES_10)}.")
+            yield Finding(
+                "critical", f"Device {labels[0]}: {times(ooms, 'allocation')} failed {context.since(MINUTES_10)}.", value=ooms
+            )
 
 
 @rule(
@@ -88,7 +90,9 @@ def near_limit(context: RuleContext) -> Iterator[Finding]:
     for labels, retries in context.increase(CUDA_ALLOC_RETRIES, MINUTES_10).items():
         reserved, total = context.values.one(CUDA_MEMORY_RESERVED, *labels), context.values.one(CUDA_MEMORY_TOTAL, *labels)
         if retries > 0 and reserved is not None and total and reserved / total > THRESHOLDS["CudaMemoryNearLimit"]:
-            yield Finding("warning", f"Device {labels[0]}: {reserved / total:.0%} of the memory is reserved.")
+            yield Finding(
+                "warning", f"Device {labels[0]}: {reserved / total:.0%} of the memory is reserved.", value=reserved / total
+            )
 
 
 @rule(
@@ -120,7 +124,9 @@ def retries(context: RuleContext) -> Iterator[Finding]:
     for labels, more in context.increase(CUDA_ALLOC_RETRIES, MINUTES_10).items():
         if more > 0:
             yield Finding(
-                "warning", f"Device {labels[0]}: {times(more, 'allocation')} needed a second attempt {context.within(MINUTES_10)}."
+                "warning",
+                f"Device {labels[0]}: {times(more, 'allocation')} needed a second attempt {context.within(MINUTES_10)}.",
+                value=more,
             )
 
 
@@ -148,7 +154,11 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
     for labels, split in context.values.rows(CUDA_MEMORY_INACTIVE_SPLIT):
         reserved = context.values.one(CUDA_MEMORY_RESERVED, *labels)
         if reserved and split / reserved > THRESHOLDS["CudaMemoryFragmented"]:
-            yield Finding("info", f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in free parts of blocks.")
+            yield Finding(
+                "info",
+                f"Device {labels[0]}: {split / reserved:.0%} of the reserved memory is in free parts of blocks.",
+                value=split / reserved,
+            )
 
 
 @rule(
@@ -177,7 +187,11 @@ def throttled(context: RuleContext) -> Iterator[Finding]:
     """A GPU is throttled, for other reasons than usual."""
     for (device, _, reason), seconds in context.increase(GPU_THROTTLED, MINUTES_5).items():
         if reason not in USUAL and seconds / MINUTES_5 > THRESHOLDS["GpuThrottled"]:
-            yield Finding("warning", f"GPU {device}: throttled for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).")
+            yield Finding(
+                "warning",
+                f"GPU {device}: throttled for {seconds / MINUTES_5:.0%} of the last 5 minutes ({reason}).",
+                value=seconds / MINUTES_5,
+            )
 
 
 @rule(
@@ -205,7 +219,9 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
     """A GPU's memory had errors that were not corrected."""
     for (device, _, kind), errors in context.increase(GPU_ECC_ERRORS, HOUR).items():
         if kind == "uncorrected" and errors > 0:
-            yield Finding("critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {context.within(HOUR)}.")
+            yield Finding(
+                "critical", f"GPU {device}: {times(errors, 'uncorrected memory error')} {context.within(HOUR)}.", value=errors
+            )
 
 
 @rule(
@@ -241,7 +257,7 @@ def underused(context: RuleContext) -> Iterator[Finding]:
         return
     for (device, _), share in context.mean(GPU_UTILIZATION, MINUTES_5).items():
         if share < THRESHOLDS["GpuUnderused"]:
-            yield Finding("info", f"GPU {device}: in use for {share:.0%} of the last 5 minutes.")
+            yield Finding("info", f"GPU {device}: in use for {share:.0%} of the last 5 minutes.", value=share)
 
 
 @rule(
@@ -290,7 +306,7 @@ def memory(context: RuleContext) -> Iterator[Finding]:
         limit, available = context.values.one(HOST_MEMORY_TOTAL), context.values.one(HOST_MEMORY_AVAILABLE)
         used, where = None if limit is None or available is None else limit - available, "host"
     if limit and used is not None and used / limit > THRESHOLDS["HostMemoryPressure"]:
-        yield Finding("warning", f"{used / limit:.0%} of the {where}'s memory is in use.")
+        yield Finding("warning", f"{used / limit:.0%} of the {where}'s memory is in use.", value=used / limit)
 
 
 RULES = (out_of_memory, near_limit, retries, fragmented, throttled, ecc_errors, underused, memory)

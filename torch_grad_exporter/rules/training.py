@@ -112,7 +112,7 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
     losses = context.lately(TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
     if losses > 0:
-        yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.")
+        yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.", value=losses)
 
 
 @rule(
@@ -180,7 +180,7 @@ def stalled(context: RuleContext) -> Iterator[Finding]:
     evaluation = SLOWEST if context.state == "evaluating" else 0.0
     limits = (THRESHOLDS["TrainingStalled"], min(SLOW * (usual or 0.0), SLOWEST), PAUSES * (longest or 0.0), evaluation)
     if age is not None and age > max(limits):
-        yield Finding("critical", f"Nothing has happened for {duration(age)}.")
+        yield Finding("critical", f"Nothing has happened for {duration(age)}.", value=age)
 
 
 @rule(
@@ -208,7 +208,7 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
     """There was no step yet."""
     age = context.age(TRAIN_START_TIMESTAMP)
     if age is not None and age > THRESHOLDS["TrainingNeverStarted"]:
-        yield Finding("warning", f"No step has been taken in the {duration(age)} since the start.")
+        yield Finding("warning", f"No step has been taken in the {duration(age)} since the start.", value=age)
 
 
 @rule(
@@ -234,7 +234,7 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
     """The loss jumped again and again."""
     spikes = context.growth(TRAIN_LOSS_SPIKES, MINUTES_10)
     if spikes >= THRESHOLDS["LossSpike"]:
-        yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.")
+        yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.", value=spikes)
 
 
 @rule(
@@ -292,7 +292,7 @@ def starvation(context: RuleContext) -> Iterator[Finding]:
     in_use = context.mean(GPU_UTILIZATION, MINUTES_5).largest() or 0.0
     if share > THRESHOLDS["DataLoaderStarvation"] and in_use < FED:
         severity = "critical" if share > STARVED else "warning"
-        yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} was spent waiting for data.")
+        yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} was spent waiting for data.", value=share)
 
 
 TRAINING_TARGET_DOWN = server_rule(
@@ -470,21 +470,25 @@ STRAGGLER_RANK = server_rule(
     Alert(
         "warning",
         """
-        rank:torch_train_own_seconds:ratio_median > 1.33
+        rank:torch_train_own_seconds:ratio_fastest > 1.33
         and on (run, rank) torch_train_state{state=~"training|evaluating"} == 1
         """,
         for_="10m",
         keep_firing_for="10m",
         summary="Rank {{ $labels.rank }} of run {{ $labels.run }} slows the others down.",
         description=(
-            "Without waiting for others, its steps take {{ $value | humanize }} times as long as those of the median rank."
+            "Without waiting for others, its steps take {{ $value | humanize }} times as long as those of the fastest rank. "
+            "rank:torch_train_own_seconds:excess_ratio is the share of each step that this costs."
         ),
     ),
     first_steps=(
         "Compare its processors, throttling and host time with those of another rank. If the slowness moves with "
         "the host, take the host out; if it stays with the rank, the data is the cause."
     ),
-    why="NVIDIA's straggler score of 0.75, inverted: the rank's time over the median of all ranks.",
+    why=(
+        "NVIDIA's straggler score of 0.75, inverted: the rank's time over that of the fastest rank, of more than ten ranks the "
+        "slowest of the fastest tenth. It costs up to a quarter of each step."
+    ),
     note="Cannot fire on CUDA and under FSDP2, where no rank's own time is known: see ranks.rules.yml.",
 )
 

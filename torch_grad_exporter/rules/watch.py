@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch_grad_exporter.collectors.training import TRAIN_SAMPLES, TRAIN_STEPS, TRAIN_TOKENS
-from torch_grad_exporter.rules import exporter, gradients, resources, training
+from torch_grad_exporter.rules import actions, exporter, gradients, resources, training
 from torch_grad_exporter.rules.context import Problem, RuleContext
 from torch_grad_exporter.rules.declaration import Rule, Rules
 from torch_grad_exporter.rules.memory import REMEMBERED, Longest, Memory
 from torch_grad_exporter.rules.values import Values
 
-GROUPS = (training.GROUP, gradients.GROUP, resources.GROUP, exporter.GROUP)
+GROUPS = (training.GROUP, gradients.GROUP, resources.GROUP, actions.GROUP, exporter.GROUP)
 
 RULES = Rules(rule for group in GROUPS for rule in group.rules)
 """All of them; of the same severity the first one is listed first."""

@@ -36,7 +36,8 @@ class Captured:
     `Closed`, as far as known at the capture. `at`: Unix time. `likely_last`: rounds usually have no more backwards
     than this. `usual`: the optimizers that usually step after such a backward, as far as known. `scale_known`: whether it
     is known if there is a gradient scaler, as it is from the first step on. `scale`: its loss scale at that moment.
-    `again`: the gradients of the capture before, in the same round, were thrown away.
+    `again`: the gradients of the capture before, in the same round, were thrown away. `divisor`: by what the loop divides these
+    gradients between the capture and the clipping. `at_step`: they are what an optimizer was about to use, divided and clipped.
     """
 
     round: int
@@ -50,6 +51,8 @@ class Captured:
     scale_known: bool = True
     scale: Ticket | None = None
     again: bool = False
+    divisor: float = 1.0
+    at_step: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,20 +83,20 @@ class Local:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AfterClip:
-    """Norms of some parameters as an optimizer saw them: all of them, or only a few probes.
+    """Norms of the gradients as an optimizer saw them.
 
     `loss_scale`: the scale that the backward was multiplied by, if it is known only now. `own_scale`: the one that these
     norms still contain, because the optimizer divides by it itself. `found_inf`: not zero if the optimizer itself leaves
-    this step out.
+    this step out. `ours`: after the clipping that `clip=` asked for; what the loop itself has left was told before.
     """
 
     round: int
     optimizer: int
     parts: tuple[Part, ...]
-    full: bool
     loss_scale: Ticket | None = None
     own_scale: Ticket | None = None
     found_inf: Ticket | None = None
+    ours: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,19 +114,36 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Closed:
-    """The sampled round is over.
+    """The sampled round is over; or, if not `final`, it may be: an optimizer has stepped, and others may still do so.
 
-    `owners`: for each parameter of the table the number of the optimizer that owns it, -1 for none. `groups`: the
-    same for parameter groups, numbered over all optimizers.
+    `guessed`: there was no step, and which optimizers would have stepped is not known: `stepped` are all that might have.
+
+    `owners`: for each parameter of the table the number of the optimizer that owns it, -1 for none.
     `stepped`: the optimizers that stepped in the round; `steps`: their step counts, by optimizer.
     """
 
     round: int
     outcome: Outcome
     owners: IntArray
-    groups: IntArray
     stepped: frozenset[int]
     steps: dict[int, int]
+    final: bool = True
+    guessed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Divided:
+    """By what the loop divides the gradients of a round between its backwards and the clipping, as by the number of tokens."""
+
+    round: int
+    divisor: Ticket | float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """What was captured in a round is not what its step uses, and is not to be shown."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +168,22 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them."""
+    """Rounds that were only counted: the seconds from step to step, and what the exporter took in all of them.
+
+    `stretch`: the number of the rounds in a row that these are; later ones have larger numbers.
+    """
 
     seconds: tuple[float, ...]
     own_seconds: float
+    stretch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """The same of a stretch that is not over, as far as it has come; a `Counted` of the same number, or none, is to follow."""
+
+    seconds: tuple[float, ...]
+    stretch: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,25 +198,7 @@ class Observed:
     labels: tuple[str, str] | tuple[()] = ()
 
 
-@dataclass(slots=True)
-class Decisions:
-    """The only data that go from the host side to the training thread: what to measure again before the next step.
-
-    Which gradients are the largest is known on the host only, a sample later. `probes`: positions in `table`;
-    `full`: the probes disagreed, so measure everything. Written by the host side, read by capture; a stale
-    value affects only the choice of probes, never accuracy.
-    """
-
-    table: ParameterTable | None = None
-    probes: frozenset[int] = frozenset()
-    full: bool = False
-
-    def tell(self, table: ParameterTable, probes: frozenset[int], *, full: bool) -> None:
-        """Replaces earlier hints. The table is set last: until then the training thread uses none of the new probes."""
-        self.full, self.probes, self.table = full, probes, table
-
-
-Event = Captured | Local | AfterClip | Weights | Closed | OutcomeResolved | Stepped | Counted | Observed
+Event = Captured | Local | AfterClip | Weights | Closed | Divided | Withdrawn | OutcomeResolved | Stepped | Counted | Observed
 
 ROOM = 1 << 13
 """Records in the mailbox, at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.dashboards.lint import panels, queries, settings
+from tests.dashboards.lint import drawing, following, numbers, overview, panels, queries, settings
 from tests.dashboards.lint.model import Board
 
 Rule = Callable[[Board], Iterator[tuple[str, str]]]
@@ -46,7 +46,7 @@ RULES: dict[str, Rule] = {
     "nan-in-sum": queries.nan,
     "legend-labels": queries.legend,
     "device-of-which-host": queries.device_legend,
-    "annotations": queries.state_change_annotations,
+    "annotations": following.both_are_there,
     "no-inputs": settings.no_inputs,
     "variables-defined": settings.variables_defined,
     "variables-used": settings.variables_used,
@@ -57,10 +57,40 @@ RULES: dict[str, Rule] = {
     "table-queries": panels.table_queries,
     "grid": panels.grid,
     "links": settings.links,
+    # What a person saw when Grafana had drawn the panels: held against its defaults, not against the JSON alone.
+    "hidden-cells": drawing.hidden_cells,
+    "inverted-colors": drawing.inverted_colors,
+    "annotations-off": following.annotations_off,
+    "annotations-onsets": following.onsets_only,
+    "annotations-states": following.no_state_changes,
+    "straggler-first": overview.straggler_first,
+    "state-legends": drawing.state_legends,
+    "state-names": drawing.states_have_names,
+    "seriousness": drawing.seriousness,
+    "links-of-run": following.follows_the_run,
+    "links-never-empty": following.no_empty_links,
+    "norm-outliers": overview.outliers_between_samples,
+    "bars": drawing.bars,
+    "table-width": drawing.table_width,
+    "ended-runs": overview.ended_runs,
+    "colors": drawing.colors,
+    "decimals": numbers.decimals,
+    "log-axis": numbers.log_axis,
+    "bare-rates": numbers.bare_rates,
+    "whole-counts": numbers.whole_counts,
+    "per-host": drawing.per_host,
+    "errors-that-are": numbers.errors_that_are,
+    "table-order": numbers.table_order,
+    "gpu-first": numbers.needs_gpu_first,
+    "axes": drawing.axes,
+    "one-screen": overview.one_screen,
+    "says-what-is-missing": numbers.says_what_is_missing,
+    "short-in-tiles": numbers.short_in_tiles,
+    "limits": numbers.limits,
 }
 
 
 def findings(board: Board, rules: dict[str, Rule] = RULES) -> list[Finding]:
-    """What all rules find in a dashboard."""
+    """What all rules find in a dashboard, each finding once."""
     name = str(board.json.get("uid"))
-    return [Finding(title, name, panel, text) for title, rule in rules.items() for panel, text in rule(board)]
+    return [Finding(title, name, panel, text) for title, rule in rules.items() for panel, text in dict.fromkeys(rule(board))]

@@ -26,6 +26,7 @@ from tests.dashboards.lint.model import (
     selectors,
     walk,
 )
+from tests.dashboards.lint.values import only_chooses
 from tests.support.tools import PATIENCE, find
 from torch_grad_exporter.metrics.families import Kind
 
@@ -118,7 +119,7 @@ def counter(board: Board) -> Found:
         for selector, name, above in selectors(query):
             kind = SERIES.get(name, (Kind.GAUGE,))[0]
             counted = any(isinstance(node, promql_parser.AggregateExpr) and str(node.op) in {"count", "group"} for node in above)
-            asked = any(_only_chooses(node, below) for below, node in itertools.pairwise((selector, *reversed(above))))
+            asked = any(only_chooses(node, below) for below, node in itertools.pairwise((selector, *reversed(above))))
             if (
                 kind is not Kind.GAUGE
                 and not _calls(above) & RATES
@@ -188,18 +189,11 @@ def nan(board: Board) -> Found:
             if not MAYBE_NAN.fullmatch(name) or NEVER_NAN.fullmatch(name) or SERIES.get(name, (None,))[0] is not Kind.GAUGE:
                 continue
             for below, node in itertools.pairwise((selector, *reversed(above))):
-                if _only_chooses(node, below) or _never_nan(node):
+                if only_chooses(node, below) or _never_nan(node):
                     break
                 if _adds(node):
                     yield query.panel["title"], f"{name} may be NaN and is added up without `x == x`"
                     break
-
-
-def _only_chooses(node: Node, below: Node) -> bool:
-    """Whether the values of this side of an operation only decide which of the other's are kept."""
-    if not isinstance(node, promql_parser.BinaryExpr) or below is not node.rhs or lint_labels.is_scalar(node.lhs):
-        return False
-    return str(node.op) in {"and", "unless"} or (str(node.op) in {*COMPARISONS, "!="} and not _is_bool(node))
 
 
 def _never_nan(node: Node) -> bool:
@@ -253,10 +247,3 @@ def variable_query(board: Board) -> Found:
 def _labels(board: Board, text: str) -> frozenset[str]:
     tree = Query({}, {}, text).tree()
     return lint_labels.of(tree, board.recorded) if tree is not None else frozenset()
-
-
-def state_change_annotations(board: Board) -> Found:
-    """Changes of the run's state and firing alerts stand as annotations on every graph."""
-    for metric in ("torch_train_state", "ALERTS"):
-        if not any(metric in note.get("expr", "") for note in board.annotations()):
-            yield "", f"no annotation from {metric}"

@@ -395,7 +395,7 @@ def test_the_runbook_has_a_section_for_each_rule(trained: Trained) -> None:
     page = body.decode()
     anchors = set(re.findall(r'id="([^"]+)"', page))
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert {rule.name.lower() for rule in RULES} == anchors
+    assert {rule.name for rule in RULES} == anchors
     links = set(re.findall(r'href="([^"]+)"', page))
     assert links - {f"#{anchor}" for anchor in anchors} == {".", "static/page.css"}
     assert trained.get("/static/page.css")[0] == 200

@@ -305,7 +305,7 @@ def test_a_nan_and_a_dead_layer(training: Callable[..., Run], open_page: Callabl
     assert problem.locator(".text").inner_text().endswith("in 1 unskipped step, since the start, in second.")
     assert problem.get_by_role("button", name="Show layer").get_attribute("data-layer") == "second"
     assert problem.locator(".steps").inner_text().startswith("Stop the run and go back to a checkpoint")
-    assert problem.get_by_role("link", name="More").get_attribute("href") == "runbook#trainingnonfinitegradients"
+    assert problem.get_by_role("link", name="More").get_attribute("href") == "runbook#TrainingNonFiniteGradients"
     soon(page, lambda: nonfinite_pixels(page) > 0)
 
     with torch.no_grad():
@@ -724,6 +724,81 @@ def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) ->
         page.evaluate(f"TorchGrad.app.overview.show({{ overhead_ratio: {ratio}, overhead_budget_ratio: 0.01 }})")
         assert page.locator("#tile-overhead").get_attribute("data-level") == level
     assert THRESHOLDS["ExporterOverBudget"] == 1.2
+
+
+ACTS = [
+    {"time": SECONDS[99] + 0.5, "step": int(AT[99]), "name": HOSTILE, "action": "ScaleLearningRate(factor=0.5)", "result": "done"},
+    *[{"time": SECONDS[700], "step": int(AT[700]), "name": f"cause {k}", "action": "tell", "result": "failed"} for k in range(4)],
+    {"time": SECONDS[-2], "step": int(AT[-2]), "name": "LossSpike", "action": "Stop()", "result": "refused"},
+]
+"""What actions did in that run, the first of them on a rule with a wild name."""
+
+
+def lines_at(page: Page, chart: str, colour: str) -> list[float]:
+    """Where on a chart, in its values of x, dashed lines of a colour stand from its upper to its lower edge."""
+    return cast(
+        "list[float]",
+        page.evaluate(
+            """([name, colour]) => {
+              const { uplot } = TorchGrad.app.charts[name];
+              const { left, top, width, height } = uplot.bbox;
+              const { canvas } = uplot.ctx;
+              const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+              const read = copy.getContext("2d", { willReadFrequently: true });
+              read.drawImage(canvas, 0, 0);
+              const area = read.getImageData(left, top, width, height).data;
+              const probe = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d");
+              probe.fillStyle = TorchGrad.theme.colour(colour);
+              probe.fillRect(0, 0, 1, 1);
+              const wanted = probe.getImageData(0, 0, 1, 1).data;
+              const found = [];
+              for (let x = 0; x < width; x += 1) {
+                let count = 0;
+                for (let y = 0; y < height; y += 1) {
+                  const at = 4 * (y * width + x);
+                  if ([0, 1, 2].every((k) => Math.abs(area[at + k] - wanted[k]) < 40)) count += 1;
+                }
+                if (count > height * 0.4) found.push(uplot.posToVal(x / devicePixelRatio, "x"));
+              }
+              return found;
+            }""",
+            [chart, colour],
+        ),
+    )
+
+
+def test_what_actions_did(open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """A line in each chart where something was done, by step and by time; a list in words, whose buttons move the cursor there."""
+    saved = drawn_run()
+    saved["status"]["actions"] = ACTS
+    html = tmp_path / "saved.html"
+    html.write_text(plot.page(json.loads(json.dumps(saved))), encoding="utf-8")
+    page = open_page(html.as_uri()).page
+    for chart in ("norm", "loss", "time"):
+        done = lines_at(page, chart, "text")
+        assert done[0] == pytest.approx(AT[99], abs=0.01 * AT[-1])
+        assert done[-1] - done[0] < 0.01 * AT[-1]
+        assert lines_at(page, chart, "critical")[0] == pytest.approx(AT[700], abs=0.01 * AT[-1])
+    expect(page.get_by_test_id("action-count")).to_have_text("6")
+    rows = page.locator("#action-list li[data-result]")
+    assert rows.evaluate_all("(all) => all.map((one) => one.dataset.result)") == ["refused", "failed", "failed", "failed"]
+    page.get_by_role("button", name="Show 2 more").press("Enter")
+    assert rows.count() == 6
+    last = rows.last.locator("button")
+    when = time.strftime("%H:%M:%S", time.localtime(SECONDS[99] + 0.5))
+    step = page.evaluate("(step) => TorchGrad.numbers.count(step)", int(AT[99]))
+    words = ["Done", HOSTILE, f"ScaleLearningRate(factor=0.5) at step {step}, {when}", "Show in charts"]
+    assert last.locator("span").all_inner_texts() == words
+    last.press("Enter")
+    expect(page.locator("#chart-loss .acted")).to_have_text(f"{HOSTILE}: ScaleLearningRate(factor=0.5) done")
+    page.get_by_test_id("axis-time").click()
+    assert lines_at(page, "loss", "text")[0] == pytest.approx(SECONDS[99], abs=20)
+
+
+def test_without_actions_nothing_is_said_of_them(drawn: Page) -> None:
+    """There is no list and no line."""
+    assert drawn.get_by_test_id("actions").is_hidden()
+    assert lines_at(drawn, "loss", "text") == lines_at(drawn, "loss", "critical") == []
 
 
 def test_a_run_that_failed(open_page: Callable[..., Visit], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNT
 from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
-from torch_grad_exporter.transfer.events import Counted, OutcomeResolved
+from torch_grad_exporter.transfer.events import OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 
 STILL_SECONDS = 1.0
@@ -139,7 +139,7 @@ class CountOnly:
         if counting is None:
             return
         self._parts.hooks.wake()
-        durations, own_seconds = self._clock.commit()
+        durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
         self._counting = None
         steps, surplus, witness = len(counting.moments), counting.surplus, self._witness
         skipped = 0 if witness is None else _skipped_steps(counting, witness, after_step=after_step)
@@ -147,7 +147,7 @@ class CountOnly:
         if not steps or (surplus and after_step):
             self._follow_for_a_while()
         norm_waits = self._tell(counting, skipped)
-        self._add(durations, own_seconds, counting)
+        self._add(durations, own, counting)
         self._pass_over(steps, skipped=skipped, backwards=unfinished)
         self._norm_at = None
         if norm_waits:
@@ -160,7 +160,7 @@ class CountOnly:
     def _follow_for_a_while(self) -> None:
         self._not_before = self._rounds.current.number + AFTER_TROUBLE
 
-    def _add(self, durations: list[float], own_seconds: float, counting: CountingHook) -> None:
+    def _add(self, durations: tuple[float, ...], own: float, counting: CountingHook) -> None:
         clock = self._clock
         if counting.surplus == -counting.to_a_step:
             # Nothing came before the last step: a backward in which the witness had no part, rather than a step without one.
@@ -168,10 +168,7 @@ class CountOnly:
             clock.examples_came(round(counting.to_a_step * self._mean_size))
         self._seen = clock.examples, clock.backward_passes
         if durations:
-            # With what the user's calls meanwhile have cost.
-            own = own_seconds + len(durations) * COUNTED_SECONDS
             self._parts.schedule.counted(durations, own)
-            self._parts.mailbox.append(Counted(tuple(durations), own))
 
     def _pass_over(self, steps: int, *, skipped: int, backwards: int) -> None:
         """So many rounds like the last one were counted, so many steps skipped. `backwards`: of a round that is not over."""

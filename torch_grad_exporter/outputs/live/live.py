@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part, Window
@@ -62,8 +63,19 @@ class Run:
     version: str
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a scrape shows, and what is wrong by it, the worst first."""
+
+    values: Values
+    problems: list[Problem]
+
+
 class Live:
-    """Answers of the page's interface, from any thread. `targets`: the ranks as http_sd has them. `now` is Unix time."""
+    """Answers of the page's interface, from any thread.
+
+    `targets`: the ranks as http_sd has them. `happened`: what actions have done. `now` is Unix time.
+    """
 
     def __init__(
         self,
@@ -72,9 +84,11 @@ class Live:
         scrape: Callable[[], Iterable[Family]],
         *,
         targets: Callable[[], bytes] = lambda: b"[]",
+        happened: Callable[[], Sequence[Happened]] = tuple,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._run = run
+        self._happened = happened
         self._targets = targets
         self._history = history
         self._scrape = scrape
@@ -96,9 +110,14 @@ class Live:
         """Remembers the counters by which problems are judged, whether the page is open or not."""
         self._latest()
 
-    def problems(self) -> list[Problem]:
-        """What is wrong now, the worst first."""
-        return self._problems(self._latest(), self._now())
+    def problems(self, *, fresh: bool = False) -> list[Problem]:
+        """What is wrong now, the worst first. `fresh`: by a scrape of now, not of a second ago."""
+        return self.judged(fresh=fresh).problems
+
+    def judged(self, *, fresh: bool = False) -> Judged:
+        """As `problems`, with the values."""
+        values = self._latest(fresh=fresh)
+        return Judged(values, self._problems(values, self._now()))
 
     def _problems(self, values: Values, now: float) -> list[Problem]:
         with self._lock:
@@ -123,7 +142,8 @@ class Live:
             **{name: _number(_sum(values, spec)) for name, spec in _SUMS.items()},
             "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
             "resources": list(_resources(values)),
-            "problems": [{**asdict(one), "others": list(one.others)} for one in problems],
+            "problems": [_shown(one) for one in problems],
+            "actions": [asdict(one) for one in self._happened()],
             "ranks": list(self._others()),
         }
         return found
@@ -165,9 +185,7 @@ class Live:
 
     def everything(self, *, fresh: bool = False) -> Json:
         """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
-        if fresh:
-            self._taken = float("-inf")
-        values = self._latest()
+        values = self._latest(fresh=fresh)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -194,11 +212,13 @@ class Live:
         """What is known of a layer in addition to its history."""
         return {**_of_layer(values, name), "sharded": name in self._history.sharded}
 
-    def _latest(self) -> Values:
+    def _latest(self, *, fresh: bool = False) -> Values:
         """The values of a scrape that is no older than `MAX_AGE`, or of the one before while another thread scrapes.
 
         Raises `ScrapeBusyError` where there was none yet and the first one is slow: the server has few workers.
         """
+        if fresh:
+            self._taken = float("-inf")
         now, values = self._now(), self._values
         if values is not None and 0 <= now - self._taken < MAX_AGE:
             return values
@@ -270,6 +290,11 @@ def _columns(part: Part, names: Sequence[str]) -> Json:
     places = {name: np.flatnonzero(part.nonfinite[:, column]).tolist() for column, name in enumerate(names)}
     values = {name: _numbers(part.values[:, column]) for column, name in enumerate(names)}
     return {**values, "nonfinite": {name: found for name, found in places.items() if found}}
+
+
+def _shown(problem: Problem) -> Json:
+    """A problem as the page has it: its sentence has the number."""
+    return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
 
 
 def _number(value: float | None) -> float | str | None:

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS
 from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
@@ -180,6 +181,18 @@ def status(saved: Saved) -> Status:
     )
 
 
+def actions(saved: Saved) -> list[Happened]:
+    """What `exporter.on` did, the oldest first; none where an earlier version has saved it."""
+    return [
+        Happened(
+            float(_finite([one["time"]], "time")[0]),
+            int(_finite([one["step"]], "step")[0]),
+            *(_text(one[name]) for name in ("name", "action", "result")),
+        )
+        for one in _list(saved["status"].get("actions", []), "actions")
+    ]
+
+
 def lines(saved: Saved, view: str) -> Lines:
     """The values of the run."""
     answer = saved["run"][view]
@@ -225,6 +238,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
 def _check(saved: Saved) -> None:
     """Reads all of it once."""
     status(saved)
+    actions(saved)
     known = set(saved["layer"].keys())
     for view in VIEWS:
         lines(saved, view)

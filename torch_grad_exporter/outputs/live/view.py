@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.live.history import History
@@ -23,7 +24,7 @@ CLOSE_SECONDS = 0.5
 class View:
     """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
-    `steps`: of the optimizer that took the most. `scrape`: all metrics. `now`: Unix time.
+    `steps`: of the optimizer that took the most. `scrape`: all metrics. `happened`: what actions have done. `now`: Unix time.
     `dead_from`: samples from which on a dead ratio means anything.
     """
 
@@ -35,13 +36,14 @@ class View:
         scrape: Callable[[], Iterable[Family]],
         *,
         targets: Callable[[], bytes],
+        happened: Callable[[], Sequence[Happened]],
         dead_from: int,
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
     ) -> None:
         moments, cursor = Moments(dead_from), host.cursor()
         self.history = History(lambda: moments.of(host.read(cursor), steps()), now=now)
-        self.live = Live(run, self.history, scrape, targets=targets, now=now)
+        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now)
         self._pages = Pages(self.live)
         self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
 

@@ -125,11 +125,11 @@ def _judge(response: requests.Response, content: bytes) -> None:
         raise DeliveryError(f"redirected with status {status}, which is not followed")
     elif not response.ok:
         permanent = 400 <= status < 500 and status not in _PASSING
-        pause = _retry_after(response.headers.get("Retry-After", "")) if status in _RETRYABLE else None
+        pause = retry_after(response.headers.get("Retry-After", "")) if status in _RETRYABLE else None
         raise DeliveryError(_refusal(response, content), permanent=permanent, pause=pause)
 
 
-def _retry_after(text: str) -> float:
+def retry_after(text: str) -> float:
     """Seconds until the next try, which a receiver gives as a number or as a date, else `GROWING`."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(text))

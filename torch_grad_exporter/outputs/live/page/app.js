@@ -81,9 +81,13 @@
       text(byId("theme-choice"), { auto: "Auto", light: "Light", dark: "Dark" }[choice]);
       byId("theme").setAttribute("aria-label", `Colours: ${choice}`);
       if (first) return;
+      this._redraw();
+      this.heatmap.draw();
+    }
+
+    _redraw() {
       for (const chart of Object.values(this.charts)) chart.redraw();
       this.layer.redraw();
-      this.heatmap.draw();
     }
 
     open(layer, opener) {
@@ -181,6 +185,12 @@
     _status(status) {
       this.overview.show(status, Boolean(this.saved));
       this._marks(status.problems || []);
+      if (this._acts()) this._redraw();
+    }
+
+    _acts() {
+      const { status } = this.history;
+      return page.marks.show((status && status.actions) || [], this.state.axis, (x) => page.charts.cursor.move(x, null));
     }
 
     _marks(problems) {
@@ -190,6 +200,7 @@
     }
 
     draw() {
+      this._acts();
       const { view, axis, quantity } = this.state;
       const run = this.history.run[view];
       const part = this.history.layers[quantity][view];

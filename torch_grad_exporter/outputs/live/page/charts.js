@@ -83,7 +83,8 @@
       this.title = element("h3", {}, this.spec.title);
       this.nothing = element("p", { class: "nothing", hidden: "" }, this.spec.nothing || "No value yet");
       this.also = element("p", { class: "also" });
-      this.plot = element("div", { class: "plot empty", role: "img" }, this.also);
+      this.acted = element("p", { class: "acted" });
+      this.plot = element("div", { class: "plot empty", role: "img" }, this.also, this.acted);
       const caption = element("figcaption", {}, this.title, legend);
       this.figure = element("figure", { class: "chart", id: this.spec.id, "data-testid": this.spec.id }, caption, this.plot, this.nothing);
       host.append(this.figure);
@@ -107,7 +108,7 @@
           { ...axis, size: 54, gap: 6, splits: (u, k, low, high) => this._yTicks(low, high), values: (u, at) => at.map((y) => this._yText(y)) },
         ],
         series: [{}, ...series],
-        hooks: { setCursor: [(u) => this._moved(u)], setSelect: [(u) => this._selected(u)], draw: [(u) => this._marks(u)] },
+        hooks: { setCursor: [(u) => this._moved(u)], setSelect: [(u) => this._selected(u)], draw: [(u) => this._marks(u), (u) => page.marks.draw(u, this.axis)] },
       };
       this.lists = this.spec.series.map(() => []);
       this.uplot = new window.uPlot(options, [[], ...this.lists], this.plot);
@@ -236,6 +237,7 @@
       const k = x === null ? this.xs.length - 1 : nearest(this.xs, x);
       this.values.forEach((value, s) => { value.textContent = this._said(s, k); });
       this.also.textContent = this.flags.some((marks, s) => marks[k] && !bad(this.raw[s][k])) ? "also not finite" : "";
+      page.dom.text(this.acted, page.marks.at(this.uplot, this.axis, x));
       const texts = this.spec.series.map((one, s) => `${one.label} ${this._said(s, this.xs.length - 1)}`);
       this.plot.setAttribute("aria-label", `${this.spec.title}, last: ${texts.join(", ")}`);
     }

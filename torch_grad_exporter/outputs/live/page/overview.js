@@ -192,7 +192,7 @@
       const alert = element("span", { class: "alert" }, problem.alert);
       const words = element("span", { class: "text" }, problem.text);
       const steps = element("span", { class: "steps" }, problem.first_steps || "");
-      const help = link(`runbook#${encodeURIComponent(String(problem.alert).toLowerCase())}`, "More");
+      const help = link(`runbook#${encodeURIComponent(String(problem.alert))}`, "More");
       help.classList.add("help");
       help.hidden = this.saved;
       let body = element("span", { class: "body" }, badge, alert, words);

@@ -1,0 +1,116 @@
+"""What a call of `Clipper` costs beside `clip_grad_norm_`, on the same gradients, in turns: `python -m benchmarks.clipping`.
+
+The control is `clip_grad_norm_` a second time. Both get a list of parameters; the clipper also gets the model, whose changes it
+then looks for in each call. `clip=` is a whole step of an optimizer that does nothing, with the hooks that clip around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks import record
+from benchmarks.interleave import Step, compare, interleave, trimmed_mean
+from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, ZClip
+from torch_grad_exporter.actions.clip.at_steps import SOURCES, ClipAtSteps, Wanted
+from torch_grad_exporter.errors import ErrorLog
+
+ROUNDS = 60
+BAR = 0.10
+"""What `MaxNorm` over a list of parameters may cost beside `clip_grad_norm_`."""
+
+
+def _encoder() -> torch.nn.Module:
+    return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(128, 4, 512, batch_first=True), 6)
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "3 layers": (lambda: torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)]), 200),
+    "transformer": (_encoder, 30),
+    "80 layers": (lambda: torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(80)]), 50),
+}
+"""By name: the model, and how many calls make a block."""
+
+
+def arms_of(model: torch.nn.Module) -> dict[str, Step]:
+    """What is called in turns, all on the same gradients."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+
+    def clip_grad_norm() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    arms: dict[str, Step] = {"plain": clip_grad_norm, "clip_grad_norm_ again": clip_grad_norm}
+    arms["MaxNorm, parameters"] = _calling(Clipper(parameters, MaxNorm(1.0)))
+    for policy in (MaxNorm(1.0), AutoClip(), ZClip(), MaxNorm(1.0, scope="layer"), ZClip(scope="layer"), AGC()):
+        name = type(policy).__name__
+        arms[f"{name}, by layer" if policy.scope == "layer" else name] = _calling(Clipper(model, policy))
+    arms["clip=MaxNorm, a step"] = _Nothing(parameters).step
+    return arms
+
+
+class _Nothing(torch.optim.Optimizer):
+    """Its step does nothing."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__([*parameters], {})
+
+    def step(self, _closure: object = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+def _calling(clipper: Clipper) -> Step:
+    def call() -> None:
+        clipper()
+
+    return call
+
+
+def table(rounds: int) -> record.Table:
+    """Every arm of every model beside `clip_grad_norm_`."""
+    rows: list[list[record.Cell]] = []
+    for name, (make, calls) in MODELS.items():
+        torch.manual_seed(0)
+        model = make()
+        errors = ErrorLog(SOURCES)
+        clip = ClipAtSteps(Wanted(policy=MaxNorm(1.0)), {"": model}, errors)
+        clip.start()
+        blocks = interleave(arms_of(model), steps_per_block=calls, rounds=rounds)
+        clip.close()
+        if any(errors.counts().values()):
+            raise RuntimeError(f"clip= has failed: {errors.counts()}")
+        base = trimmed_mean(blocks["plain"])
+        tensors = sum(1 for _ in model.parameters())
+        rows.append([name, tensors, "clip_grad_norm_", round(1e6 * base, 1), "", ""])
+        for arm, one in compare(blocks).items():
+            beside = f"{100 * one.overhead:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            answer = ("yes" if one.overhead <= BAR else "no") if arm == "MaxNorm, parameters" else ""
+            rows.append([name, tensors, arm, round(1e6 * one.seconds, 1), beside, answer])
+    columns = ("model", "tensors", "call", "us", "beside clip_grad_norm_ %", "within the bar")
+    notes = [
+        f"{rounds} rounds of blocks in turns; in brackets what holds 95 % of resampled rounds.",
+        f"Bar: MaxNorm over the same list of parameters at most {100 * BAR:.0f} % above clip_grad_norm_.",
+    ]
+    return record.table("A call of Clipper", columns, rows, notes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs it and writes `results/clipping.json`, or `clipping-trial.json` if it was shorter than usual."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clipping", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = table(chosen.rounds)
+    for row in (found["columns"], *found["rows"], *found["notes"]):
+        print(row if isinstance(row, str) else " | ".join(map(str, row)))
+    name = "clipping" if chosen.rounds >= ROUNDS else "clipping-trial"
+    print(f"written to {record.save(name, {'tables': [found]})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What a condition reads: the values of now and their windows, against numpy over the same values."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from tests.support.acting import CPU, LOSS, METRICS, NORM, Rows, values
+from torch_grad_exporter.actions.act.measurements import MOST_WINDOWS, ConditionError, Measurements
+
+SAMPLE = "torch_grad_sample_step"
+
+
+def fed(*moments: tuple[float, dict[str, float | Rows]]) -> Measurements:
+    """One that asked for windows of three at the first moment, and saw all of them."""
+    measurements = Measurements(METRICS)
+    for at, numbers in moments:
+        measurements.begin(values(numbers), at)
+    return measurements
+
+
+def test_the_last_value_and_one_that_is_not_there() -> None:
+    """What is there, and NaN for what is not."""
+    now = fed((0.0, {CPU: 0.25}))
+    assert now.last(CPU) == 0.25
+    assert math.isnan(now.last(LOSS))
+
+
+def test_windows_in_seconds_are_those_of_numpy() -> None:
+    """Mean, largest and smallest value and increase of the last 10 seconds, at uneven times, against numpy in float64."""
+    generator = random.Random(1)
+    now, at, seen = Measurements(METRICS), 0.0, list[tuple[float, float]]()
+    compared = 0
+    for _ in range(200):
+        at += generator.uniform(0.5, 2.0)
+        seen.append((at, generator.gauss(0.0, 1.0)))
+        now.begin(values({LOSS: seen[-1][1]}), at)
+        found = [one(LOSS, seconds=10) for one in (now.mean, now.max, now.min, now.increase)]
+        before = [value for then, value in seen if then <= at - 10]
+        if not before:
+            assert all(map(math.isnan, found))
+            continue
+        inside = np.array([value for then, value in seen if then > at - 10], dtype=np.float64)
+        assert found == pytest.approx([inside.mean(), inside.max(), inside.min(), inside[-1] - before[-1]], rel=1e-12)
+        compared += 1
+    assert compared > 150
+
+
+def test_windows_of_samples_are_full_at_their_number() -> None:
+    """The mean of three values is NaN after two, and then that of the last three."""
+    now, means = Measurements(METRICS), []
+    for step, norm in enumerate((1.0, 2.0, 6.0, 10.0)):
+        now.begin(values({NORM: norm, SAMPLE: float(step)}), float(step))
+        means.append((now.mean(NORM, samples=3), now.increase(NORM, samples=3)))
+    assert all(map(math.isnan, (means[0][0], means[1][0], means[2][1])))
+    assert (means[2][0], means[3][0], means[3][1]) == (3.0, 6.0, 9.0)
+
+
+def test_a_value_without_a_new_sample_counts_once() -> None:
+    """Evaluations between two samples see the same sample: of a window of samples it is one. Equal norms of two samples are two."""
+    now = Measurements(METRICS)
+    for at, (step, norm) in enumerate([(1, 5.0), (1, 5.0), (1, 5.0), (2, 5.0)]):
+        now.begin(values({NORM: norm, SAMPLE: float(step)}), float(at))
+        mean = now.mean(NORM, samples=2)
+        assert math.isnan(mean) if at < 3 else mean == 5.0
+
+
+def test_other_metrics_have_a_value_at_each_evaluation() -> None:
+    """A ratio that stays the same is a sample each time."""
+    now = Measurements(METRICS)
+    for at in range(3):
+        now.begin(values({CPU: 0.5, SAMPLE: 1.0}), float(at))
+        mean = now.mean(CPU, samples=3)
+    assert mean == 0.5
+
+
+def test_the_last_samples_are_taken_from_where_a_window_was_asked_for() -> None:
+    """A window that is asked for late knows nothing of before."""
+    now = fed(*((float(at), {CPU: float(at)}) for at in range(5)))
+    assert math.isnan(now.mean(CPU, seconds=2))
+    now.begin(values({CPU: 5.0}), 5.0)
+    now.begin(values({CPU: 9.0}), 6.0)
+    assert now.mean(CPU, seconds=2) == 7.0
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    """An infinite value makes the mean infinite; NaN makes all of them NaN; the largest finite numbers do not overflow."""
+    now = Measurements(METRICS)
+    found = []
+    for at, loss in enumerate((1e308, 1.7e308, math.inf, math.nan)):
+        now.begin(values({LOSS: loss}), float(at))
+        found.append([one(LOSS, samples=2) for one in (now.mean, now.max, now.min)])
+    assert found[1] == [pytest.approx(1.35e308), 1.7e308, 1e308]
+    assert found[2] == [math.inf, math.inf, 1.7e308]
+    assert all(map(math.isnan, found[3]))
+
+
+def test_labels_choose_a_series() -> None:
+    """By keyword; a layer that is not there is NaN."""
+    now = fed((0.0, {"torch_grad_norm": {("a",): 1.0, ("b",): 2.0}}))
+    assert now.last("torch_grad_norm", layer="b") == 2.0
+    assert math.isnan(now.last("torch_grad_norm", layer="c"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda m: m.last("torch_grad_global_nrm"), "no metric 'torch_grad_global_nrm'; did you mean torch_grad_global_norm"),
+        (lambda m: m.last("nothing like it"), "no metric 'nothing like it'$"),
+        (lambda m: m.last("torch_grad_norm"), "2 series here; choose one by layer="),
+        (lambda m: m.last("torch_grad_norm", lawyer="a"), "no label 'lawyer'; it has layer"),
+        (lambda m: m.last("torch_grad_norm_distribution", layer="a"), "histogram"),
+        (lambda m: m.mean(CPU), "one of both"),
+        (lambda m: m.mean(CPU, seconds=1, samples=1), "one of both"),
+        (lambda m: m.mean(CPU, seconds=0), "seconds=0"),
+        (lambda m: m.mean(CPU, seconds=math.nan), "seconds=nan"),
+        (lambda m: m.mean(CPU, seconds=1e9), "seconds=1000000000"),
+        (lambda m: m.mean(CPU, samples=0), "samples=0"),
+        (lambda m: m.mean(CPU, samples=1.5), "samples=1.5"),
+        (lambda m: [m.mean(CPU, seconds=1 + n) for n in range(MOST_WINDOWS + 1)], "more than 1000 windows"),
+    ],
+)
+def test_what_can_never_be_there_raises(ask: object, message: str) -> None:
+    """Each wrong question, with what to ask instead."""
+    now = fed((0.0, {CPU: 0.5, "torch_grad_norm": {("a",): 1.0, ("b",): 2.0}}))
+    assert callable(ask)
+    with pytest.raises(ConditionError, match=message):
+        ask(now)
+
+
+def test_what_was_read_is_known() -> None:
+    """By the call, of this evaluation only."""
+    now = fed((0.0, {CPU: 0.5}))
+    now.last(CPU)
+    now.begin(values({CPU: 0.75, "torch_grad_norm": {("a",): 1.0}}), 1.0)
+    now.last("torch_grad_norm", layer="a")
+    now.mean(CPU, samples=1)
+    assert now.read == {"last(torch_grad_norm, layer=a)": 1.0, f"mean({CPU}, samples=1)": 0.75}
+
+
+def test_a_window_keeps_no_more_than_it_needs() -> None:
+    """After 10,000 evaluations a window of 10 seconds has 10 values and the one before."""
+    now = Measurements(METRICS)
+    for at in range(10_000):
+        now.begin(values({CPU: 0.5}), float(at))
+        now.mean(CPU, seconds=10)
+        now.mean(CPU, samples=10)
+    assert [len(window._values) for window in now._windows.values()] == [11, 11]

@@ -1,0 +1,90 @@
+"""A real Alertmanager with the shipped configuration: from a fault in a training to its API, and on to its receivers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.notified import Judged, Trained
+from tests.support.real_alertmanager import Alertmanager as Real
+from tests.support.real_alertmanager import Webhook as Told
+from tests.support.real_alertmanager import alertmanager, shortened, webhook
+from tests.support.tools import eventually
+from torch_grad_exporter.actions import Alertmanager
+from torch_grad_exporter.rules import Problem
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(name="running")
+def _running(tmp_path: Path) -> Iterator[tuple[Real, Told]]:
+    with webhook() as told, alertmanager(tmp_path, shortened(tmp_path, told)) as real:
+        yield real, told
+
+
+def of(real: Real, name: str) -> list[Mapping[str, Any]]:
+    """The alerts of a name that it has."""
+    return [alert for alert in real.alerts() if alert["labels"]["alertname"] == name]
+
+
+def test_a_fault_in_a_training_reaches_who_is_on_call(running: tuple[Real, Told]) -> None:
+    """A loss that is NaN: a critical alert with the labels and the summary that Prometheus' own has, which the pager gets.
+
+    When the run has ended, so has the alert, and the pager is told that too.
+    """
+    real, told = running
+    trained = Trained(Alertmanager(real.url), run="nan run", rank=0)
+    with trained.exporter:
+        trained.train(nan=True)
+        assert eventually(lambda: bool(of(real, "TrainingNonFiniteLoss")))
+        (alert,) = of(real, "TrainingNonFiniteLoss")
+        assert alert["labels"] == {"alertname": "TrainingNonFiniteLoss", "severity": "critical", "run": "nan run", "rank": "0"}
+        assert alert["annotations"]["summary"] == "The loss of run nan run is NaN or infinite."
+        assert "Check whether it continues." in alert["annotations"]["description"]
+        assert [one["name"] for one in alert["receivers"]] == ["pager"]
+        assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in told.firing())
+    assert eventually(lambda: ("pager", "TrainingNonFiniteLoss", "nan run") in told.resolved())
+    assert of(real, "TrainingNonFiniteLoss") == []
+
+
+def test_it_is_routed_and_inhibited_as_those_of_prometheus(running: tuple[Real, Told]) -> None:
+    """Warnings go to the team and information to nobody; a NaN in the gradients silences the explosion of the same run."""
+    real, told = running
+    judged = Judged(Alertmanager(real.url))
+    judged.notify._now = time.time
+    judged.at(
+        0,
+        Problem("TrainingNonFiniteGradients", "critical", "NaN."),
+        Problem("GradientExploding", "warning", "It explodes."),
+        Problem("DataLoaderStarvation", "warning", "It waits."),
+        Problem("GpuUnderused", "info", "It idles."),
+    )
+    assert eventually(lambda: len(told.firing()) >= 2)
+    assert sorted(told.firing()) == [("pager", "TrainingNonFiniteGradients", "r"), ("team", "DataLoaderStarvation", "r")]
+    receivers = {one["labels"]["alertname"]: [to["name"] for to in one["receivers"]] for one in real.alerts()}
+    assert receivers["GpuUnderused"] == ["nobody"]
+    (exploding,) = of(real, "GradientExploding")
+    assert exploding["status"]["inhibitedBy"]
+    judged.at(1)
+    assert eventually(lambda: len(told.resolved()) >= 2)
+    assert real.alerts() == []
+
+
+def test_an_alert_and_its_repetitions_are_one(running: tuple[Real, Told]) -> None:
+    """Posted each minute with the same labels and beginning, it stays one alert, whose end moves on."""
+    real, _ = running
+    judged = Judged(Alertmanager(real.url))
+    begun = time.time()
+    judged.notify._now = lambda: begun + judged.clock()
+    problem = Problem("LossSpike", "warning", "It jumps.")
+    judged.at(0, problem)
+    (first,) = of(real, "LossSpike")
+    judged.at(61, problem)
+    (second,) = of(real, "LossSpike")
+    assert second["fingerprint"] == first["fingerprint"]
+    assert second["startsAt"] == first["startsAt"]
+    assert second["endsAt"] > first["endsAt"]

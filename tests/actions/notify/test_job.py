@@ -1,0 +1,206 @@
+"""Several ranks: rank 0 tells for all, each problem once; without it, or without a store, each rank tells its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.notified import Clock, Judged, Receiver, notification, receiver
+from tests.support.ranks import run_ranks
+from tests.support.tools import FOREVER, eventually
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions import Webhook
+from torch_grad_exporter.actions.notify import job
+from torch_grad_exporter.actions.notify.job import GONE_SECONDS, Job
+from torch_grad_exporter.distributed.store import JobStore, NoStoreError
+from torch_grad_exporter.rules import Problem
+
+SPIKES = Problem("LossSpike", "warning", "It jumps.")
+STALLED = Problem("TrainingStalled", "critical", "Nothing happens.")
+FAILED = Problem("TrainingFailed", "critical", "An exception ended the training.")
+
+
+class Ranks:
+    """Ranks with one store, whose clock goes on by a second with each evaluation of all."""
+
+    def __init__(self, there: Receiver, ranks: int = 3, connect: Callable[[], object] | None = None) -> None:
+        shared = dist.HashStore()
+        self.clock = Clock()
+        self.stores = [JobStore(connect or (lambda: shared)) for _ in range(ranks)]
+        self.ranks = [
+            Judged(Webhook(there.url), rank=rank, job=Job(store, rank, ranks, clock=self.clock, started=rank))
+            for rank, store in enumerate(self.stores)
+        ]
+
+    def seconds(self, count: int, problems: dict[int, list[Problem]], *, without: tuple[int, ...] = ()) -> None:
+        """So many evaluations of all ranks but some, with these problems by rank."""
+        for _ in range(count):
+            self.clock.time += 1
+            for rank, judged in enumerate(self.ranks):
+                if rank not in without:
+                    judged.at(self.clock.time, *problems.get(rank, []))
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def told(there: Receiver) -> list[tuple[str, str, int]]:
+    """Alert, status and rank of each notification."""
+    return [(asked.json["alert"], asked.json["status"], asked.json["rank"]) for asked in there.asked]
+
+
+def test_rank_0_tells_each_problem_once() -> None:
+    """One that all ranks have, and one that only rank 2 has: each begins once and ends once, with the rank that has it."""
+    with receiver() as there:
+        scene = Ranks(there)
+        scene.seconds(5, {})
+        scene.seconds(5, {0: [SPIKES], 1: [SPIKES], 2: [SPIKES, STALLED]})
+        assert sorted(told(there)) == [("LossSpike", "firing", 0), ("TrainingStalled", "firing", 2)]
+        scene.seconds(5, {1: [SPIKES]})  # it goes on as long as any rank has it, under the name that it began with
+        assert told(there)[2:] == [("TrainingStalled", "resolved", 2)]
+        scene.seconds(5, {})
+        assert told(there)[3:] == [("LossSpike", "resolved", 0)]
+        scene.close()
+
+
+def test_a_rank_that_does_not_hear_of_rank_0_tells_its_own() -> None:
+    """After ten seconds without it, each of the others tells what it has, once; when it is back it tells for all again."""
+    with receiver() as there:
+        scene = Ranks(there)
+        scene.seconds(5, {})
+        scene.seconds(int(GONE_SECONDS), {1: [STALLED], 2: [STALLED]}, without=(0,))
+        assert told(there) == []
+        scene.seconds(5, {1: [STALLED], 2: [STALLED]}, without=(0,))
+        assert sorted(told(there)) == [("TrainingStalled", "firing", 1), ("TrainingStalled", "firing", 2)]
+        scene.seconds(5, {1: [STALLED], 2: [STALLED]})
+        assert told(there)[2:] == [("TrainingStalled", "firing", 1)]
+        scene.close()
+
+
+def test_a_rank_that_is_gone_has_no_problems() -> None:
+    """What only a rank had that no longer reports ends after ten seconds."""
+    with receiver() as there:
+        scene = Ranks(there)
+        scene.seconds(5, {2: [SPIKES]})
+        scene.seconds(int(GONE_SECONDS) - 1, {}, without=(2,))
+        assert told(there) == [("LossSpike", "firing", 2)]
+        scene.seconds(3, {}, without=(2,))
+        assert told(there)[1:] == [("LossSpike", "resolved", 2)]
+        scene.close()
+
+
+def test_the_report_of_a_process_that_has_ended_is_not_told() -> None:
+    """What a process before a restart has left in the store is no problem of the new one, and no sign that rank 0 is there."""
+    shared, clock = dist.HashStore(), Clock()
+    store = JobStore(lambda: shared)
+    found = {("LossSpike", "warning", None): notification()}
+    for rank in (0, 1):
+        for _ in range(3):
+            Job(store, rank, 2, clock=clock, started=1).exchange(found)
+    first, second = (Job(store, rank, 2, clock=clock, started=2) for rank in (0, 1))
+    assert first.exchange({}) == {}
+    store.publish("notify/0", b"[1, 3, []]")  # as it was before the restart
+    clock.time = GONE_SECONDS - 1
+    assert second.exchange(found) is None
+    clock.time = GONE_SECONDS + 1
+    assert second.exchange(found) == found
+    store.close()
+
+
+def test_without_a_store_each_rank_tells_its_own_at_once() -> None:
+    """A job whose ranks share nothing: no waiting."""
+
+    def none() -> object:
+        raise NoStoreError("none")
+
+    with receiver() as there:
+        scene = Ranks(there, ranks=2, connect=none)
+        scene.seconds(1, {0: [SPIKES], 1: [SPIKES]})
+        assert told(there) == [("LossSpike", "firing", 0), ("LossSpike", "firing", 1)]
+        scene.close()
+
+
+def test_a_store_that_fails_leaves_each_rank_to_itself() -> None:
+    """Rank 0 tells its own at once, the others theirs after ten seconds; judging goes on."""
+
+    def broken() -> object:
+        raise OSError("gone")
+
+    with receiver() as there:
+        scene = Ranks(there, ranks=2, connect=broken)
+        scene.seconds(1, {0: [SPIKES], 1: [SPIKES]})
+        assert told(there) == [("LossSpike", "firing", 0)]
+        scene.seconds(int(GONE_SECONDS) + 1, {0: [SPIKES], 1: [SPIKES]})
+        assert told(there)[1:] == [("LossSpike", "firing", 1)]
+        scene.close()
+
+
+def test_what_the_end_brings_a_rank_tells_itself() -> None:
+    """A rank that fails says so to the webhook itself, and rank 0 does not say it again."""
+    with receiver() as there:
+        scene = Ranks(there)
+        scene.seconds(5, {})
+        one = scene.ranks[1]
+        one.problems, one.clock.time = [FAILED], 6.0
+        one.notify.evaluate(last=True)
+        one.notify._sinks[0].work()
+        assert told(there) == [("TrainingFailed", "firing", 1)]
+        scene.seconds(5, {}, without=(1,))
+        assert len(told(there)) == 1
+        scene.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'[1, 2, [["a", "b", null, {}]]]', b"[1, 2, 3]", b"\xff"])
+def test_what_is_no_report_is_left_out(content: bytes) -> None:
+    """Whatever stands under a key of ours, nothing is raised and nothing is made up."""
+    store = JobStore(dist.HashStore)
+    rank_0 = Job(store, 0, 2, clock=Clock())
+    for number in range(3):
+        store.publish("notify/1", content + b" " * number)
+        assert rank_0.exchange({}) == {}
+    store.close()
+
+
+def _rank(rank: int, folder: str, url: str) -> None:
+    """A rank of a real job: both observe losses that are NaN."""
+    job.GONE_SECONDS = FOREVER  # under load, rank 0 may be slow
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"port": None, "run": "two ranks", "every": 1, "alerts": [Webhook(url)]}
+    with start_exporter(model, **options) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            exporter.observe(loss=float("nan"))
+        done = Path(folder) / "done"
+        assert eventually(done.exists)
+        dist.barrier()
+
+
+def test_two_processes_tell_once(tmp_path: Path) -> None:
+    """Two ranks with a process group and the same fault: the webhook hears of it once, and of its end once."""
+    with receiver() as there:
+
+        def finish() -> None:
+            there.got(1)
+            (tmp_path / "done").touch()
+
+        thread = threading.Thread(target=finish)
+        thread.start()
+        run_ranks(_rank, str(tmp_path), there.url)
+        thread.join()
+        found = [json.loads(asked.body) for asked in there.asked]
+    assert [(one["alert"], one["status"], one["run"]) for one in found] == [
+        ("TrainingNonFiniteLoss", "firing", "two ranks"), ("TrainingNonFiniteLoss", "resolved", "two ranks"),
+    ]  # fmt: skip

@@ -1,0 +1,194 @@
+"""What a user writes: wrong arguments raise, secrets stay hidden, and bodies are what Slack, Discord and others take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.notified import SECRET, notification
+from tests.support.tools import lasting_threads
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions import Alertmanager, Log, Notification, Webhook
+from torch_grad_exporter.actions.notify import body as bodies
+from torch_grad_exporter.actions.notify.address import Address
+
+URL = f"https://{SECRET}:{SECRET}@hooks.example.org/{SECRET}?key={SECRET}"
+
+
+def endless() -> dict[str, object]:
+    """A mapping that contains itself."""
+    mapping: dict[str, object] = {}
+    mapping["a"] = mapping
+    return mapping
+
+
+WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (Webhook, ValueError, "url=None.*url_file=.*TORCH_GRAD_EXPORTER_WEBHOOK_URL"),
+    (Alertmanager, ValueError, "url=None.*url_file=.*TORCH_GRAD_EXPORTER_ALERTMANAGER_URL"),
+    (lambda: Webhook(URL, url_file="f"), ValueError, "url=<hidden>, url_file='f': give one of them"),
+    (lambda: Webhook(3), TypeError, "url=int: expected an address that begins with https://"),
+    *[
+        (lambda wrong=wrong: Webhook(wrong), ValueError, "url=<hidden>: expected an address that begins with https://")
+        for wrong in (
+            "", SECRET, f"ftp://{SECRET}", f"file:///{SECRET}", f"//{SECRET}/x", "https://", f"https:///{SECRET}",
+            f"https://h:{SECRET}/", f"https://[{SECRET}/", f"https://h/{SECRET} x", f"https://h/{SECRET}\n", "https://h:0/",
+            f"https://h:70000/{SECRET}", f"javascript:{SECRET}", f"https://größe/{SECRET}",
+        )
+    ],
+    (lambda: Webhook(url_file=3), TypeError, "url_file=3: expected the path of a file"),
+    (lambda: Webhook(url_file=URL), ValueError, "url_file=<hidden>: cannot be read"),
+    (lambda: Webhook(URL, url_file=URL), ValueError, "url=<hidden>, url_file=<hidden>: give one of them"),
+    (lambda: Webhook(URL, min_severity=URL), ValueError, "min_severity=<hidden>: expected 'info'"),
+    (lambda: Webhook(URL, timeout=URL), TypeError, "timeout=<hidden>: expected a number"),
+    (lambda: Webhook(url_file=""), TypeError, "url_file='': expected the path of a file"),
+    (lambda: Webhook(url_file="/no/such/file"), ValueError, "url_file='/no/such/file': cannot be read: FileNotFoundError"),
+    *[
+        (lambda wrong=wrong: Webhook(URL, min_severity=wrong), kind, "min_severity=.*expected 'info', 'warning' or 'critical'")
+        for wrong, kind in (("page", ValueError), ("Critical", ValueError), (None, TypeError), (2, TypeError))
+    ],
+    (lambda: Log(min_severity="error"), ValueError, "min_severity='error'.*'critical'"),
+    *[
+        (lambda wrong=wrong: Webhook(URL, timeout=wrong), kind, "timeout=.*expected a number of seconds above 0")
+        for kind, several in ((ValueError, (0, -1, 61, float("nan"), float("inf"))), (TypeError, ("5", True, None)))
+        for wrong in several
+    ],
+    (lambda: Webhook(URL, headers=[("a", SECRET)]), TypeError, "headers=list: expected a mapping"),
+    (lambda: Webhook(URL, headers={"Authorization": 3}), TypeError, r"headers\['Authorization'\]=int: expected"),
+    (lambda: Webhook(URL, headers={"X": f"{SECRET}\r\nY: z"}), ValueError, r"headers\['X'\]=<hidden>.*line break"),
+    (lambda: Webhook(URL, headers={f"{SECRET} ": "x"}), ValueError, "headers: <hidden> is no name of a header"),
+    (lambda: Webhook(URL, headers={3: "x"}), TypeError, "headers: <hidden> is no name"),
+    (lambda: Webhook(URL, body=3), TypeError, "body=int: expected a mapping or a text"),
+    (lambda: Webhook(URL, body={"text": "$summery"}), ValueError, r"body: \$summery is no field; there are timestamp, status"),
+    (lambda: Webhook(URL, body="5 $"), ValueError, r"body: a \$ that begins no name; write \$\$"),
+    (lambda: Webhook(URL, body={"a": object()}), TypeError, "body=dict: Object of type object is not JSON"),
+    (lambda: Webhook(URL, body={"a": float("nan")}), ValueError, "body=dict: Out of range"),
+    (lambda: Webhook(URL, body=endless()), ValueError, "body=dict: it contains itself"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "said"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_argument_raises_and_says_what_to_do(
+    make: Callable[[], object], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error names the argument and the fix; neither it nor what it was raised from has a secret in it."""
+    monkeypatch.delenv("TORCH_GRAD_EXPORTER_WEBHOOK_URL", raising=False)
+    with pytest.raises(kind, match=said) as caught:
+        make()
+    assert type(caught.value) is kind
+    assert clean(caught.value)
+
+
+def clean(error: BaseException) -> bool:
+    """Whether the messages of an error and of all that it was raised from are without a secret."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
+    return not any(SECRET in f"{each!r} {each}" for each in chain)
+
+
+NO_NOTIFIERS: list[tuple[object, str]] = [
+    (3, r"alerts=int: expected a list of notifiers, such as \[Log\(\), Webhook\(url\)\]"),
+    ("log", "alerts=str: expected a list"),
+    ({"log": Log()}, "alerts=dict: expected a list"),
+    ([Log(), URL], r"alerts\[1\]=str: expected a list of notifiers"),
+    ([Log], r"alerts\[0\]=class Log, which is to be called"),
+    ([print], r"alerts\[0\]=builtin_function_or_method"),
+]
+
+
+@pytest.mark.parametrize(("alerts", "said"), NO_NOTIFIERS, ids=range(len(NO_NOTIFIERS)))
+def test_what_is_no_notifier_raises_before_anything_is_registered(alerts: object, said: str) -> None:
+    """The error names the place in the list; the model has no hook and there is no new thread."""
+    model, threads = torch.nn.Linear(2, 2), lasting_threads()
+    with pytest.raises(TypeError, match=said) as caught:
+        start_exporter(model, port=None, alerts=alerts)  # type: ignore[arg-type]
+    assert SECRET not in str(caught.value)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert lasting_threads() == threads
+
+
+def test_no_repr_shows_an_address_or_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a notifier, of its address, or of what it is made of, wherever the address comes from."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_WEBHOOK_URL", URL)
+    file = tmp_path / "url"
+    file.write_text(f"{URL}\n")
+    for one in (Webhook(URL, headers={"Authorization": SECRET}), Webhook(url_file=file), Webhook(), Alertmanager(URL)):
+        assert SECRET not in f"{one!r} {one} {[one]} {one.sender()!r}"
+        assert "<hidden>" in repr(one)
+    assert repr(Log()) == "Log(min_severity='info')"
+
+
+def test_an_address_comes_from_an_argument_a_file_or_the_environment(tmp_path: Path) -> None:
+    """The argument wins over the variable; a file is read anew each time, and an error of it names the file alone."""
+    file = tmp_path / "url"
+    file.write_text(f"{URL}\n")
+    assert Address(URL, None, "V", {"V": "https://other"}).text() == URL
+    assert Address(None, None, "V", {"V": f" {URL} "}).text() == URL
+    address = Address(None, file, "V", {})
+    file.write_text("https://new.example.org")
+    assert address.text() == "https://new.example.org"
+    file.write_text(SECRET)
+    with pytest.raises(ValueError, match=r"url_file='.*url', what is in it=<hidden>: expected an address") as caught:
+        address.text()
+    assert clean(caught.value)
+
+
+def sent(body: bodies.Body | None, one: Notification) -> tuple[object, str]:
+    """What a webhook would send, decoded, and its content type."""
+    content, kind = bodies.encoded(bodies.checked(body), one)
+    return (json.loads(content) if kind == bodies.JSON else content.decode()), kind
+
+
+def test_a_payload_has_all_that_is_known() -> None:
+    """Each field of the specification is there, with a time that others can read and numbers that JSON has."""
+    payload, kind = sent(None, notification(layer="encoder.0", value=float("inf"), rank=3))
+    assert kind == "application/json"
+    assert isinstance(payload, dict)
+    assert datetime.fromisoformat(payload.pop("timestamp")).timestamp() == 1_700_000_000
+    assert payload == {
+        "status": "firing", "alert": "LossSpike", "severity": "warning", "summary": "The loss jumped 3 times.",
+        "layer": "encoder.0", "value": "Infinity", "step": 7, "run": "r", "rank": 3, "first_steps": "Look.",
+    }  # fmt: skip
+
+
+def test_a_template_is_filled_in_wherever_it_has_texts() -> None:
+    """In nested JSON too; what is filled in may have quotes, a $ and line breaks, and stays one text."""
+    nasty = 'a "quoted" $alert\n{step}'
+    body = {"blocks": [{"type": "section", "n": 3, "text": {"text": "$severity: $summary ($value$layer)"}}], "cost": "$$5"}
+    assert sent(body, notification(summary=nasty, value=0.5))[0] == {
+        "blocks": [{"type": "section", "n": 3, "text": {"text": f"warning: {nasty} (0.5)"}}], "cost": "$5",
+    }  # fmt: skip
+    assert sent("${alert} at $step", notification()) == ("LossSpike at 7", "text/plain; charset=utf-8")
+
+
+def test_a_callable_makes_json_text_or_bytes() -> None:
+    """It gets the notification with all its fields."""
+    assert sent(lambda one: {"text": f"{one.alert} {one.value}"}, notification()) == ({"text": "LossSpike 3.0"}, "application/json")
+    assert sent(lambda one: one.status, notification()) == ("firing", "text/plain; charset=utf-8")
+    assert sent(lambda _: b"[1]", notification()) == ([1], "application/json")
+
+
+@pytest.mark.parametrize(
+    ("notifier", "expected"), [(Log(), 3), (Webhook(URL), 2), (Webhook(URL, min_severity="critical"), 1), (Alertmanager(URL), 3)]
+)
+def test_only_what_is_severe_enough_is_taken(notifier: Log | Webhook | Alertmanager, expected: int) -> None:
+    """`min_severity` takes its own severity and what is worse; the defaults are info, warning and info."""
+    assert sum(notifier.takes(notification(severity=one)) for one in ("info", "warning", "critical")) == expected
+
+
+def test_an_alertmanager_gets_the_summary_of_prometheus() -> None:
+    """The template of the rule is filled in; where it needs a label that is not here, the sentence of the process stands in."""
+    template = "Layer {{ $labels.layer }} of run {{ $labels.run }} is dead."
+    assert notification(layer="a", by_layer=True, template=template).headline == "Layer a of run r is dead."
+    assert notification(layer="a", by_layer=False, template=template).headline == "The loss jumped 3 times."
+    assert notification(template="{{ $labels.device }} of run {{ $labels.run }}.").headline == "The loss jumped 3 times."
+    assert not re.search(r"\{\{", notification(template="{{ $value | humanize }}").headline)

@@ -1,0 +1,222 @@
+"""A sink: order, retries, bounds and the end, with a sender and a clock that the tests hold in their hands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.support.notified import Clock, notification
+from tests.support.tools import FOREVER, eventually
+from torch_grad_exporter.actions import Log, Notification
+from torch_grad_exporter.actions.notify.notifiers import Notifier
+from torch_grad_exporter.actions.notify.sending import Send, SendError
+from torch_grad_exporter.actions.notify.sink import LONGEST_PAUSE, QUEUE, TRIES, Sink
+from torch_grad_exporter.collectors.outcomes import NotifyTotals
+
+
+class Fake(Notifier):
+    """Sends into a list, or fails as `errors` say."""
+
+    kind = "fake"
+
+    def __init__(self, *, together: int = 1) -> None:
+        super().__init__("info")
+        self.together = together
+        self.sent: list[Sequence[Notification]] = []
+        self.tries = 0
+        self.errors: list[Exception] = []
+        self.always: Exception | None = None
+
+    def sender(self) -> Send:
+        def send(notifications: Sequence[Notification], left: Callable[[], float]) -> None:
+            self.tries += 1
+            error = self.errors.pop(0) if self.errors else self.always
+            if error is not None:
+                raise error
+            self.sent.append(notifications)
+
+        return send
+
+    @property
+    def summaries(self) -> list[str]:
+        return [one.summary for several in self.sent for one in several]
+
+
+class Scene:
+    """A sink with a fake notifier, which works when the test says so."""
+
+    def __init__(self, *, together: int = 1) -> None:
+        self.notifier, self.clock, self.failures = Fake(together=together), Clock(), list[Exception]()
+        self.totals = NotifyTotals(["fake"], [])
+        self.sink = Sink("fake", self.notifier, self.totals, on_error=self.failures.append, clock=self.clock)
+
+    def offer(self, *summaries: str, severity: str = "warning", repeats: bool = False) -> None:
+        self.sink.offer([notification(summary=one, severity=severity) for one in summaries], repeats=repeats)
+
+    def counts(self) -> tuple[int, int, int]:
+        counts = self.totals.counts
+        return counts["fake", "sent"], counts["fake", "failed"], counts["fake", "dropped"]
+
+
+def test_notifications_are_sent_in_order() -> None:
+    """One after the other, each once."""
+    scene = Scene()
+    scene.offer("a", "b")
+    scene.offer("c")
+    scene.sink.work()
+    scene.sink.work()
+    assert scene.notifier.summaries == ["a", "b", "c"]
+    assert scene.counts() == (3, 0, 0)
+
+
+def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses() -> None:
+    """Five failures and a success: the pauses are 1, 2, 4, 8 and 16 seconds, give or take a fifth, and nothing overtakes."""
+    scene = Scene()
+    scene.notifier.errors = [SendError("503", passing=True) for _ in range(TRIES - 1)]
+    scene.offer("a", "b")
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
+        scene.sink.work()
+        tries = scene.notifier.tries
+        scene.clock.time += 0.79 * pause
+        scene.sink.work()
+        assert scene.notifier.tries == tries
+        scene.clock.time += 0.42 * pause
+    assert scene.notifier.summaries == []
+    scene.sink.work()
+    assert scene.notifier.summaries == ["a", "b"]
+    assert (len(scene.failures), scene.counts()) == (TRIES - 1, (2, 0, 0))
+
+
+def test_it_gives_up_after_some_tries_and_goes_on_with_the_next() -> None:
+    """A receiver that is dead for good gets each notification six times, at most once a minute in the end."""
+    scene = Scene()
+    scene.notifier.always = SendError("dead", passing=True)
+    scene.offer("a", "b")
+    while scene.counts()[1] < 2:
+        scene.clock.time += LONGEST_PAUSE
+        scene.sink.work()
+    assert scene.notifier.tries == 2 * TRIES
+    scene.offer("c")
+    scene.clock.time += LONGEST_PAUSE
+    scene.notifier.always = None
+    scene.sink.work()
+    assert (scene.notifier.summaries, scene.counts()) == (["c"], (1, 2, 0))
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    """Nor does it hold up the next one. A fault in the sender counts as one."""
+    scene = Scene()
+    scene.notifier.errors = [SendError("404"), RuntimeError("a fault")]
+    scene.offer("a", "b", "c")
+    scene.sink.work()
+    assert (scene.notifier.summaries, scene.notifier.tries, scene.counts()) == (["c"], 3, (1, 2, 0))
+
+
+@pytest.mark.parametrize(("asked", "waited"), [(7.0, 7.0), (0.0, 1.0), (86400.0, LONGEST_PAUSE)])
+def test_the_pause_that_a_receiver_asks_for_is_kept_within_bounds(asked: float, waited: float) -> None:
+    """`Retry-After` is obeyed from one second up to a minute."""
+    scene = Scene()
+    scene.notifier.errors = [SendError("429", passing=True, pause=asked)]
+    scene.offer("a")
+    scene.sink.work()
+    scene.clock.time += waited - 0.01
+    scene.sink.work()
+    assert scene.notifier.tries == 1
+    scene.clock.time += 0.02
+    scene.sink.work()
+    assert scene.notifier.summaries == ["a"]
+
+
+def test_ten_thousand_problems_stay_in_bounds() -> None:
+    """Of 10,000 with a receiver that is dead, 1,000 wait and 9,000 are dropped and counted; the first ones are the worst."""
+    scene = Scene()
+    scene.offer(*map(str, range(10_000)))
+    assert scene.counts() == (0, 0, 9_000)
+    scene.sink.work()
+    assert scene.notifier.summaries == [str(number) for number in range(QUEUE)]
+
+
+def test_a_critical_problem_finds_room() -> None:
+    """Where too much waits, the newest that is not critical makes room; where all are critical, none does."""
+    scene = Scene()
+    scene.offer(*map(str, range(QUEUE)))
+    scene.offer("worse", severity="critical")
+    scene.offer("no room")
+    assert scene.counts() == (0, 0, 2)
+    scene.sink.work()
+    assert scene.notifier.summaries == [*map(str, range(QUEUE - 1)), "worse"]
+    scene.offer(*map(str, range(QUEUE + 5)), severity="critical")
+    assert scene.counts()[2] == 7
+
+
+def test_repetitions_replace_those_before() -> None:
+    """However long a receiver is dead, repetitions take the room of one, and none overtakes an end."""
+    scene = Scene(together=64)
+    scene.notifier.errors = [SendError("dead", passing=True)]
+    scene.offer("begins")
+    scene.sink.work()
+    for _ in range(50):
+        scene.offer(*["still"] * 100, repeats=True)
+    scene.offer("ends")
+    scene.clock.time += LONGEST_PAUSE
+    scene.sink.work()
+    assert scene.notifier.summaries == ["begins", *["still"] * 100, "ends"]
+    assert [len(several) for several in scene.notifier.sent] == [1, 64, 36, 1]
+
+
+def test_the_end_sends_what_waits_without_a_pause() -> None:
+    """A receiver that lives again gets at the end what it did not take before; its pause is not waited for."""
+    scene = Scene()
+    scene.notifier.errors = [SendError("503", passing=True)]
+    scene.offer("a", "b")
+    scene.sink.start()
+    assert eventually(lambda: len(scene.failures) == 1)
+    scene.sink.end(scene.clock() + FOREVER)
+    scene.sink.close()
+    assert (scene.notifier.summaries, scene.counts()) == (["a", "b"], (2, 0, 0))
+
+
+def test_the_end_drops_what_a_dead_receiver_does_not_take() -> None:
+    """One try at the end; what waits then is counted as dropped, and a second close changes nothing."""
+    scene = Scene()
+    scene.notifier.always = SendError("dead", passing=True)
+    scene.sink.start()
+    scene.sink.end(scene.clock() + FOREVER)
+    scene.offer("a", "b", "c")
+    scene.sink.close()
+    scene.sink.close()
+    assert scene.counts() == (0, 0, 3)
+    assert scene.notifier.tries <= 1
+
+
+def test_a_sender_that_hangs_is_left_behind() -> None:
+    """The end waits no longer than it was told, and what hangs is counted as dropped, once."""
+    scene, hanging, go_on = Scene(), threading.Event(), threading.Event()
+
+    def send(notifications: Sequence[Notification], left: Callable[[], float]) -> None:
+        hanging.set()
+        go_on.wait(FOREVER)
+
+    scene.sink._send = send
+    scene.sink.start()
+    scene.offer("a")
+    assert hanging.wait(FOREVER)
+    scene.sink.end(scene.clock())
+    scene.sink.close()
+    assert scene.counts() == (0, 0, 1)
+    go_on.set()
+    scene.sink._loop.join(FOREVER)
+    assert scene.counts() == (0, 0, 1)
+
+
+def test_one_notifier_serves_several_exporters() -> None:
+    """A notifier holds nothing of a run: two sinks of one have their own queues."""
+    totals, notifier = NotifyTotals(["log"], []), Log(min_severity="critical")
+    one, other = (Sink("log", notifier, totals, on_error=lambda error: None) for _ in range(2))
+    one.offer([notification(severity="critical")])
+    other.work()
+    assert totals.counts["log", "sent"] == 0
+    one.work()
+    assert totals.counts["log", "sent"] == 1

@@ -1,0 +1,905 @@
+"""`start_exporter(clip=)`: what each optimizer uses is clipped right before its step, in every kind of loop.
+
+Each loop looks at its gradients as it leaves them, and at what the optimizer has used; the float64 references of the policies say
+what should have become of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.actions import references
+from tests.support.models import Perceptron, batch
+from tests.support.scrape import errors, value, values
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import (
+    AGC,
+    AutoClip,
+    Clipper,
+    LayerScale,
+    MaxNorm,
+    MaxValue,
+    Plateau,
+    SkipAbove,
+    ZClip,
+)
+from torch_grad_exporter.actions.clip import at_steps
+
+POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "MaxNorm": (MaxNorm(0.1), lambda: references.MaxNorm(0.1)),
+    "MaxNorm by layer": (MaxNorm(0.05, scope="layer"), lambda: references.MaxNorm(0.05, "layer")),
+    "MaxNorm by unit": (MaxNorm(0.02, scope="unit"), lambda: references.MaxNormOfUnits(0.02)),
+    "MaxValue": (MaxValue(0.01), lambda: references.MaxValue(0.01)),
+    "LayerScale": (LayerScale({"first": 0.25, "second": 3}), lambda: references.LayerScale({"first": 0.25, "second": 3.0})),
+    "AutoClip": (AutoClip(25, history_size=5), lambda: references.AutoClip(25, 5)),
+    "ZClip by layer": (ZClip(0.9, 0.5, 3, scope="layer"), lambda: references.ZClip(0.9, 0.5, 3, scope="layer")),
+    "AGC": (AGC(0.01), lambda: references.AGC(0.01, 1e-3)),
+}
+FEW = ("MaxNorm", "AutoClip", "MaxValue", "AGC")
+"""One with a memory, one by value, one with weights."""
+
+OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+
+start = functools.partial(start_exporter, port=None, every=1, collectors=OFF)
+
+
+def large(step: int) -> float:
+    """By what the loss of a step is multiplied: each fourth gradient is a spike."""
+    return 10.0 if step % 4 == 3 else 1.0
+
+
+@dataclass
+class Loop:
+    """A training that keeps what it has seen: gradients before each use, and after the step. `scale`: of what is seen."""
+
+    model: torch.nn.Module = field(default_factory=Perceptron)
+    before: list[dict[str, references.Array]] = field(default_factory=list)
+    weights: list[dict[str, references.Array]] = field(default_factory=list)
+    after: list[dict[str, references.Array]] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+    """For each step, how many looks before there were until then."""
+
+    def backward(self, step: int, *, factor: float = 1.0) -> torch.Tensor:
+        """A backward."""
+        loss = self.model(batch()).square().mean() * large(step) * factor
+        loss.backward()
+        return loss
+
+    def gradients(self, scale: float = 1.0) -> dict[str, references.Array]:
+        """Those that there are."""
+        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: array / scale for name, array in references.arrays(named).items()}
+
+    def look(self, scale: float = 1.0) -> None:
+        """The gradients are what the optimizer is to use, but for the clipping."""
+        self.before.append(self.gradients(scale))
+        self.weights.append(references.arrays(dict(self.model.named_parameters())))
+
+    def stepped(self, scale: float = 1.0) -> None:
+        """They are as it has used them."""
+        self.after.append(self.gradients(scale))
+        self.uses.append(len(self.before))
+
+    def agrees(self, reference: Any) -> None:  # noqa: ANN401 - the references have no common base
+        """Compares all steps with a reference that begins now."""
+        expected = [reference.step(*pair)[0] for pair in zip(self.before, self.weights, strict=True)]
+        assert len(self.after) > 8
+        for step, (use, after) in enumerate(zip(self.uses, self.after, strict=True)):
+            wanted = expected[use - 1]
+            assert after.keys() == wanted.keys()
+            for name, gradient in after.items():
+                np.testing.assert_allclose(gradient, wanted[name], rtol=1e-5, atol=1e-9, err_msg=f"step {step}, {name}")
+        clipped = [any(not np.allclose(w, b, rtol=1e-4) for w, b in zip(one.values(), raw.values(), strict=True))
+                   for one, raw in zip(expected, self.before, strict=True)]  # fmt: skip
+        assert any(clipped)
+
+
+Training = Callable[[Loop], None]
+
+
+def plain(loop: Loop) -> None:
+    """One backward, one step."""
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(12):
+        optimizer.zero_grad()
+        loop.backward(step)
+        loop.look()
+        optimizer.step()
+        loop.stepped()
+
+
+def accumulating(loop: Loop) -> None:
+    """Three backwards to a step."""
+    optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        for _ in range(3):
+            loop.backward(step, factor=1 / 3)
+        loop.look()
+        optimizer.step()
+        loop.stepped()
+
+
+def scaled(loop: Loop) -> None:
+    """A gradient scaler, which divides before the step."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loop.model(batch()).square().mean() * large(step)
+        scaler.scale(loss).backward()
+        loop.look(scaler.get_scale())
+        scaler.step(optimizer)
+        loop.stepped()
+        scaler.update()
+
+
+def scaled_and_fused(loop: Loop) -> None:
+    """A gradient scaler, and an optimizer that divides in its own step, after the clipping."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loop.model(batch()).square().mean() * large(step)
+        scaler.scale(loss).backward()
+        loop.look(scaler.get_scale())
+        scaler.step(optimizer)
+        loop.stepped()
+        scaler.update()
+
+
+def unscaled_before_and_fused(loop: Loop) -> None:
+    """The same, where the loop has divided already."""
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loop.model(batch()).square().mean() * large(step)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        loop.look()
+        scaler.step(optimizer)
+        loop.stepped()
+        scaler.update()
+
+
+def closure(loop: Loop) -> None:
+    """The backward runs within the step."""
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+    for step in range(12):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.backward(step)
+            loop.look()
+            return loss
+
+        optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate)
+        loop.stepped()
+
+
+def lbfgs(loop: Loop) -> None:
+    """It runs many times within the step."""
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.01, max_iter=4, line_search_fn="strong_wolfe")
+    inputs = batch()
+    for _ in range(9):
+
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = loop.model(inputs).square().mean()
+            loss.backward()
+            loop.look()
+            return loss
+
+        optimizer.step(evaluate)
+        loop.stepped()
+
+
+def hooked(loop: Loop) -> None:
+    """The loop's own hooks before the step change gradients as well: clipping comes last."""
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+
+    def double(*_: object) -> None:
+        for parameter in loop.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 2
+        loop.look()
+
+    for step in range(12):
+        if step == 3:
+            optimizer.register_step_pre_hook(double)
+        optimizer.zero_grad()
+        loop.backward(step)
+        if step < 3:
+            loop.look()
+        optimizer.step()
+        loop.stepped()
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base class."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as its base
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= 3  # as an optimizer does that reduces over ranks
+        self.loop.look()
+        return super().step(closure)
+
+
+def inherited(loop: Loop) -> None:
+    """What the step within the step uses is clipped, once: from the second step on, when it is known."""
+    torch.optim.SGD([torch.zeros(1)])  # PyTorch sets hooks around the step of a class once one of it was made
+    optimizer = Twice(loop.model.parameters(), lr=0.001)
+    optimizer.loop = loop  # type: ignore[attr-defined]
+    for step in range(12):
+        optimizer.zero_grad()
+        loop.backward(step)
+        optimizer.step()
+        if step == 0:
+            loop.before.clear()
+            loop.weights.clear()
+        else:
+            loop.stepped()
+
+
+def compiled(loop: Loop) -> None:
+    """A compiled model, around an optimizer that is not."""
+    module, loop.model = loop.model, torch.compile(loop.model, backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    compiled_model, loop.model = loop.model, module
+    for step in range(12):
+        optimizer.zero_grad()
+        (compiled_model(batch()).square().mean() * large(step)).backward()
+        loop.look()
+        optimizer.step()
+        loop.stepped()
+
+
+def compiled_step(loop: Loop) -> None:
+    """A compiled step."""
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+    compiled_one = torch.compile(optimizer.step, backend="aot_eager")
+    for step in range(12):
+        optimizer.zero_grad()
+        loop.backward(step)
+        loop.look()
+        compiled_one()
+        loop.stepped()
+
+
+def groups(loop: Loop) -> None:
+    """Parameter groups in another order than the model's."""
+    second, first = [*loop.model.second.parameters()], [*loop.model.first.parameters()]
+    optimizer = torch.optim.SGD([{"params": second, "lr": 0.1}, {"params": first}], lr=0.05)
+    for step in range(12):
+        optimizer.zero_grad()
+        loop.backward(step)
+        loop.look()
+        optimizer.step()
+        loop.stepped()
+
+
+def each_epoch(loop: Loop) -> None:
+    """A new optimizer every four steps goes on with the memory of the one before."""
+    for epoch in range(3):
+        optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+        for step in range(4):
+            optimizer.zero_grad()
+            loop.backward(4 * epoch + step)
+            loop.look()
+            optimizer.step()
+            loop.stepped()
+        del optimizer
+        gc.collect()
+
+
+LOOPS: dict[str, Training] = {
+    one.__name__: one
+    for one in (
+        plain, accumulating, scaled, scaled_and_fused, unscaled_before_and_fused, closure, lbfgs, hooked, compiled, compiled_step,
+        groups, each_epoch,
+    )
+}  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Each policy in a plain loop, under a scaler and in a closure; few of them elsewhere."""
+    for name in LOOPS:
+        for policy in POLICIES if name in ("plain", "scaled_and_fused", "closure") else FEW:
+            yield name, policy
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what compiles steps
+@pytest.mark.parametrize(("name", "policy"), [*cases()])
+def test_each_loop(name: str, policy: str) -> None:
+    """What each step used is what the policy's published formula makes of what the loop has left, in float64."""
+    torch.manual_seed(0)
+    loop, (chosen, reference) = Loop(), POLICIES[policy]
+    with start(loop.model, clip=chosen) as exporter:
+        LOOPS[name](loop)
+        assert errors(exporter) == {}
+    loop.agrees(reference())
+
+
+@pytest.mark.parametrize("policy", FEW)
+def test_a_step_within_a_step(policy: str) -> None:
+    """Where a step calls that of its base class, what that one uses is clipped, once a step."""
+    torch.manual_seed(0)
+    loop, (chosen, reference) = Loop(), POLICIES[policy]
+    with start(loop.model, clip=chosen, every=1) as exporter:
+        inherited(loop)
+        assert errors(exporter) == {}
+        memory = exporter.state_dict()["clip"]["Twice"]["memory"]
+        if policy == "AutoClip":
+            assert int(memory["count"]) == 12
+    if policy != "AutoClip":  # which remembers the first step as it was before the inner one was known
+        loop.agrees(reference())
+
+
+ByHand = Callable[[torch.nn.Module], Callable[[], object]]
+
+
+def trained(make: ByHand | None, steps: int = 100, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401 - as `start_exporter`
+    """The parameters after some steps. `make`: makes what clips by hand; else an exporter does, with these options."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    exporter = None if make is not None else start(model, **options)
+    by_hand = make(model) if make is not None else lambda: None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().sum().backward()
+        by_hand()
+        optimizer.step()
+    if exporter is not None:
+        assert errors(exporter) == {}
+        exporter.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_max_norm_gives_the_bits_of_clip_grad_norm() -> None:
+    """After 100 steps all parameters are the same in every bit."""
+    ours = trained(None, clip=MaxNorm(1.0))
+    torchs = trained(lambda model: lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    unclipped = trained(lambda _model: lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(ours, unclipped, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_the_clipper_of_a_loop(policy: str) -> None:
+    """The same bits as with a `Clipper` that the loop calls."""
+    chosen = POLICIES[policy][0] if policy != "LayerScale" else LayerScale({"^0": 0.25, "^3": 3})
+    ours, hands = trained(None, 30, clip=chosen), trained(lambda model: Clipper(model, chosen), 30)
+    assert all(torch.equal(a, b) for a, b in zip(ours, hands, strict=True))
+
+
+def test_dry_run_changes_nothing() -> None:
+    """Policies that are only tried leave every bit as it is, with and without one that clips."""
+    tried = [MaxNorm(0.5), ZClip(), AGC(), AutoClip()]
+    alone, unclipped = trained(None, 30, dry_run=tried), trained(lambda _model: lambda: None, 30)
+    assert all(torch.equal(a, b) for a, b in zip(alone, unclipped, strict=True))
+    beside, clipped = trained(None, 30, clip=MaxNorm(1.0), dry_run=tried), trained(None, 30, clip=MaxNorm(1.0))
+    assert all(torch.equal(a, b) for a, b in zip(beside, clipped, strict=True))
+
+
+# Several optimizers
+
+
+def test_each_optimizer_by_itself() -> None:
+    """Two optimizers share a backward: each one's gradients are a whole of their own, with a memory of its own."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    first, second = torch.optim.SGD(model.first.parameters(), lr=0.05), torch.optim.Adam(model.second.parameters(), lr=0.01)
+    own = {"first": references.AutoClip(25, 5), "second": references.AutoClip(25, 5)}
+    with start(model, clip=AutoClip(25, history_size=5), optimizers={"head": second}) as exporter:
+        for step in range(12):
+            model.zero_grad()
+            (model(batch()).square().mean() * large(step)).backward()
+            before = references.arrays({name: p.grad for name, p in model.named_parameters()})
+            first.step()
+            second.step()
+            for layer, reference in own.items():
+                expected, _ = reference.step({n: g for n, g in before.items() if n.startswith(layer)}, {})
+                for name, gradient in expected.items():
+                    seen = model.get_parameter(name).grad
+                    np.testing.assert_allclose(seen.double().numpy(), gradient, rtol=1e-5)
+        named = {"SGD": own["first"], "head": own["second"]}
+        assert {*exporter.state_dict()["clip"]} == {*named}
+        exporter.close()  # which tells what the last step has come to
+        for optimizer, reference in named.items():
+            history = reference.history[""][-5:]
+            shown = value(
+                exporter, "torch_grad_clip_threshold", policy="AutoClip(percentile=25, history_size=5)", optimizer=optimizer
+            )
+            assert shown == pytest.approx(np.percentile(history, 25), rel=1e-5)
+
+
+def test_what_is_foreign_is_left_alone() -> None:
+    """Optimizers of other models, and parameters that are not of the model, are not clipped."""
+    torch.manual_seed(0)
+    model, other, extra = Perceptron(), Perceptron(), torch.nn.Parameter(torch.ones(3))
+    mine = torch.optim.SGD([*model.parameters(), extra], lr=0.05)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.05)
+    with start(model, clip=MaxNorm(1e-3)) as exporter:
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+            other(batch()).square().mean().backward()
+            (extra * 5).sum().backward()
+            untouched = [p.grad.clone() for p in other.parameters()]
+            mine.step()
+            theirs.step()
+            assert references.whole(references.arrays({n: p.grad for n, p in model.named_parameters()})) == pytest.approx(
+                1e-3, rel=1e-2
+            )
+            assert all(torch.equal(p.grad, before) for p, before in zip(other.parameters(), untouched, strict=True))
+            assert extra.grad.tolist() == [5.0] * 3
+            mine.zero_grad()
+            theirs.zero_grad()
+        assert errors(exporter) == {}
+
+
+def test_layers_that_are_not_watched_are_clipped() -> None:
+    """`include` says what is shown; what is clipped is the whole model."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, clip=MaxNorm(1e-3), include="first"):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        assert references.whole(references.arrays({n: p.grad for n, p in model.named_parameters()})) == pytest.approx(
+            1e-3, rel=1e-2
+        )
+
+
+def test_a_model_that_changes_is_followed() -> None:
+    """A parameter that is replaced, and one that is added to the optimizer, are clipped from the next step on."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    with start(model, clip=MaxNorm(1e-3)) as exporter:
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": [*model.second.parameters()]})
+            if step == 2:
+                model.second = torch.nn.Linear(8, 3)
+                optimizer.param_groups[1]["params"] = [*model.second.parameters()]
+            model.zero_grad()
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            owned = ("first",) if step == 0 else ("first", "second")
+            named = {n: p.grad for n, p in model.named_parameters() if n.startswith(owned)}
+            assert references.whole(references.arrays(named)) == pytest.approx(1e-3, rel=1e-2)
+        assert errors(exporter) == {}
+
+
+# What is shown
+
+
+@pytest.mark.parametrize("loop", [plain, scaled, scaled_and_fused, accumulating, hooked, groups], ids=lambda one: one.__name__)
+def test_norms_before_and_after(loop: Training) -> None:
+    """Of each sampled step the norms before and after, the coefficient, and of each layer the same, are those that the loop saw."""
+    torch.manual_seed(0)
+    seen = Loop()
+    with start(seen.model, clip=ZClip(0.9, 0.5, 3)) as exporter:
+        clipped = {"": 0, "first": 0, "second": 0}
+        check = seen.stepped
+
+        def checked(scale: float = 1.0) -> None:
+            check(scale)
+            before, after = seen.before[-1], seen.after[-1]
+            for layer in ("", "first", "second"):
+                of_layer = ({n: g for n, g in one.items() if n.startswith(layer)} for one in (before, after))
+                raw, used = map(references.whole, of_layer)
+                clipped[layer] += used < raw * (1 - 1e-6)
+                if layer:
+                    assert value(exporter, "torch_grad_layer_clip_coefficient", layer=layer) == pytest.approx(used / raw, rel=1e-5)
+                    assert value(exporter, "torch_grad_layer_clipped_steps_total", layer=layer) == clipped[layer]
+                elif loop is not hooked:  # where the loop doubles them, before is as the backward left them
+                    assert value(exporter, "torch_grad_global_norm") == pytest.approx(raw, rel=1e-5)
+                    assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(used / raw, rel=1e-5)
+                if not layer:
+                    assert value(exporter, "torch_grad_global_norm_after_clip") == pytest.approx(used, rel=1e-5)
+                    assert value(exporter, "torch_grad_clipped_steps_total") == clipped[layer]
+
+        seen.stepped = checked  # type: ignore[method-assign]
+        loop(seen)
+        assert errors(exporter) == {}
+        assert clipped[""] > 2
+
+
+def test_thresholds_and_candidates() -> None:
+    """Each policy's threshold, by layer where it has one there, and in how many steps each candidate would have clipped."""
+    torch.manual_seed(0)
+    loop, tried = Loop(), [MaxNorm(0.1), ZClip(), AGC(0.01), MaxNorm(0.02, scope="layer"), MaxValue(0.01)]
+    exporter = start(loop.model, clip=AutoClip(25, history_size=5), dry_run=tried)
+    plain(loop)
+    exporter.close()
+    thresholds = {
+        dict(k[1])["policy"] + dict(k[1]).get("layer", ""): v
+        for k, v in values(exporter).items()
+        if k[0] == "torch_grad_clip_threshold"
+    }
+    expected = {name: references.AGC(0.01, 1e-3) for name in ("first", "second")}
+    weights = loop.weights[-1]
+    least = {
+        layer: min(reference.step({n: g for n, g in loop.before[-1].items() if n.startswith(layer)}, weights)[1])
+        for layer, reference in expected.items()
+    }
+    auto = references.AutoClip(25, 5)
+    last = [auto.step(before, {})[1][0] for before in loop.before][-1]
+    assert thresholds == pytest.approx(
+        {
+            "AutoClip(percentile=25, history_size=5)": last,
+            "MaxNorm(0.1)": 0.1,
+            "AGC()first": least["first"],
+            "AGC()second": least["second"],
+            "MaxNorm(0.02, scope='layer')first": 0.02,
+            "MaxNorm(0.02, scope='layer')second": 0.02,
+            "MaxValue(0.01)": 0.01,
+        },
+        rel=1e-5,
+    )  # the warm-up of ZClip leaves all norms alone
+    counts = {dict(k[1])["policy"]: v for k, v in values(exporter).items() if k[0] == "torch_grad_clip_candidates_total"}
+    norms = [references.whole(before) for before in loop.before]
+    largest = [max(float(np.abs(g).max()) for g in before.values()) for before in loop.before]
+    assert counts["MaxNorm(0.1)"] == sum(norm > 0.1 for norm in norms)
+    assert counts["MaxValue(0.01)"] == sum(one > 0.01 for one in largest)
+    assert counts["ZClip()"] == 0
+    assert {*counts} == {"MaxNorm(0.1)", "ZClip()", "AGC()", "MaxNorm(0.02, scope='layer')", "MaxValue(0.01)"}
+
+
+def test_what_is_folded_shows_its_smallest_threshold() -> None:
+    """Layers that share a row show one threshold; layers that are not watched show none."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    exporter = start(model, clip=AGC(0.1, scope="layer"), max_layers=2, exclude="5")
+    model(torch.randn(3, 4)).square().mean().backward()
+    limits = [0.1 * float(torch.cat([p.detach().flatten() for p in layer.parameters()]).norm()) for layer in model]
+    optimizer.step()
+    exporter.close()
+    shown = {dict(k[1])["layer"]: v for k, v in values(exporter).items() if k[0] == "torch_grad_clip_threshold"}
+    assert shown == pytest.approx({"model": min(limits[:5])}, rel=1e-5)
+
+
+def test_without_it_there_is_nothing() -> None:
+    """No metric of it, no hook of its own, and no state."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model) as exporter:
+        model(batch()).sum().backward()
+        optimizer.step()
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not [k for k in values(exporter) if "clip_threshold" in k[0] or "candidates" in k[0] or "layer_clip" in k[0]]
+        assert exporter.state_dict() == {"clip": {}}
+
+
+# Failures
+
+
+class Failing(MaxNorm):
+    """A policy that fails."""
+
+    def decide(self, measured: Any, memory: Any, /) -> Any:  # noqa: ANN401 - as its base
+        raise RuntimeError("on purpose")
+
+
+def test_ten_failures_leave_training_unclipped(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is counted, the tenth in a row ends the clipping, and the training is what it is without it."""
+    ran = []
+
+    class Counting(Failing):
+        def decide(self, measured: Any, memory: Any, /) -> Any:  # noqa: ANN401 - as its base
+            ran.append(1)
+            return super().decide(measured, memory)
+
+    def run(**options: Any) -> tuple[list[torch.Tensor], dict[str, float]]:  # noqa: ANN401 - as `start_exporter`
+        torch.manual_seed(0)
+        loop = Loop()
+        with start(loop.model, **options) as exporter:
+            plain(loop)
+            failed = errors(exporter)
+        return [p.detach() for p in loop.model.parameters()], failed
+
+    clipped, failed = run(clip=Counting(1e-3))
+    plainly, _ = run()
+    assert all(torch.equal(a, b) for a, b in zip(clipped, plainly, strict=True))
+    assert failed == {"clip": 10}
+    assert len(ran) == 10
+    assert "clip (gradients are no longer clipped) failed 10 times in a row and is switched off" in caplog.text
+
+
+def test_failures_in_between_do_not_end_it() -> None:
+    """Only ten in a row do."""
+    steps = []
+
+    class Sometimes(MaxNorm):
+        def decide(self, measured: Any, memory: Any, /) -> Any:  # noqa: ANN401 - as its base
+            steps.append(1)
+            if len(steps) % 3:
+                raise RuntimeError("on purpose")
+            return super().decide(measured, memory)
+
+    torch.manual_seed(0)
+    loop = Loop()
+    with start(loop.model, clip=Sometimes(1e-3)) as exporter:
+        for _ in range(2):
+            plain(loop)
+        assert errors(exporter) == {"clip": 16}
+    assert len(steps) == 24
+    assert references.whole(loop.after[-1]) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("loop", [plain, closure], ids=lambda one: one.__name__)
+def test_on_failure_raise(loop: Training) -> None:
+    """The step that cannot be clipped raises before it changes a weight."""
+    torch.manual_seed(0)
+    one = Loop()
+    weights = [p.detach().clone() for p in one.model.parameters()]
+    with start(one.model, clip=Failing(1.0), on_failure="raise") as exporter:
+        with pytest.raises(RuntimeError, match="the gradients of this step cannot be clipped: on purpose"):
+            loop(one)
+        assert errors(exporter) == {}  # the exception says it
+    assert all(torch.equal(a, b) for a, b in zip(weights, one.model.parameters(), strict=True))
+
+
+def test_a_step_within_the_backward_is_refused() -> None:
+    """There the norm of all gradients is not known: that counts as a failure, and the training goes on."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    before = [p.detach().clone() for p in model.parameters()]
+    with start(model, clip=MaxNorm(1e-3)) as exporter:
+        model(batch()).square().mean().backward()
+        assert errors(exporter) == {"clip": 4}
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "clips"),
+    [({"clip": MaxNorm(1e-3)}, True), ({"clip": ZClip()}, False), ({"clip": MaxNorm(1e-3), "dry_run": [AGC()]}, False)],
+)
+def test_a_memory_in_a_captured_step_is_refused(options: dict[str, Any], clips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is captured, only a policy without a memory clips; all else counts as a failure."""
+    monkeypatch.setattr(at_steps, "capturing_graph", lambda: True)
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, **options) as exporter:
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        whole = references.whole(references.arrays({n: p.grad for n, p in model.named_parameters()}))
+        assert (whole < 1.1e-3) is clips
+        assert errors(exporter) == ({} if clips else {"clip": 1})
+
+
+def test_a_norm_that_is_not_finite() -> None:
+    """It clips nothing and enters no history; the next step is clipped."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with start(model, clip=AutoClip(50)) as exporter:
+        for step in range(4):
+            model.zero_grad()
+            model(batch()).square().mean().backward()
+            weights = copy.deepcopy(model.state_dict())
+            if step == 2:
+                model.first.weight.grad[0, 0] = torch.nan
+            before = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            if step == 2:
+                assert all(
+                    torch.equal(p.grad.nan_to_num(), b.nan_to_num()) for p, b in zip(model.parameters(), before, strict=True)
+                )
+            model.load_state_dict(weights)
+        assert int(exporter.state_dict()["clip"]["SGD"]["memory"]["count"]) == 3
+        assert errors(exporter) == {}
+
+
+# SkipAbove
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skip_above(fused: bool) -> None:
+    """A step above the limit changes neither weights nor momenta; of a fused optimizer, which is told, it counts as skipped."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    with start(model, clip=SkipAbove(1.0)) as exporter:
+        for step in range(7):
+            optimizer.zero_grad()
+            (model(batch()).square().mean() * (1000 if step % 2 else 0.1)).backward()
+            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+            optimizer.step()
+            after = model.state_dict(), optimizer.state_dict()["state"]
+            changed = not all(torch.equal(after[0][name], before[0][name]) for name in after[0])
+            assert changed is (step % 2 == 0)
+            if step % 2:
+                moments = zip(after[1].values(), before[1].values(), strict=True)
+                assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in moments)
+                if not fused:
+                    assert value(exporter, "torch_grad_global_norm_after_clip") == 0
+        assert not hasattr(optimizer, "found_inf")
+        assert errors(exporter) == {}
+        assert value(exporter, "torch_train_skipped_steps_total") == (3 if fused else 0)
+        assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == (4 if fused else 7)
+
+
+# What is remembered
+
+
+def test_plateau_follows_what_the_exporter_observes() -> None:
+    """The limit is halved after two epochs without a smaller mean loss; losses before any epoch was told count for none."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with start(model, clip=Plateau(1.0, patience=2)) as exporter:
+
+        def step(loss: float | torch.Tensor, **more: float) -> float:
+            model.zero_grad()
+            (model(batch()).square().mean() * 1e4).backward()
+            exporter.observe(loss=loss, **more)
+            optimizer.step()
+            return references.whole(references.arrays({n: p.grad for n, p in model.named_parameters()}))
+
+        assert step(0.1) == pytest.approx(1.0)
+        limits = [step(torch.tensor(loss), epoch=epoch) for epoch in range(6) for loss in (3.0, 1.0)]
+        assert limits == pytest.approx([1.0] * 6 + [0.5] * 4 + [0.25] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["AutoClip", "ZClip by layer"])
+def test_save_and_go_on(policy: str) -> None:
+    """A run that goes on from what was saved has the same bits as one without the break."""
+
+    def run(breaks: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model, chosen = Perceptron(), POLICIES[policy][0]
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        exporter = start(model, clip=chosen, dry_run=[MaxNorm(0.1)])
+        for step in range(20):
+            if breaks and step == 10:
+                saved = copy.deepcopy({"model": model.state_dict(), "o": optimizer.state_dict(), "e": exporter.state_dict()})
+                exporter.close()
+                model = Perceptron()
+                model.load_state_dict(saved["model"])
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+                optimizer.load_state_dict(saved["o"])
+                exporter = start(model, clip=chosen, dry_run=[MaxNorm(0.1)])
+                exporter.load_state_dict(saved["e"])
+            optimizer.zero_grad()
+            inputs = batch_of(step)
+            (model(inputs).square().mean() * large(step)).backward()
+            optimizer.step()
+        memory = exporter.state_dict()["clip"]["Adam"]
+        assert errors(exporter) == {}
+        exporter.close()
+        return [
+            *(p.detach().clone() for p in model.parameters()),
+            *memory["memory"].values(),
+            memory["candidates"][0]["clipped_steps"],
+        ]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """The same inputs whatever was drawn before."""
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+
+
+def test_a_state_that_does_not_fit() -> None:
+    """It is refused with a message that says why, and nothing changes."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, clip=AutoClip()) as exporter:
+        model(batch()).sum().backward()
+        optimizer.step()
+        state = exporter.state_dict()
+        with pytest.raises(TypeError, match="expected what state_dict"):
+            exporter.load_state_dict([])  # type: ignore[arg-type]
+        other = {"clip": {"SGD": {**state["clip"]["SGD"], "policy": "ZClip"}}}
+        with pytest.raises(ValueError, match="the state is one of 'ZClip'"):
+            exporter.load_state_dict(other)
+        assert int(exporter.state_dict()["clip"]["SGD"]["memory"]["count"]) == 1
+    with start(model) as watching, pytest.raises(ValueError, match="which this exporter does not have"):
+        watching.load_state_dict(state)
+
+
+# The end
+
+
+def test_close_ends_it() -> None:
+    """Afterwards gradients are left alone, and the optimizer has no hook of ours."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    exporter = start(model, clip=MaxNorm(1e-3))
+    for closed in (False, True):
+        model.zero_grad()
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        whole = references.whole(references.arrays({n: p.grad for n, p in model.named_parameters()}))
+        assert (whole > 1e-2) is closed
+        exporter.close()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_it_can_be_saved_after_its_end() -> None:
+    """What it remembered then is what it remembered before."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, clip=AutoClip(history_size=5), dry_run=[MaxNorm(1e-3)]) as exporter:
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+        before = exporter.state_dict()["clip"]["SGD"]
+    after = exporter.state_dict()["clip"]["SGD"]
+    assert int(after["memory"]["count"]) == int(after["candidates"][0]["clipped_steps"]) == 3
+    assert all(torch.equal(tensor, after["memory"][name]) for name, tensor in before["memory"].items())
+
+
+def test_nothing_is_kept_alive() -> None:
+    """A model and an optimizer that are dropped are freed, though the exporter is still open."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    exporter: Exporter = start(model, clip=ZClip(), dry_run=[AGC()])
+    model(batch()).sum().backward()
+    optimizer.step()
+    references_to = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in references_to] == [None, None]
+    exporter.close()
+
+
+def test_copies_of_the_optimizer_have_no_hook() -> None:
+    """A deep copy of an optimizer steps as without an exporter."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, clip=MaxNorm(1e-3)):
+        model(batch()).sum().backward()
+        optimizer.step()
+        both = copy.deepcopy((model, optimizer))
+    both[0](batch()).sum().backward()
+    both[1].step()
+    assert not both[1]._optimizer_step_pre_hooks
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"clip": 1.0}, TypeError, "clip=1.0: expected a policy, such as MaxNorm"),
+        ({"clip": MaxNorm}, TypeError, "expected a policy"),
+        ({"dry_run": MaxNorm(1.0)}, TypeError, r"dry_run=MaxNorm.*expected a list of policies"),
+        ({"dry_run": [1.0]}, TypeError, r"dry_run=\[1.0\]: expected policies"),
+        ({"dry_run": [MaxNorm(1.0), ZClip(), MaxNorm(1.0)]}, ValueError, r"MaxNorm\(1.0\) is there twice"),
+        ({"clip": LayerScale({"third": 2.0})}, ValueError, r"no layer matches; layers: first, second"),
+        ({"clip": MaxNorm(1.0), "on_failure": "stop"}, ValueError, "on_failure='stop': expected 'continue' or 'raise'"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    """Each raises before anything is registered, and says what is expected."""
+    model = Perceptron()
+    with pytest.raises(kind, match=message):
+        start(model, **options)
+    assert not model._forward_hooks

@@ -1,0 +1,166 @@
+"""The dashboards on a Prometheus that knows little: no query fails, no number is a zero by mistake, and a sentence says why."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.grafana import ALL, dashboards, each_panel, interpolated
+from tests.support.real_prometheus import Prometheus, running
+from tests.support.scrape import Key, key, values
+from tests.support.tools import PATIENCE, eventually, find
+from torch_grad_exporter import start_exporter
+
+Json = dict[str, Any]
+
+CONFIGURATION = "global: {scrape_interval: 1h}\n"
+SCRAPES = 30
+SEVERAL, ONCE, NEVER = "several", "once", "never"
+"""A run that was scraped each second for half a minute, one that was scraped once, and one that nobody knows.
+
+Both are on a CPU with one rank, and Prometheus has no rules.
+"""
+PANELS = [(board["title"], panel) for board in dashboards().values() for panel in each_panel(board)]
+PARAMETERS = pytest.mark.parametrize("panel", [panel for _, panel in PANELS], ids=[f"{b}: {p['title']}" for b, p in PANELS])
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that was told what a real exporter showed, as if it had scraped that."""
+    directory = tmp_path_factory.mktemp("little")
+    file = directory / "scrapes.txt"
+    file.write_text("\n".join([*scrapes(), "# EOF\n"]), encoding="utf-8")
+    command = [find("promtool"), "tsdb", "create-blocks-from", "openmetrics", file, directory / "data"]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    with running(directory / "data", CONFIGURATION) as started:
+        assert eventually(lambda: answers(started, "count(up)"))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One without any data."""
+    with running(tmp_path_factory.mktemp("nothing"), CONFIGURATION) as started:
+        assert eventually(lambda: answers(started, "vector(1)"))
+        yield started
+
+
+def answers(prometheus: Prometheus, expression: str) -> bool:
+    """Whether it is there, and an expression yields something."""
+    try:
+        return prometheus.query(expression) != []
+    except OSError:
+        return False
+
+
+def scrapes() -> Iterator[str]:
+    """What an exporter shows after each of some steps, a second apart, the last one a moment ago; and after the first one only."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    last = time.time() - 1.0
+    with start_exporter(model, None, every=1, run="real", rank=0, collectors={"gpu": False, "cuda_memory": False}) as exporter:
+        for number in range(SCRAPES):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            exporter.observe(loss=float(loss.detach()))
+            if number in {0, SCRAPES - 1}:
+                yield from one_scrape(ONCE if number == 0 else SEVERAL, values(exporter), last)
+            if number == SCRAPES - 2:  # what the processors do is known once some time has passed
+                assert eventually(lambda: key("torch_host_cpu_ratio") in values(exporter))
+            if number < SCRAPES - 1:
+                yield from one_scrape(SEVERAL, values(exporter), last - SCRAPES + 1 + number)
+
+
+def one_scrape(run: str, found: dict[Key, float], at: float) -> Iterator[str]:
+    """What an exporter shows, as samples of a moment, with what Prometheus adds."""
+    own = {"job": "training", "instance": f"{run}:9100", "run": run, "rank": "0"}
+    for (name, labels), value in {**found, key("up"): 1.0, key("scrape_duration_seconds"): 0.01}.items():
+        written = ",".join(f'{label}="{text}"' for label, text in (own | dict(labels)).items())
+        yield f"{name}{{{written}}} {value} {at:.3f}"
+
+
+def shown(prometheus: Prometheus, panel: Json, run: str = ALL) -> list[float]:
+    """All numbers that a panel gets, of the last minute or of now."""
+    found = []
+    for target in panel["targets"]:
+        chosen = {"job": ALL, "run": run, "rank": ALL, "layer": ALL}
+        asked = interpolated(target["expr"], chosen, "4s", span="60s")
+        if target.get("instant"):
+            found += [float(value) for _, value in prometheus.query(asked)]
+        else:
+            found += [float(value) for _, values in prometheus.series(asked, 60.0) for _, value in values]
+    return found
+
+
+def sentence(panel: Json) -> str:
+    """What the panel says where it has nothing to show."""
+    return str(panel["fieldConfig"]["defaults"].get("noValue", ""))
+
+
+@PARAMETERS
+def test_nothing_is_shown_of_nothing(nothing: Prometheus, panel: Json) -> None:
+    """Without data, and so without a run of any name, no query fails, and none makes up a number."""
+    assert shown(nothing, panel) == []
+
+
+@PARAMETERS
+def test_an_unknown_run_shows_nothing(prometheus: Prometheus, panel: Json) -> None:
+    """Beside others too."""
+    assert shown(prometheus, panel, NEVER) == [] or not any("$run" in target["expr"] for target in panel["targets"])
+
+
+KNOWN_ZEROS = {"Stalled for", "Layers in trouble", "Longest without activity"}
+"""Numbers that may be 0 after one scrape: what a run does and what its layers are is known at once."""
+
+
+@PARAMETERS
+def test_one_scrape_makes_no_zero(prometheus: Prometheus, panel: Json) -> None:
+    """No query fails; what takes two scrapes is not 0 but absent."""
+    found = shown(prometheus, panel, ONCE)
+    if panel["type"] == "stat" and panel["title"] not in KNOWN_ZEROS:
+        assert 0.0 not in found
+    counts = all(re.search(r"\b(rate|increase)\(", target["expr"]) for target in panel["targets"])
+    if counts and not any("_over_time(" in target["expr"] for target in panel["targets"]):
+        assert found == []
+
+
+def by_rules(expression: str) -> bool:
+    """Whether all that an expression asks for comes from rules; the size of the run only says which runs are chosen."""
+    names = set(re.findall(r"\b[a-z_]\w*(?::\w+)*(?=\{)", expression, re.IGNORECASE)) - {"torch_train_world_size"}
+    return bool(names) and all(":" in name or name.startswith("ALERTS") for name in names)
+
+
+@PARAMETERS
+def test_a_sentence_says_what_is_missing(prometheus: Prometheus, panel: Json) -> None:
+    """The panel has one; it is true of a run that is there, and names the rules or the device where only these are missing."""
+    text, expressions = sentence(panel), [target["expr"] for target in panel["targets"]]
+    assert text
+    for run in (SEVERAL, ONCE):
+        if not shown(prometheus, panel, run):
+            assert text != "No run in this time range", run
+            assert text != "No run is being scraped now", run
+    if all(map(by_rules, expressions)):
+        assert "rules" in text
+    if all(re.search(r"\btorch_(gpu|cuda)_", expression) for expression in expressions):
+        assert re.search("GPU|CUDA", text)
+
+
+def test_a_run_without_ranks_gpus_and_rules_is_shown(prometheus: Prometheus) -> None:
+    """Only panels about what it does not have are empty."""
+    empty = {panel["title"] for _, panel in PANELS if not shown(prometheus, panel, SEVERAL)}
+    reasons = (
+        "rules|GPU|CUDA|Needs|Every gradient|No error|No step|No chosen layer|No layer was dead|No layer was frozen|"
+        "No problem was found|not sharded|one scrape|tokens="
+    )
+    named = {panel["title"] for _, panel in PANELS if re.search(reasons, sentence(panel))}
+    assert empty <= named, empty - named
+    assert {"State", "Loss", "Step time", "Norm of every layer", "Norm", "Overhead", "Processors of the host"}.isdisjoint(empty)

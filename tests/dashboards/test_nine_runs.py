@@ -1,0 +1,583 @@
+"""What each panel says of nine kinds of runs, under a real Prometheus with the shipped rules: not that there is data, but which."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support import nine_runs
+from tests.support.grafana import ALL, dashboards, each_panel, interpolated
+from tests.support.nine_runs import ENDED, EXPLODING_STEPS, LAYERS, NAN_STEPS, RUNS, Scene
+from tests.support.tools import eventually, machine_of_its_own
+
+# In `make test-full`: sixteen processes for a minute.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
+
+Json = dict[str, Any]
+Labels = dict[str, str]
+Series = tuple[Labels, list[float]]
+
+RATE_INTERVAL = "4s"
+"""What Grafana takes at a scrape interval of 1 s: max(interval + scrape, 4 x scrape)."""
+EVERYTHING = dict.fromkeys(("job", "run", "rank", "layer"), ALL)
+
+EVERY = frozenset(RUNS)
+LIVE = EVERY - set(ENDED)
+RANKED = frozenset(name for name in RUNS if RUNS[name].ranks > 1)
+GPU = frozenset({"gpu"})
+HEALTHY = frozenset({"healthy"})
+TOLD = frozenset({"nan", "explodes", "dead-layer", "raises", "raises-lingers", "killed", *RANKED})
+"""Those of which an alert fires."""
+SLOW = 30
+"""Seconds that something may take that takes milliseconds on an idle machine."""
+NO_RUN = frozenset({""})
+"""Of a query that puts all runs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel, and the Prometheus that it asks."""
+
+    scene: Scene
+    json: Json
+
+    @property
+    def title(self) -> str:
+        return str(self.json["title"])
+
+    def refs(self) -> list[str]:
+        return [target["refId"] for target in self.json["targets"]]
+
+    def points(self, ref: str, **chosen: str) -> list[tuple[Labels, list[tuple[float, float]]]]:
+        """What Grafana would get for one of its queries, by series: times and values over all the scene, or the one of now."""
+        (target,) = (target for target in self.json["targets"] if target["refId"] == ref)
+        span = max(60.0, self.scene.seconds())
+        asked = interpolated(target["expr"], EVERYTHING | chosen, RATE_INTERVAL, span=f"{span:.0f}s")
+        if target.get("instant"):
+            return [(labels, [(0.0, float(value))]) for labels, value in self.scene.prometheus.query(asked)]
+        answer = self.scene.prometheus.series(asked, span)
+        return [(labels, [(at, float(value)) for at, value in values]) for labels, values in answer]
+
+    def ask(self, ref: str, **chosen: str) -> list[Series]:
+        """The same without times."""
+        return [(labels, [value for _, value in values]) for labels, values in self.points(ref, **chosen)]
+
+    def all(self, **chosen: str) -> list[Series]:
+        """The same of all its queries."""
+        return [series for ref in self.refs() for series in self.ask(ref, **chosen)]
+
+    def legend(self, ref: str, labels: Labels) -> str:
+        """How Grafana calls a series."""
+        (target,) = (target for target in self.json["targets"] if target["refId"] == ref)
+        return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), target["legendFormat"])
+
+    def word(self, number: float) -> str:
+        """What the panel's mappings make of a number."""
+        mappings = self.json["fieldConfig"]["defaults"]["mappings"]
+        words = {value: to["text"] for found in mappings if found["type"] == "value" for value, to in found["options"].items()}
+        return str(words.get(f"{number:g}", number))
+
+
+def runs_of(found: list[Series]) -> frozenset[str]:
+    """The runs that some series are about."""
+    return frozenset(labels.get("run", "") for labels, _ in found)
+
+
+def finite(found: list[Series]) -> list[float]:
+    """All numbers of some series but NaN."""
+    return [value for _, values in found for value in values if not math.isnan(value)]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """All runs, after things have gone wrong."""
+    with machine_of_its_own(), nine_runs.running(tmp_path_factory.mktemp("nine")) as started:
+        yield started
+
+
+@pytest.fixture
+def panel(scene: Scene) -> Callable[..., Panel]:
+    """Finds a panel by the titles of dashboard and panel."""
+
+    def find(board: str, title: str) -> Panel:
+        (found,) = (
+            panel
+            for json in dashboards().values()
+            if json["title"] == board
+            for panel in each_panel(json)
+            if panel["title"] == title
+        )
+        return Panel(scene, found)
+
+    return find
+
+
+# Each query of each panel: of which runs, and between which numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class Shows:
+    """A query yields something of just these runs, within these limits; nothing at all where `runs` is empty."""
+
+    runs: frozenset[str]
+    low: float = 0.0
+    high: float = math.inf
+
+
+WELL = Shows(LIVE)
+BYTES = Shows(EVERY, 1e7, 1e11)
+SHARE = Shows(EVERY, 0, 1)
+NORM = Shows(EVERY, 1e-3, 1e6)
+SOME_LAYERS = Shows(EVERY, 0, 1e6)
+OPTIONAL = Shows(HEALTHY, -10, 10)
+OF_GPU = Shows(GPU, 0, 1)
+NOTHING = Shows(frozenset())
+
+OVERVIEW: dict[str, list[Shows]] = {
+    "State": [Shows(EVERY, 3, 9)],
+    "NaN and Inf": [Shows(NO_RUN, NAN_STEPS, NAN_STEPS), Shows(NO_RUN, 0, 0), Shows(NO_RUN, NAN_STEPS, NAN_STEPS)],
+    "Stalled for": [Shows(LIVE, 0, 0)],
+    "Spikes": [Shows(NO_RUN, 3, 20), Shows(NO_RUN, 0, 5)],
+    "Layers in trouble": [Shows(NO_RUN, 1, 1), Shows(NO_RUN, 0, 0), Shows(NO_RUN, 0, 0)],
+    "Waiting for the slowest rank": [Shows(RANKED, 0.2, 0.8)],
+    "Firing alerts": [Shows(TOLD, 2, 3), Shows(TOLD, 1e12, 1e14)],
+    "Runs": [
+        Shows(EVERY, 3, 9), Shows(EVERY, nine_runs.WARM_SAMPLES - 1, 1e5), Shows(LIVE, 0.5, 20), Shows(EVERY, 0, 1e3),
+        Shows(EVERY, 1, 4), Shows(EVERY, 5, 1e4), Shows(EVERY, 0, 1),
+    ],
+    "Loss": [Shows(EVERY, 1e-4, 10)],
+    "Gradient norm before and after clipping": [NORM, Shows(EVERY, 1e-3, 1.01 * nine_runs.CLIP), NORM, NORM],
+    "Learning rate": [Shows(EVERY, 1e-4, 0.05)],
+    "Skipped steps and loss scale": [Shows(EVERY, 0, 0), Shows(GPU, 1024, 2**40)],
+    "Step time": [Shows(EVERY, 0.05, 30), Shows(EVERY, 0.05, 30), Shows(EVERY, 0.05, 30)],
+    "Distribution of step times": [Shows(NO_RUN)],
+    "Where a step's time goes": [Shows(NO_RUN, 0, 1)],
+    "Throughput": [Shows(EVERY, 0, 1e3), Shows(EVERY, 0, 32e3)],
+    "Memory at a glance": [OF_GPU, Shows(NO_RUN, 0, 1), Shows(NO_RUN, 0, 1)],
+    "Slowest ranks": [Shows(RANKED, 0, 0.8)],
+}  # fmt: skip
+
+BY_LAYER: dict[str, list[Shows]] = {
+    "Layers in trouble": [Shows(frozenset({"dead-layer", "nan"}), 1, 4)],
+    "Norm of every layer": [Shows(EVERY, -12, 5)],
+    "Deviation of every layer from its own baseline": [Shows(EVERY, -1e6, 1e7)],
+    "Largest norms": [SOME_LAYERS, SOME_LAYERS],
+    "Furthest from their own baseline": [SOME_LAYERS],
+    "Zero and dead units": [SHARE, SHARE, SHARE],
+    "NaN, Inf and missing gradients": [Shows(frozenset({"nan"}), 1, 1e5)],
+    "Distribution of the global norm": [Shows(NO_RUN)],
+    "Clipping": [Shows(EVERY, 0, 1), Shows(EVERY, 0, 1.0001)],
+    "Norm": [SOME_LAYERS],
+    "Distribution of the norm": [Shows(NO_RUN)],
+    "Largest element": [SOME_LAYERS],
+    "Zero units": [SHARE],
+    "Spikes": [Shows(EVERY, 1, 20)],
+    "Norm of each rank's part": [NOTHING],
+    "Update over weight": [Shows(HEALTHY, 1e-6, 0.1)],
+    "Norm of the weights": [Shows(HEALTHY, 0.1, 100)],
+    "Mean and standard deviation of the elements": [OPTIONAL, Shows(HEALTHY, 0, 10)],
+    "Smallest and largest element, with sign": [Shows(HEALTHY, -10, 0), Shows(HEALTHY, 0, 10)],
+    "Threshold of each policy": [Shows(HEALTHY, 0.09 * nine_runs.CLIP, 1.01 * nine_runs.CLIP), Shows(HEALTHY, 1e-6, 1)],
+    "Would have been clipped": [Shows(HEALTHY, 0, 1)],
+    "Norm left by layer": [Shows(HEALTHY, 0, 1)],
+    "Samples clipped by layer": [Shows(HEALTHY, 0, 1)],
+    "Frozen layers": [Shows(frozenset({"explodes"}), 0, 1)],
+}
+
+RESOURCES: dict[str, list[Shows]] = {
+    "Devices": [OF_GPU, *[Shows(GPU, 5e10, 2e11)] * 4],
+    "Memory that the allocator holds": [OF_GPU],
+    "Memory that tensors occupy": [OF_GPU],
+    "Fragmentation": [OF_GPU, OF_GPU],
+    "Allocation retries and out of memory": [Shows(GPU, 0, 0), Shows(GPU, 0, 0)],
+    "Memory waiting for streams": [Shows(GPU, 1e8, 1e10)],
+    "Utilisation": [Shows(GPU, 0.5, 1)],
+    "Memory used by all processes": [Shows(GPU, 1e9, 1e10)],
+    "Power": [Shows(GPU, 100, 600)],
+    "Temperature": [Shows(GPU, 55, 80)],
+    "Clock of the multiprocessors": [Shows(GPU, 1.98e9, 1.98e9)],
+    "Throttled": [Shows(GPU, 0, 2)],
+    "Reasons for throttling": [Shows(GPU, 1, 2)],
+    "Memory errors": [Shows(GPU, 0, 0)],
+    "Energy per training example": [Shows(GPU, 1, 30)],
+    "Processors in use": [Shows(EVERY, 0, 2), Shows(EVERY, 0, 0)],
+    "Memory of process and children": [BYTES, Shows(EVERY, 0, 0)],
+    "Threads and children": [Shows(EVERY, 1, 100), Shows(EVERY, 0, 0)],
+    "Storage of the process": [Shows(EVERY, 0, 1e8), Shows(EVERY, 0, 1e8)],
+    "Open files": [Shows(EVERY, 0, 0.5)],
+    "Full garbage collections": [Shows(EVERY, 0, 10)],
+    "Processors of the host": [Shows(NO_RUN, 0, 1)],
+    "Memory of host and container": [Shows(NO_RUN, 0, 1), Shows(NO_RUN, 0, 1)],
+    "Container and its limits": [Shows(NO_RUN, 1e6, 1e12), Shows(NO_RUN, 2**30, 2**40), Shows(NO_RUN, 1, 1e3), Shows(NO_RUN, 0, 0)],
+    "Disks of the host": [Shows(NO_RUN, 0, 1e10), Shows(NO_RUN, 0, 1e10)],
+    "Network of the host": [Shows(NO_RUN, 0, 1e10), Shows(NO_RUN, 0, 1e10)],
+}
+
+OF_RANKS: dict[str, list[Shows]] = {
+    "Ranks": [Shows(LIVE, 1, 4), Shows(LIVE, 1, 4), Shows(RANKED, 2, 4)],
+    "Steps between first and last rank": [Shows(LIVE, 0, 100)],
+    "Slowest rank": [Shows(RANKED, 1.33, 3)],
+    "Longest without activity": [Shows(LIVE, 0, 30)],
+    "State of each rank": [Shows(EVERY, 1, 5)],
+    "Ranks side by side": [
+        WELL, Shows(RANKED, 0.9, 3), Shows(LIVE, 0.05, SLOW), Shows(RANKED, 0.05, SLOW), Shows(LIVE, 0.01, SLOW),
+        Shows(RANKED, 0, SLOW),
+        Shows(LIVE, 0, 100), Shows(LIVE, 0, SLOW), Shows(EVERY, 0, 1e5),
+    ],
+    "Own time over that of the fastest rank": [Shows(RANKED, 1, 4)],
+    "Waiting for other ranks": [Shows(RANKED, 0, SLOW)],
+    "Data and host time of a step": [Shows(EVERY, 0.01, SLOW)],
+    "Steps behind": [Shows(EVERY, 0, 100)],
+    "Norm over all ranks": [NORM, NORM, Shows(RANKED, 1e-3, 1e3)],
+    "Norms of sharded layers": [SOME_LAYERS],
+    "Steps with NaN or Inf by rank": [Shows(frozenset({"nan"}), 1, 2 * NAN_STEPS)],
+    "Loss by rank": [Shows(EVERY, 1e-4, 10)],
+    "Own norm of each rank": [Shows(RANKED, 1e-3, 100)],
+    "Gradient noise scale": [Shows(RANKED)],
+}  # fmt: skip
+
+EXPORTER: dict[str, list[Shows]] = {
+    "Overhead": [Shows(EVERY, 0, 1), Shows(GPU, 0.05, 0.05)],
+    "Cost of a sample": [Shows(EVERY, 0, SLOW)],
+    "Sampling interval": [Shows(EVERY, 1, 1e3), Shows(EVERY, 1, 1e3)],
+    "Samples": [Shows(EVERY, 0, 20), Shows(EVERY, 0, 5)],
+    "Steps since the last sample": [Shows(EVERY, 0, 1e3)],
+    "Capture mode": [Shows(EVERY, 1, 1)],
+    "Collectors": [Shows(EVERY, 1, 1)],
+    "Collectors' time": [Shows(EVERY, 0, SLOW)],
+    "Errors": [Shows(frozenset({"explodes"}), 1, 5)],
+    "Layers": [Shows(EVERY, 2, LAYERS), NOTHING],
+    "Targets": [Shows(EVERY, 0, 1)],
+    "Scrapes": [Shows(EVERY, 0, SLOW), Shows(EVERY, 50, 1e5)],
+    "Series": [Shows(EVERY, 50, 2e4)],
+    "Versions": [Shows(LIVE, 1, 1)],
+    "Actions": [Shows(frozenset({"explodes"}), 1, 3)],
+    "Notifications": [Shows(frozenset({"nan"}), 1, 10)],
+    "Problems found by processes": [Shows(frozenset({"nan"}), 1, 3)],
+}
+EXPECTED: Mapping[str, Mapping[str, list[Shows]]] = {
+    "Training overview": OVERVIEW, "Gradients by layer": BY_LAYER, "Resources": RESOURCES, "Ranks": OF_RANKS, "Exporter": EXPORTER,
+}  # fmt: skip
+LARGEST = {
+    "Largest norms", "Furthest from their own baseline", "Zero and dead units", "Norm", "Largest element", "Zero units", "Spikes",
+    "Norms of sharded layers", "Longest without activity",
+}  # fmt: skip
+"""Panels of the largest few, of runs that depend on the numbers."""
+EACH = [
+    (board, title, place)
+    for board, panels in EXPECTED.items()
+    for title, queries in panels.items()
+    for place in range(len(queries))
+]
+
+
+@pytest.mark.parametrize(("board", "title", "place"), EACH, ids=str)
+def test_a_query_says_what_is_so(panel: Callable[..., Panel], board: str, title: str, place: int) -> None:
+    """Of the runs that it should be about and no others, with numbers that can be."""
+    found, expected = panel(board, title), EXPECTED[board][title][place]
+    target = found.json["targets"][place]
+    asked: list[list[Series]] = []
+
+    def wrong() -> list[float]:
+        return [value for value in finite(asked[-1]) if not expected.low <= value <= expected.high]
+
+    def is_there() -> bool:
+        asked.append(found.ask(target["refId"]))
+        known = runs_of(asked[-1])
+        about = known == expected.runs or (title in LARGEST and known != set() and known <= expected.runs)
+        return about and not (target.get("instant") and wrong())  # the past will not change
+
+    assert eventually(is_there, 60), (expected.runs ^ runs_of(asked[-1]), wrong()[:5], target["expr"])
+    assert not wrong(), (expected, wrong()[:5])
+
+
+def test_every_query_is_held_to_something() -> None:
+    """Each panel of each dashboard stands in the tables above, with all its queries."""
+    there = {board["title"]: {p["title"]: len(p["targets"]) for p in each_panel(board)} for board in dashboards().values()}  # type: ignore[arg-type]
+    assert there == {board: {title: len(queries) for title, queries in panels.items()} for board, panels in EXPECTED.items()}
+
+
+# What a person is to read off the runs.
+
+
+STATES = {
+    **dict.fromkeys(LIVE, "Training"), "raises": "Down", "raises-lingers": "Failed", "killed": "Down", "ends": "Gone, was training",
+}  # fmt: skip
+
+
+def test_each_run_has_its_state(panel: Callable[..., Panel]) -> None:
+    """In the first row and in the table of runs: of a run whose end no scrape has seen, what was last known of it."""
+    for found in (panel("Training overview", "State"), panel("Training overview", "Runs")):
+
+        def states(found: Panel = found) -> dict[str, str]:
+            return {labels["run"]: _words(found)[values[-1]] for labels, values in found.ask("A")}
+
+        assert eventually(lambda states=states: states() == STATES, 30), states()  # type: ignore[misc]
+
+
+def _words(found: Panel) -> dict[float, str]:
+    """The words for numbers, of a panel or of the first column of a table that has some."""
+    overrides = [p["value"] for o in found.json["fieldConfig"]["overrides"] for p in o["properties"] if p["id"] == "mappings"]
+    mappings = [m for m in (found.json["fieldConfig"]["defaults"].get("mappings") or overrides[0]) if m["type"] == "value"]
+    return {float(value): to["text"] for mapping in mappings for value, to in mapping["options"].items()}
+
+
+def test_steps_with_nan_are_counted(panel: Callable[..., Panel]) -> None:
+    """Each of them, and each loss; none of another run."""
+    found = panel("Training overview", "NaN and Inf")
+    for run, number in (("nan", NAN_STEPS), ("healthy", 0), ("explodes", 0)):
+        assert [finite(found.ask(ref, run=run)) for ref in ("A", "B", "C")] == [[number], [0], [number]]
+    elements = panel("Gradients by layer", "NaN, Inf and missing gradients").ask("A")
+    assert {labels["layer"] for labels, _ in elements} == {"first", "second", "third"}
+
+
+def test_five_steps_that_explode_are_seen(panel: Callable[..., Panel], scene: Scene) -> None:
+    """In the panel of the global norm, at least 100 times the usual norm, though no scrape saw them; and as spikes of this run."""
+    found = panel("Training overview", "Gradient norm before and after clipping")
+    usual = statistics.median(finite(found.ask("A", run="explodes")))
+    largest = [target["refId"] for target in found.json["targets"] if "largest" in target["legendFormat"]]
+    assert largest
+    for ref in largest:
+        assert max(finite(found.ask(ref, run="explodes"))) >= 100 * usual
+        assert max(finite(found.ask(ref, run="healthy"))) < 50 * usual
+    (spikes,) = finite(panel("Training overview", "Spikes").ask("A", run="explodes"))
+    assert EXPLODING_STEPS - 1 <= spikes <= EXPLODING_STEPS + 1
+    (large,) = finite(panel("Gradients by layer", "Largest norms").ask("B", run="explodes"))[:1]
+    assert large >= 1
+
+
+def test_a_dead_layer_is_called_dead(panel: Callable[..., Panel]) -> None:
+    """Not vanished, though its norm is zero; and it alone, in the number of the first row and in the timeline."""
+    numbers, timeline = panel("Training overview", "Layers in trouble"), panel("Gradients by layer", "Layers in trouble")
+    assert eventually(lambda: [finite(numbers.ask(ref, run="dead-layer")) for ref in ("A", "B", "C")] == [[1.0], [0.0], [0.0]])
+    assert [finite(numbers.ask(ref, run="healthy")) for ref in ("A", "B", "C")] == [[0.0], [0.0], [0.0]]
+
+    def lately() -> list[tuple[str, str]]:
+        return [(labels["layer"], timeline.word(values[-1])) for labels, values in timeline.ask("A", run="dead-layer")]
+
+    assert eventually(lambda: lately() == [("second", "Dead")], 30), lately()
+    assert {timeline.word(value) for value in finite(timeline.ask("A", run="nan"))} == {"NaN or Inf"}
+    units = panel("Gradients by layer", "Zero and dead units").ask("B", run="dead-layer")
+    assert {labels["layer"]: values[-1] for labels, values in units} == {"first": 0.0, "second": 1.0, "third": 0.0}
+
+
+@pytest.mark.parametrize("run", sorted(RANKED))
+def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
+    """With two ranks as with four: the last one costs about half of each step, in the first row as in the comparisons."""
+    slow = str(RUNS[run].ranks - 1)
+    (lost,) = panel("Training overview", "Waiting for the slowest rank").ask("A", run=run)
+    assert lost[0]["rank"] == slow
+    assert 0.25 < lost[1][-1] < 0.75  # half of it on an idle machine; on a busy one all steps take longer
+    shares = {labels["rank"]: values[-1] for labels, values in panel("Training overview", "Slowest ranks").ask("A", run=run)}
+    assert {rank for rank, share in shares.items() if share > 0.25} == {slow}
+    ((labels, (ratio,)),) = panel("Ranks", "Slowest rank").ask("A", run=run)
+    assert (labels["rank"], ratio) == (slow, pytest.approx(nine_runs.SLOWER, rel=0.33))
+    waits = {labels["rank"]: values[-1] for labels, values in panel("Ranks", "Waiting for other ranks").ask("A", run=run)}
+    assert min(waits, key=lambda rank: waits[rank]) == slow
+    for title in ("Waiting for the slowest rank", "Slowest ranks"):
+        assert panel("Training overview", title).all(run="healthy") == []
+
+
+def test_a_gpu_that_is_held_back_is_seen(panel: Callable[..., Panel]) -> None:
+    """For most of the time, at times, and for which reason."""
+    found = panel("Resources", "Throttled")
+    states = {found.word(value) for value in finite(found.ask("A"))}
+    assert statistics.median(finite(found.ask("A"))) >= 1
+    assert states <= {"Full speed", "Held back at times", "Throttled"}
+    assert {labels["reason"] for labels, _ in panel("Resources", "Reasons for throttling").ask("A")} == {"thermal"}
+
+
+def test_hosts_are_drawn_once(panel: Callable[..., Panel]) -> None:
+    """What is about a host comes once, however many runs and ranks it has."""
+    hosts = 0
+    for board in dashboards().values():
+        for json in each_panel(board):
+            found = panel(board["title"], json["title"])
+            for target in found.json["targets"]:
+                if "{{host}}" in target["legendFormat"] and "{{rank}}" not in target["legendFormat"]:
+                    assert len(found.ask(target["refId"])) == 1, found.title
+                    hosts += 1
+    assert hosts > 5
+
+
+def test_each_line_has_a_name_of_its_own(panel: Callable[..., Panel]) -> None:
+    """No two series of a panel have the same name at the same time."""
+    for board in dashboards().values():
+        for json in each_panel(board):
+            found = panel(board["title"], json["title"])
+            if found.json["type"] != "table":
+                points = [
+                    (found.legend(ref, labels), at)
+                    for ref in found.refs()
+                    for labels, values in found.points(ref)
+                    for at, _ in values
+                ]
+                assert len(set(points)) == len(points), found.title
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers within names by their size."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+@pytest.mark.parametrize("title", ["Norm of every layer", "Deviation of every layer from its own baseline"])
+def test_rows_of_layers_are_in_order(panel: Callable[..., Panel], title: str) -> None:
+    """As Prometheus returns them, for Grafana keeps that: runs together, block 2 before block 10, each with its name."""
+    found = panel("Gradients by layer", title).ask("A")
+    rows = [(labels["run"], labels["layer"]) for labels, _ in found]
+    assert [run for i, (run, _) in enumerate(rows) if run != (rows[i - 1][0] if i else "")] == sorted(EVERY, key=natural)
+    deep = [layer for run, layer in rows if run == "deep"]
+    assert deep == [f"blocks.{number}" for number in range(LAYERS)]
+
+
+def test_norms_of_all_layers_are_drawn(panel: Callable[..., Panel]) -> None:
+    """No cell is hidden by `filterValues`, also not by what Grafana takes where nothing is said; all are within the colours."""
+    for title in ("Norm of every layer", "Deviation of every layer from its own baseline"):
+        found = panel("Gradients by layer", title)
+        options = found.json["options"]
+        hidden = {"le": 1e-9} | options["filterValues"]
+        values = finite(found.ask("A", run="deep"))
+        assert min(values) > hidden["le"]
+        assert options["color"]["min"] <= statistics.median(values) <= options["color"]["max"]
+
+
+# Annotations, as the data source for Prometheus makes events of them.
+
+
+def events(annotation: Json, answer: list[tuple[Labels, list[tuple[float, float]]]], step: float) -> list[tuple[Labels, int, int]]:
+    """Labels, begin and end of each mark, in milliseconds: moments of a series that are at most a step apart are one region.
+
+    The moment is the value of the series where `useValueForTime` is set; else its time, where the value is above 0.
+    """
+    found = []
+    for labels, values in answer:
+        moments = [
+            math.floor(value if annotation.get("useValueForTime") else 1000 * at)
+            for at, value in values
+            if annotation.get("useValueForTime") or value > 0
+        ]
+        regions: list[list[int]] = []
+        for moment in moments:
+            if regions and moment <= regions[-1][1] + 1000 * step:
+                regions[-1][1] = moment
+            else:
+                regions.append([moment, moment])
+        found += [(labels, begin, end) for begin, end in regions]
+    return found
+
+
+def marks(scene: Scene, name: str) -> list[tuple[Labels, int, int]]:
+    """The marks of an annotation of the first dashboard, which all have, with steps of a second."""
+    (annotation,) = (found for found in dashboards()["training.json"]["annotations"]["list"] if found["name"] == name)  # type: ignore[index, call-overload]
+    asked = interpolated(annotation["expr"], EVERYTHING, RATE_INTERVAL)
+    answer = scene.prometheus.series(asked, scene.seconds())
+    return events(annotation, [(labels, [(at, float(value)) for at, value in values]) for labels, values in answer], 1.0)
+
+
+def test_alerts_are_marked_once(scene: Scene) -> None:
+    """Each onset is one mark, no region, after things have gone wrong."""
+    assert eventually(lambda: {labels["run"] for labels, _, _ in marks(scene, "Alerts begin")} >= TOLD)
+    found = marks(scene, "Alerts begin")
+    assert all(begin == end and 1000 * scene.started < begin for _, begin, end in found)
+    onsets = [(tuple(sorted(labels.items())), begin) for labels, begin, _ in found]
+    assert len(set(onsets)) == len(onsets)
+
+
+def test_actions_are_marked_once(scene: Scene) -> None:
+    """What was done is one mark at its moment, no region; what failed has none, and is drawn beside it."""
+    assert eventually(lambda: len(marks(scene, "Actions")) >= 2, 30)
+    found = sorted(marks(scene, "Actions"), key=lambda mark: mark[0]["action"])
+    assert [(labels["run"], labels["action"]) for labels, _, _ in found] == [
+        ("explodes", "Freeze"), ("explodes", "ScaleLearningRate"),
+    ]  # fmt: skip
+    assert all(begin == end and abs(begin / 1000 - scene.began) < SLOW for _, begin, end in found)
+
+
+def test_policies_are_named_with_their_thresholds(panel: Callable[..., Panel]) -> None:
+    """The one that clips and the one that is only tried have one for all layers, the other has one for each."""
+    found = panel("Gradients by layer", "Threshold of each policy")
+    whole = {labels["policy"]: values[-1] for labels, values in found.ask("A")}
+    assert whole == {"MaxNorm(0.5)": pytest.approx(nine_runs.CLIP), "MaxNorm(0.05)": pytest.approx(nine_runs.CLIP / 10)}
+    assert {(labels["policy"], labels["layer"]) for labels, _ in found.ask("B")} == {
+        ("AGC()", layer) for layer in ("first", "second", "third")
+    }
+    tried = panel("Gradients by layer", "Would have been clipped").ask("A")
+    assert {labels["policy"] for labels, _ in tried} == {"MaxNorm(0.05)", "AGC()"}
+
+
+def test_what_actions_did_is_named(panel: Callable[..., Panel]) -> None:
+    """Each action with its result, and each notifier; the gravest of what a process found has its colour."""
+    actions = panel("Exporter", "Actions").ask("A", run="explodes")
+    assert {(labels["action"], labels["result"]) for labels, _ in actions} == {
+        ("ScaleLearningRate", "done"), ("Freeze", "done"), ("broken", "failed"),
+    }  # fmt: skip
+    assert [(labels["layer"], values[-1]) for labels, values in panel("Gradients by layer", "Frozen layers").ask("A")] == [
+        ("second", 1)
+    ]
+    sent = panel("Exporter", "Notifications").ask("A", run="nan")
+    assert {(labels["sink"], labels["result"]) for labels, _ in sent} == {("log", "sent")}
+    found = panel("Exporter", "Problems found by processes")
+    words = {labels["alert"]: found.word(max(values)) for labels, values in found.ask("A", run="nan")}
+    assert words["TrainingNonFiniteGradients"] == "Critical"
+
+
+def test_ends_are_marked_once(scene: Scene) -> None:
+    """The end that a scrape has seen is one mark at the moment of the run's last step, no region."""
+    assert eventually(lambda: marks(scene, "Runs end") != [], 30)
+    ((labels, begin, end),) = marks(scene, "Runs end")
+    assert (labels["run"], labels["state"]) == ("raises-lingers", "failed")
+    assert begin == end
+    assert begin / 1000 == pytest.approx(scene.began, abs=10)
+
+
+# Links and variables.
+
+
+def test_links_find_their_labels(panel: Callable[..., Panel]) -> None:
+    """A label that a link takes from what is clicked is there, and not empty, in each series that the panel has."""
+    linked = 0
+    for board in dashboards().values():
+        for json in each_panel(board):
+            found = panel(board["title"], json["title"])
+            text = repr(found.json["fieldConfig"])
+            names = set(re.findall(r"\$\{__(?:field\.labels|data\.fields)\.(\w+)\}", text))
+            for ref in found.refs() if names else ():
+                for labels, _ in found.ask(ref):
+                    missing = {name for name in names if not labels.get(name)}
+                    assert not missing, (found.title, ref, labels)
+                    linked += 1
+    assert linked > 100
+
+
+CHOICES: dict[str, dict[str, str]] = {
+    "all": {},
+    "one run": {"run": "four-ranks"},
+    "one rank": {"run": "four-ranks", "rank": "3"},
+    "one layer": {"run": "deep", "layer": r"blocks\\.7"},
+    "one that is not there": {"run": "never"},
+    "a rank that is not there": {"run": "gpu", "rank": "7"},
+}
+
+
+OF_ALL_RANKS = {"Waiting for the slowest rank", "Firing alerts", "Targets"}
+"""Panels that name a rank and are about the run."""
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_choice_is_an_error(panel: Callable[..., Panel], choice: str) -> None:
+    """Every query of every panel has an answer, which is about what was chosen: about no other run, and no other rank."""
+    chosen = CHOICES[choice]
+    for board in dashboards().values():
+        for json in each_panel(board):
+            found = panel(board["title"], json["title"])
+            answer = found.all(**chosen)
+            if "run" in chosen:
+                assert runs_of(answer) <= {chosen["run"], ""}, found.title
+            if "rank" in chosen and found.title not in OF_ALL_RANKS:
+                assert {labels.get("rank", chosen["rank"]) for labels, _ in answer} <= {chosen["rank"]}, found.title

@@ -1,0 +1,209 @@
+"""Gradients that the loop makes equal over ranks by its own hand: what is shown is what was made equal, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import Perceptron
+from tests.support.ranks import PATIENCE, run_ranks
+from tests.support.record import norm
+from tests.support.scrape import errors, lost, value
+from torch_grad_exporter import start_exporter
+
+RANKS, STEPS = 2, 5
+OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+
+
+def made() -> Perceptron:
+    """The same model each time."""
+    torch.manual_seed(0)
+    return Perceptron()
+
+
+def data(step: int, part: int) -> torch.Tensor:
+    """A rank's batch of a step."""
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + part))
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those that are there."""
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def in_place(model: torch.nn.Module) -> None:
+    """An all-reduce of each gradient."""
+    for gradient in gradients(model):
+        dist.all_reduce(gradient)
+        gradient.div_(RANKS)
+
+
+def flat(model: torch.nn.Module) -> None:
+    """An all-reduce of one buffer, whose pieces take the gradients' places."""
+    buffer = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    dist.all_reduce(buffer)
+    pieces = (buffer / RANKS).split([p.numel() for p in model.parameters()])
+    for parameter, piece in zip(model.parameters(), pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+
+
+def clipped(model: torch.nn.Module) -> None:
+    """An all-reduce, and then clipping to a norm that is always exceeded."""
+    in_place(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def nothing(_model: torch.nn.Module) -> None:
+    """The gradients are used as they are."""
+
+
+class Synchronizing(torch.optim.SGD):
+    """Reduces within its step, before it steps, as Horovod's does."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # noqa: ANN401 - what the original returns
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= RANKS
+        return super().step(closure)
+
+
+def within(parameter: torch.Tensor) -> None:
+    """A hook that reduces in the backward."""
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= RANKS
+
+
+LOOPS: dict[str, Callable[[torch.nn.Module], None]] = {
+    "in place": in_place, "flat": flat, "clipped": clipped, "in the step": nothing, "in the backward": nothing, "wrapped": nothing,
+    "two optimizers": in_place, "accumulated": in_place, "scaled": in_place,
+}  # fmt: skip
+AT_THE_STEP = {"scaled", "in place", "flat", "clipped", "in the step", "two optimizers", "accumulated"}
+"""Where gradients are written after the backward, so that they are read at the step."""
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """What the exporter logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_grad_exporter")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def optimizers_of(loop: str, model: Perceptron) -> list[torch.optim.Optimizer]:
+    """What steps in a loop."""
+    if loop == "two optimizers":
+        return [torch.optim.SGD(model.first.parameters(), lr=0.05), torch.optim.SGD(model.second.parameters(), lr=0.05)]
+    return [(Synchronizing if loop == "in the step" else torch.optim.SGD)(model.parameters(), lr=0.05)]
+
+
+def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
+    """What was shown after each step, and what is true: the norms that the optimizer saw, and this rank's own."""
+    model = made()
+    if loop == "in the backward":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(within)
+    wrapped = DistributedDataParallel(model) if loop == "wrapped" else model
+    optimizers, scaler = optimizers_of(loop, model), torch.amp.GradScaler("cpu", enabled=loop == "scaled")
+    found: dict[str, Any] = {"seen": [], "layers": []}
+    with told() as said, start_exporter(wrapped, port=None, every=1, ranks=ranks, collectors=OTHERS) as exporter:
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in range(2 if loop == "accumulated" else 1):
+                scaler.scale(wrapped(data(2 * step + part, rank)).square().mean()).backward()
+            LOOPS[loop](model)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                scaler.update()
+            found["layers"].append([value(exporter, "torch_grad_norm", layer=layer) for layer in ("first", "second")])
+            found["seen"].append([float(norm([p.grad.double() for p in layer.parameters()])) for layer in model.children()])
+        found["skipped"] = sum(lost(exporter).values())
+        found["mode"] = next(
+            m for m in ("output", "parameter", "optimizer") if value(exporter, "torch_grad_exporter_capture_mode", mode=m)
+        )
+        found["errors"] = errors(exporter)
+    found["said"] = said
+    return found
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One of the ranks: all loops, one after the other."""
+    found = {}
+    for number, loop in enumerate(LOOPS):
+        store, patience = f"file://{folder}/store-{number}", dt.timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=patience)
+        found[loop] = train(loop, rank, "first")
+        dist.barrier()
+        dist.destroy_process_group()
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By rank and loop."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    run_ranks(rank_main, str(folder), ranks=RANKS)
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(RANKS)]  # noqa: S301 - our own
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
+    """Layers stand on the first rank, at each step, with the norm that the optimizers of both ranks see; nothing is lost."""
+    first, second = (ranks[loop] for ranks in found)
+    assert first["seen"] == second["seen"]
+    for shown, seen in zip(first["layers"], first["seen"], strict=True):
+        assert shown == pytest.approx(seen, rel=1e-5)
+    assert second["layers"] == [[None, None]] * STEPS
+    assert (first["skipped"], first["errors"], second["errors"]) == (0, {}, {})
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_where_gradients_are_read_is_said(found: Found, loop: str) -> None:
+    """A loop that writes gradients after the backward is read at the step, and the log says why; others stay as they were."""
+    for ranks in found:
+        assert ranks[loop]["mode"] == ("optimizer" if loop in AT_THE_STEP else "output")
+        assert any("written after the backward" in line for line in ranks[loop]["said"]) == (loop in AT_THE_STEP)
+
+
+def test_an_optimizer_that_clears_before_the_next_one_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does to its own gradients is no reduction of the others': they are read where the backward ends."""
+    for name, number in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(number))
+    model = made()
+    optimizers = optimizers_of("two optimizers", model)
+    with told() as said, start_exporter(model, port=None, every=1, ranks="first", collectors=OTHERS) as exporter:
+        for step in range(STEPS):
+            model(data(step, 0)).square().mean().backward()
+            whole = [float(norm([p.grad.double() for p in layer.parameters()])) for layer in model.children()]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            assert [value(exporter, "torch_grad_norm", layer=layer) for layer in ("first", "second")] == pytest.approx(
+                whole, rel=1e-5
+            )
+        assert value(exporter, "torch_grad_exporter_capture_mode", mode="output") == 1
+        assert errors(exporter) == {}
+    assert not any("written after the backward" in line for line in said)

@@ -1,0 +1,135 @@
+"""The examples of docs/act.md run, and what the page says of them happens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actions.freeze.test_freeze import faint
+from tests.docs.test_commands import blocks
+from tests.support.acting import World
+from tests.support.tools import PATIENCE, REPOSITORY, eventually
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions.act import act
+from torch_grad_exporter.rules import Problem
+
+PAGE = REPOSITORY / "docs" / "act.md"
+TOTAL, AVAILABLE = "torch_host_memory_total_bytes", "torch_host_memory_available_bytes"
+CPU, NORM, LOSS, SAMPLE = "torch_host_cpu_ratio", "torch_grad_global_norm", "torch_train_loss", "torch_grad_sample_step"
+
+
+def never() -> bool:
+    """Ends a loop that does not end itself."""
+    pytest.fail("the run does not stop itself")
+
+
+def example(number: int, changes: Mapping[str, str] = MappingProxyType({}), **names: object) -> dict[str, Any]:
+    """Runs one of the page's blocks of Python, with other numbers in it where those of the page would take long."""
+    text = blocks(PAGE, "python")[number]
+    for of_the_page, here in changes.items():
+        assert of_the_page in text
+        text = text.replace(of_the_page, here)
+    exec(text, names)  # noqa: S102 - what a user copies
+    return names
+
+
+def test_the_run_of_the_first_example_stops_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 200 usual batches ever larger ones come, without an end; the loop ends."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    inputs = torch.ones(3, 4)
+    until = time.monotonic() + PATIENCE
+    sizes = (1e6 * 1.5 ** min(n - 200, 60) if n > 200 else 1.0 for n in itertools.count() if time.monotonic() < until or never())
+    batches = ((inputs, torch.full((3, 1), size)) for size in sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    names = example(0, model=model, optimizer=optimizer, batches=batches, loss_function=torch.nn.functional.mse_loss)
+    assert names["exporter"].should_stop
+
+
+def test_the_condition_of_the_second_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """It holds once there are 100 samples and a minute of losses, and prints its name and what it read."""
+    world = World()
+    example(1, exporter=world)
+    for at in range(100):
+        world.evaluate(float(at), **{NORM: 3.0 + at / 100, LOSS: 9.0, SAMPLE: float(at)})
+    world.act.close()
+    assert capsys.readouterr().out.startswith("restless at step 0: {'mean(torch_grad_global_norm, samples=100)': 3.49")
+
+
+@pytest.mark.parametrize("low", [None, CPU, AVAILABLE, NORM])
+def test_the_autoscaling_monitor(low: str | None) -> None:
+    """CPU, memory and norm high together for a minute and 30 seconds more add one worker; with one of them low none is added."""
+    world, reasons = World(), list[str]()
+    names = example(2, exporter=world, add_worker=lambda reason: reasons.append(reason) or len(reasons))
+    text = blocks(PAGE, "python")[2]
+    assert len([line for line in text.splitlines() if line.strip()]) <= 10
+    high = {CPU: 0.95, TOTAL: 100.0, AVAILABLE: 5.0, NORM: 3.0}
+    calm = {CPU: 0.1, AVAILABLE: 80.0, NORM: 0.5}
+    for at in range(300):
+        now = high | ({low: calm[low]} if low else {})
+        world.evaluate(float(at), **now, **{SAMPLE: float(at)})
+        if at == 89:
+            assert not world.act._actions._waiting
+            assert reasons == []
+    world.act.close()
+    assert len(reasons) == (0 if low else 1)
+    assert callable(names["crowded"])
+
+
+def test_the_learning_rate_of_a_loss_spike() -> None:
+    """Halved once, and not again within half an hour."""
+    world = World()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    world.optimizers = [optimizer]
+    example(3, exporter=world)
+    world.problems = [Problem("LossSpike", "warning", "The loss jumped.")]
+    for at in (0.0, 1.0, 1799.0):
+        world.evaluate(at)
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    world.evaluate(1801.0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    world.act.close()
+    assert eventually(lambda: world.count("ScaleLearningRate", "done") == 2)
+
+
+def test_a_layer_that_learns_nothing_is_frozen_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the page's loop the faint layer of a model is frozen, for 1,000 steps, and never another one; here for 30, and in time."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
+    monkeypatch.setattr(act, "EVALUATION_SECONDS", 0.05)
+    monkeypatch.setattr(act, "SHARE", 1.0)
+    short = {"after=100": "after=12", "revive=1000": "revive=30"}
+    model = faint()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    seen: list[list[bool]] = []
+    until = time.monotonic() + PATIENCE
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while time.monotonic() < until or never():
+            seen.append([layer.weight.requires_grad for layer in (model[0], model[1].linear, model[3])])
+            if seen[-1][1] and not all(trained for _, trained, _ in seen):
+                return
+            yield torch.ones(3, 4), torch.ones(3, 2)
+
+    names = example(
+        4,
+        short,
+        model=model,
+        optimizer=optimizer,
+        batches=batches(),
+        start_exporter=start_exporter,
+        loss_function=torch.nn.functional.mse_loss,
+    )
+    assert [one[1] for one in seen].count(False) == 30
+    assert all(first and last for first, _, last in seen)
+    assert names["freezing"].state_dict()["frozen"] == {}

@@ -1,0 +1,297 @@
+"""Each example of "Acting on gradients" runs as it stands, and does what the page says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_grad_exporter
+from tests.actions.freeze.test_freeze import alone, faint, step
+from tests.docs.test_act_doc import NORM, SAMPLE
+from tests.docs.test_commands import blocks
+from tests.docs.test_site import LINK, slug
+from tests.support.acting import World
+from tests.support.notified import receiver
+from tests.support.scrape import errors, values
+from tests.support.tools import REPOSITORY, eventually
+from torch_grad_exporter import Exporter, actions
+from torch_grad_exporter.actions import clip
+
+PAGE = REPOSITORY / "docs" / "acting.md"
+EXAMPLES = blocks(PAGE, "python")
+CLIPS = [text for text in EXAMPLES if "clip=" in text or "Clipper(" in text]
+
+OTHERS = {
+    "stop-on-a-broken-loss",
+    "stop-when-norms-stay-high",
+    "a-smaller-learning-rate",
+    "layers-that-learn-nothing",
+    "some-layers-only",
+    "a-line-in-the-log",
+    "a-message-to-a-webhook",
+}
+"""The sections whose examples clip nothing, each with a test of its own below."""
+
+
+class Net(torch.nn.Module):
+    """A model that has the layers which the page names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x).relu())
+
+
+def section(page: Path, anchor: str) -> str:
+    """The part of a page from a heading to the next one."""
+    parts = re.split(r"^(?=##+ )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (found,) = (part for part in parts if slug(part.partition("\n")[0].lstrip("# ")) == anchor)
+    return found
+
+
+def example(anchor: str) -> str:
+    """The one example of a section that is not about clipping."""
+    (text,) = re.findall(r"^```python\n(.*?)^```", section(PAGE, anchor), re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def run(text: str, **names: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever an example names
+    """Runs an example; what it has named then."""
+    exec(text, names)  # noqa: S102 - what a user copies
+    return names
+
+
+def training(path: Path) -> dict[str, Any]:
+    """What the examples take for granted: a model, an optimizer and data."""
+    torch.manual_seed(0)
+    model, generator, discriminator = Net(), Net(), Net()
+    return {
+        "torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 2,
+        "batches": [(torch.randn(5, 6), torch.randn(5, 3)) for _ in range(3)], "loss_function": torch.nn.MSELoss(), "path": path,
+        "generator": generator, "g_optimizer": torch.optim.SGD(generator.parameters(), lr=0.1),
+        "discriminator": discriminator, "d_optimizer": torch.optim.SGD(discriminator.parameters(), lr=0.1),
+    }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No port, each step sampled, and nothing of the machine."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_COLLECTORS", "process=off,host=off,container=off,gpu=off,cuda_memory=off")
+
+
+# The page as a whole
+
+
+def test_it_says_first_that_it_changes_the_training() -> None:
+    """The first sentence does."""
+    first = PAGE.read_text(encoding="utf-8").split("\n\n")[1]
+    assert first.startswith("**What is on this page changes the training")
+
+
+def test_every_wish_has_an_example() -> None:
+    """Each row of the table of wishes leads to a section with an example, on this page or on another one."""
+    table = PAGE.read_text(encoding="utf-8").partition("| you want | example |\n|---|---|\n")[2].partition("\n\n")[0]
+    links = LINK.findall(table)
+    assert len(links) == len(table.splitlines()) == 16
+    for link in links:
+        page, _, anchor = link.partition("#")
+        assert "```python" in section(PAGE.parent / (page or PAGE.name), anchor), link
+
+
+def test_every_policy_has_an_example() -> None:
+    """Each policy, and the clipper, is in an example and in the table of policies or the text."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name in clip.__all__:
+        assert any(f"{name}(" in one for one in EXAMPLES), name
+        assert name == "Clipper" or f"| `{name}(" in text, name
+        assert name == "Clipper" or any(f"clip={name}(" in one for one in EXAMPLES) or name == "AGC", name
+
+
+def test_every_example_is_run() -> None:
+    """What clips is run by the first test below, all others by one of their own."""
+    assert {*EXAMPLES} == {*CLIPS} | {example(anchor) for anchor in OTHERS}
+
+
+# What clips
+
+
+@pytest.mark.parametrize("text", CLIPS, ids=range(len(CLIPS)))
+def test_an_example_clips(text: str, tmp_path: Path) -> None:
+    """An example runs, and it clips: three steps later all weights are finite and have moved, and nothing has failed."""
+    names = run(text, **training(tmp_path / "state"))
+    clipper, exporter, optimizer = names.get("clipper"), names.get("exporter"), names["optimizer"]
+    trained = [(names["generator"], names["g_optimizer"])] if "networks" in names else [(names["model"], optimizer)]
+    trained += [(names["discriminator"], names["d_optimizer"])] if "networks" in names else []
+    before = [[parameter.clone() for parameter in model.parameters()] for model, _ in trained]
+    for inputs, targets in names["batches"]:
+        for model, one in trained:
+            one.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            assert clipper is None or float(clipper()) > 0
+            one.step()
+    for (model, _), old in zip(trained, before, strict=True):
+        assert all(bool(p.isfinite().all()) and not torch.equal(p, o) for p, o in zip(model.parameters(), old, strict=True))
+    assert (clipper is None) is isinstance(exporter, Exporter)
+    if isinstance(exporter, Exporter):
+        exporter.close()
+        assert errors(exporter) == {}
+        layers = [dict(labels)["layer"] for name, labels in values(exporter) if name == "torch_grad_layer_clip_coefficient"]
+        assert len(layers) == 2 * len(trained)
+
+
+def test_a_saved_run_goes_on(tmp_path: Path) -> None:
+    """The second run of the example of saving begins with the three norms of the first."""
+    (text,) = (one for one in CLIPS if "load_state_dict" in one)
+    for norms in (3, 6):
+        names = run(text, **training(tmp_path / "state"))
+        assert int(names["exporter"].state_dict()["clip"]["SGD"]["memory"]["count"]) == norms
+        names["exporter"].close()
+
+
+def test_the_balance_of_two_networks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A discriminator whose norm is far below that of the generator for 20 samples is told of, and no other one."""
+    (text,) = (one for one in CLIPS if "networks" in one)
+    for low in (0.5, 0.001):
+        world = World()
+        monkeypatch.setattr(torch_grad_exporter, "start_exporter", lambda *_, world=world, **__: world)
+        run(text, **training(tmp_path))
+        for at in range(20):
+            world.evaluate(float(at), **{NORM: {("generator",): 1.0, ("discriminator",): low}, SAMPLE: {("g",): at, ("d",): at}})
+        world.act.close()
+        assert ("the discriminator learns nothing any more" in capsys.readouterr().out) is (low < 0.01)
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    """It trains, clips and tries two other policies; nothing fails, and nothing stops it."""
+    (text,) = (one for one in blocks(REPOSITORY / "README.md", "python") if "clip=" in one)
+    trained = list[Exporter]()
+
+    def train(model: torch.nn.Module, exporter: Exporter) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(5, 6)).square().mean().backward()
+        optimizer.step()
+        trained.append(exporter)
+
+    run(text, **training(tmp_path) | {"train": train})
+    (exporter,) = trained
+    assert errors(exporter) == {}
+    tried = {dict(labels)["policy"] for name, labels in values(exporter) if name == "torch_grad_clip_candidates_total"}
+    assert tried == {"MaxNorm(1.0)", "AutoClip(percentile=90)"}
+    assert not exporter.should_stop
+
+
+# What acts
+
+
+def test_a_broken_loss_stops_the_run() -> None:
+    """From the tenth batch on the loss is NaN; the loop of the page ends, and not before."""
+    names, drawn = training(Path()), list[int]()
+    with alone(names["model"]) as exporter:
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for number in range(20):
+                exporter._act.evaluate()
+                drawn.append(number)
+                yield torch.ones(5, 6), torch.full((5, 3), float("nan") if number >= 10 else 1.0)
+
+        run(example("stop-on-a-broken-loss"), **names | {"batches": batches(), "exporter": exporter})
+        assert exporter.should_stop
+    assert 10 < drawn[-1] < 19
+
+
+@pytest.mark.parametrize("norm", [400.0, 600.0])
+def test_norms_that_stay_high_stop_the_run(norm: float) -> None:
+    """A mean of ten samples above 500 does, one below does not."""
+    world = World()
+    run(example("stop-when-norms-stay-high"), exporter=world)
+    for at in range(12):
+        world.evaluate(float(at), **{NORM: norm, SAMPLE: float(at)})
+        world.step_over()
+    assert world.stopped is (norm > 500)
+    world.act.close()
+
+
+@pytest.mark.parametrize("norm", [2.0, 20.0])
+def test_a_restless_run_gets_a_smaller_learning_rate(norm: float) -> None:
+    """Ten norms that are twenty times as large as usual halve it once; twice as large they do not."""
+    world = World()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    world.optimizers = [optimizer]
+    run(example("a-smaller-learning-rate"), exporter=world)
+    for at in range(530):
+        world.evaluate(float(at), **{NORM: norm if at > 510 else 1.0, SAMPLE: float(at)})
+        world.step_over()
+    assert optimizer.param_groups[0]["lr"] == (0.05 if norm > 5 else 0.1)
+    world.act.close()
+
+
+def test_a_layer_that_learns_nothing_is_frozen() -> None:
+    """The faint layer of a model is after a hundred steps, not before, and no other one ever."""
+    model = faint()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    layers = {"0": model[0], "faint": model[1].linear, "3": model[3]}
+    with alone(model) as exporter:
+        run(example("layers-that-learn-nothing"), exporter=exporter)
+        frozen = []
+        for number in range(1, 121):
+            step(model, optimizer)
+            if number % 10 == 0:
+                exporter._act.evaluate()
+                step(model, optimizer)
+                frozen.append([name for name, layer in layers.items() if not layer.weight.requires_grad])
+    assert frozen[:9] == [[]] * 9
+    assert frozen[-1] == ["faint"]
+
+
+def test_the_stem_is_frozen_once_the_loss_is_low() -> None:
+    """At a loss above 0.5 all layers are trained; below it the stem is frozen, and the head is trained on."""
+    names = training(Path())
+    model, optimizer = names["model"], names["optimizer"]
+    with alone(model) as exporter:
+        run(example("some-layers-only"), exporter=exporter)
+        for loss in (0.9, 0.9, 0.1, 0.1):
+            exporter.observe(loss=loss)
+            optimizer.zero_grad()
+            model(torch.ones(5, 6)).square().mean().backward()
+            exporter._act.evaluate()
+            optimizer.step()
+            assert model.stem.weight.requires_grad is (loss > 0.5)
+            assert model.head.weight.requires_grad
+
+
+# What tells people
+
+
+def test_a_line_and_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that is NaN is in the log, and at the webhook with its severity."""
+    with receiver() as there:
+        for anchor in ("a-line-in-the-log", "a-message-to-a-webhook"):
+            names = training(Path())
+            text = re.sub(r'"https?://[^"]+"', repr(there.url), example(anchor))
+            with run(text, **names)["exporter"] as exporter:
+                for _ in range(3):
+                    names["optimizer"].zero_grad()
+                    names["model"](torch.ones(5, 6)).sum().backward()
+                    names["optimizer"].step()
+                    exporter.observe(loss=float("nan"))
+                if anchor == "a-line-in-the-log":
+                    assert eventually(lambda: "TrainingNonFiniteLoss (critical)" in caplog.text)
+                else:
+                    assert there.got(1)
+        told = {(one.json["alert"], one.json["severity"]) for one in there.asked if one.json["status"] == "firing"}
+        assert ("TrainingNonFiniteLoss", "critical") in told
+
+
+def test_actions_of_the_page_are_public() -> None:
+    """What the examples import is what the package gives away."""
+    imported = {name.strip() for text in EXAMPLES for one in re.findall(r"actions import (.*)", text) for name in one.split(",")}
+    assert imported <= {*actions.__all__}

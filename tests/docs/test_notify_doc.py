@@ -1,0 +1,85 @@
+"""The examples of docs/notify.md run, and what they show is what is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.test_commands import blocks
+from tests.support.notified import notification, receiver
+from tests.support.tools import REPOSITORY, eventually
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.actions import Webhook
+from torch_grad_exporter.actions.notify.notification import FIELDS
+
+PAGE = REPOSITORY / "docs" / "notify.md"
+
+
+def example(number: int, **names: object) -> dict[str, object]:
+    """Runs one of the page's blocks of Python, with the addresses of the page replaced by one of the test."""
+    text, url = blocks(PAGE, "python")[number], str(names.get("url", ""))
+    text = re.sub(r'"https?://[^"]+"', repr(url), text)
+    text = re.sub(r'"/run/secrets/[^"]+"', repr(str(names.get("file", ""))), text)
+    exec(text, names)  # noqa: S102 - what a user copies
+    return names
+
+
+def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
+    """What the webhook of an example sends, and its content type."""
+    with receiver() as there:
+        file = tmp_path / "url"
+        file.write_text(there.url)
+        webhook = example(number, url=there.url, file=file)[name]
+        assert isinstance(webhook, Webhook)
+        webhook.sender()([notification(severity="critical", run="run 7", value=2.0)], lambda: 60.0)
+        (asked,) = there.asked
+    return asked.body, asked.headers["Content-Type"]
+
+
+def test_the_first_example_tells_of_a_problem(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three notifiers of the first block: a loss that is NaN is in the log and at both receivers."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with receiver() as there:
+        exporter = example(0, url=there.url, model=model)["exporter"]
+        assert isinstance(exporter, Exporter)
+        with exporter:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                exporter.observe(loss=float("nan"))
+            assert there.got(2)
+            assert eventually(lambda: "TrainingNonFiniteLoss (critical)" in caplog.text)
+        names = {json.dumps(asked.json)[:1] for asked in there.asked}
+    assert names == {"{", "["}  # the webhook's, and the Alertmanager's
+
+
+def test_the_body_for_slack(tmp_path: Path) -> None:
+    """JSON with a `text`, in which everything is filled in."""
+    body, kind = sent(1, "slack", tmp_path)
+    text = "*LossSpike* (critical, firing): The loss jumped 3 times.\nRun run 7, rank 0, step 7. Look."
+    assert (json.loads(body), kind) == ({"text": text}, "application/json")
+
+
+def test_the_body_for_discord(tmp_path: Path) -> None:
+    """JSON with a `content` that is short enough."""
+    body, kind = sent(2, "discord", tmp_path)
+    assert kind == "application/json"
+    assert json.loads(body) == {"content": "🔥 **LossSpike** in run 7 at step 7: The loss jumped 3 times."}
+
+
+def test_the_text_for_ntfy(tmp_path: Path) -> None:
+    """Plain text."""
+    assert sent(3, "ntfy", tmp_path) == (b"critical: The loss jumped 3 times. (run run 7, step 7)", "text/plain; charset=utf-8")
+
+
+def test_the_payload_of_the_page_has_the_fields_that_are_sent() -> None:
+    """The JSON of the page and a real payload have the same fields in the same order."""
+    (shown,) = blocks(PAGE, "json")
+    assert tuple(json.loads(shown)) == tuple(notification().payload()) == FIELDS

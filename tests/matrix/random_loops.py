@@ -1,0 +1,484 @@
+"""Training loops made by chance, and the float64 record that each keeps of what its numbers should be.
+
+A loop is made of what loops of users are made of: micro-batches, losses of the whole model and of parts of it, one optimizer or
+two, networks in turn, freezing, skipped steps, gradients that are cleared in all ways, and edits of gradients between backward and
+step. The record knows what autograd accumulated from hooks of its own. It shares no code with the exporter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tests.support.scrape import Key, errors, key, lost, values
+from torch_grad_exporter import Exporter, start_exporter
+
+OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container", "whole_run"), False)
+CLOSE = 1e-5
+
+Edit = Callable[[list[nn.Parameter], random.Random], None]
+Layers = dict[str, float]
+
+
+# What a loop may do to gradients
+
+
+def clip(parameters: list[nn.Parameter], chance: random.Random) -> None:
+    """By the global norm."""
+    nn.utils.clip_grad_norm_(parameters, chance.choice([0.05, 0.3]))
+
+
+def clip_by_value(parameters: list[nn.Parameter], _chance: random.Random) -> None:
+    """Each element."""
+    nn.utils.clip_grad_value_(parameters, 0.02)
+
+
+def divide(parameters: list[nn.Parameter], chance: random.Random) -> None:
+    """By the number of tokens."""
+    tokens = chance.randint(2, 600)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= tokens
+
+
+def add_noise(parameters: list[nn.Parameter], _chance: random.Random) -> None:
+    """As differential privacy does."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad += 0.01 * torch.randn_like(parameter.grad)
+
+
+def project(parameters: list[nn.Parameter], _chance: random.Random) -> None:
+    """Centres the gradients of matrices."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.dim() > 1:
+            parameter.grad -= parameter.grad.mean(1, keepdim=True)
+
+
+def replace(parameters: list[nn.Parameter], _chance: random.Random) -> None:
+    """Puts other tensors in the places of the gradients."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = 0.7 * parameter.grad
+
+
+EDITS: tuple[Edit, ...] = (clip, clip_by_value, divide, add_noise, project, replace)
+
+
+# What is trained
+
+
+class Heads(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.middle = nn.Linear(5, 6), nn.Linear(6, 6)
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.middle(torch.relu(self.trunk(x))))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return self.left(hidden), self.right(hidden)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one loop goes; drawn once, from a seed."""
+
+    kind: str
+    every: int
+    set_to_none: bool
+    clear_after: bool
+    counts: tuple[int, ...]
+    """Micro-batches of the rounds, in turn."""
+    edits: tuple[Edit, ...]
+    edits_between: bool
+    skips: float
+    freezes: float
+    evaluates: bool
+    auxiliary_from: int
+    """The round from which on there is a second backward, over a part of the model."""
+    auxiliary_first: bool
+    twice: bool
+    toggles: bool
+    rounds: int
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Style:
+        counts = chance.choice([(1,), (1,), (2,), (4, 4, 4, 1), (1, 2, 3), (3, 3, 2), (1, 1, 1, 4)])
+        return cls(
+            kind=chance.choice(["one", "one", "two", "in turn", "in turn"]),
+            every=chance.choice([1, 1, 1, 2, 3]),
+            set_to_none=chance.random() < 0.6,
+            clear_after=chance.random() < 0.5,
+            counts=counts,
+            edits=tuple(chance.sample(EDITS, chance.choice([0, 0, 1, 1, 2, 3]))),
+            edits_between=chance.random() < 0.2,
+            skips=chance.choice([0.0, 0.0, 0.1, 0.3]),
+            freezes=chance.choice([0.0, 0.0, 0.15]),
+            evaluates=chance.random() < 0.3,
+            auxiliary_from=chance.choice([10**9, 10**9, 0, 5, 12]),
+            auxiliary_first=chance.random() < 0.4,
+            twice=chance.random() < 0.15,
+            toggles=chance.random() < 0.5,
+            rounds=chance.choice([16, 24, 36]),
+        )
+
+
+# The record
+
+
+@dataclass
+class Truth:
+    """What one round should be shown as, for one optimizer: norms by layer, their whole, and the norm that the step saw."""
+
+    steps: int
+    layers: Layers
+    whole: float
+    after: float | None
+    edited: frozenset[Edit] = frozenset()
+
+    def agrees(self, shown: Layers, hidden: set[str]) -> bool:
+        """Whether these are the norms; of layers that are frozen by now, `hidden`, they may be absent."""
+        if not shown.keys() <= self.layers.keys() <= shown.keys() | hidden:
+            return False
+        return all(close(norm, self.layers[name]) for name, norm in shown.items())
+
+
+def close(shown: float, true: float) -> bool:
+    """Whether a number is right."""
+    return math.isclose(shown, true, rel_tol=CLOSE, abs_tol=1e-12)
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    """In float64."""
+    return math.sqrt(sum(float(one.double().square().sum()) for one in tensors))
+
+
+@dataclass
+class Record:
+    """Keeps what autograd has accumulated, by hooks on the parameters, and what the steps make of it."""
+
+    names: dict[nn.Parameter, str]
+    owned: dict[str, list[nn.Parameter]]
+    fired: set[nn.Parameter] = field(default_factory=set)
+    left: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """The gradients that the last backward has left, of what got one in this round."""
+    edited: set[Edit] = field(default_factory=set)
+    over: bool = False
+    truths: dict[str, list[Truth]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps = dict.fromkeys(self.owned, 0)
+        self.truths = {name: [] for name in self.owned}
+        for parameter in self.names:
+            parameter.register_post_accumulate_grad_hook(self.fired.add)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """A backward; one after a step begins a round."""
+        if self.over:
+            self.left, self.over, self.edited = {}, False, set()
+        self.fired.clear()
+        run()
+        for parameter in {*self.left, *self.fired}:
+            if parameter.grad is not None:
+                self.left[parameter] = parameter.grad.detach().clone()
+
+    def cleared(self) -> None:
+        """The gradients are cleared without a step."""
+        self.left = {}
+
+    def end(self, optimizer: str, *, stepped: bool) -> None:
+        """An optimizer is about to step, or would have been."""
+        mine = [parameter for parameter in self.owned[optimizer] if parameter in self.left]
+        layers: dict[str, list[torch.Tensor]] = {}
+        for parameter in mine:
+            layers.setdefault(self.names[parameter], []).append(self.left[parameter])
+        seen = [p.grad for p in mine if p.grad is not None]
+        self.steps[optimizer] += stepped
+        if mine:
+            norms = {name: norm_of(gradients) for name, gradients in layers.items()}
+            whole, after = norm_of([self.left[p] for p in mine]), norm_of(seen) if stepped else None
+            self.truths[optimizer].append(Truth(self.steps[optimizer], norms, whole, after, frozenset(self.edited)))
+        self.over |= stepped
+
+
+# The loop
+
+
+class Loop:
+    """One training by chance. `run` yields whenever a scrape is to be compared."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.style = Style.drawn(self.chance)
+        torch.manual_seed(seed)
+        if self.style.kind == "in turn":
+            networks = {"g": nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5)), "d": Heads()}
+            self.models: dict[str, nn.Module] = dict(networks)
+            owned = {name: [*network.parameters()] for name, network in networks.items()}
+        else:
+            self.models = {"": Heads()}
+            model = self.models[""]
+            owned = {"": [*model.parameters()]}
+            if self.style.kind == "two":
+                right = [*model.right.parameters()]
+                owned = {"body": [p for p in model.parameters() if all(p is not q for q in right)], "right": right}
+        self.optimizers = {
+            name: torch.optim.SGD(parameters, lr=0.02) if index else torch.optim.AdamW(parameters, lr=0.01)
+            for index, (name, parameters) in enumerate(owned.items())
+        }
+        named = {
+            parameter: ".".join(part for part in (prefix, name.rpartition(".")[0]) if part)
+            for prefix, model in self.models.items()
+            for name, parameter in model.named_parameters()
+        }
+        self.record = Record(named, owned)
+
+    @property
+    def target(self) -> nn.Module | dict[str, nn.Module]:
+        """What an exporter is started with."""
+        return self.models.get("", self.models)
+
+    def run(self) -> Iterator[None]:
+        for number in range(self.style.rounds):
+            if self.style.kind == "in turn":
+                yield from self._half("d", number)
+                yield from self._half("g", number)
+            else:
+                yield from self._round(number, [*self.optimizers])
+
+    # One network in turn with another
+
+    def _half(self, name: str, number: int) -> Iterator[None]:
+        other = self.models["d" if name == "g" else "g"]
+        if self.style.toggles:
+            for parameter in other.parameters():
+                parameter.requires_grad_(False)
+        yield from self._round(number, [name])
+        if self.style.toggles:
+            for parameter in other.parameters():
+                parameter.requires_grad_(True)
+
+    # A round
+
+    def _round(self, number: int, optimizers: list[str]) -> Iterator[None]:
+        style, chance = self.style, self.chance
+        self._freeze()
+        if not style.clear_after:
+            self._clear(optimizers)
+        for count in range(style.counts[number % len(style.counts)]):
+            if count and style.edits_between and chance.random() < 0.5:
+                self._edit(optimizers)
+            self._backwards(number, optimizers[0])
+        if style.edits and chance.random() < 0.8:
+            self._edit(optimizers)
+        self._end(optimizers, skipped=chance.random() < style.skips)
+        if style.evaluates and chance.random() < 0.3:
+            with torch.no_grad():
+                for model in self.models.values():
+                    model(torch.randn(2, 5 if isinstance(model, Heads) else 3))
+        yield
+
+    def _backwards(self, number: int, optimizer: str) -> None:
+        """Those of one micro-batch."""
+        joins = number >= self.style.auxiliary_from
+        if joins and self.style.auxiliary_first:
+            self.record.backward(self._auxiliary(optimizer).backward)
+        self._main(optimizer)
+        if joins and not self.style.auxiliary_first:
+            self.record.backward(self._auxiliary(optimizer).backward)
+
+    def _end(self, optimizers: list[str], *, skipped: bool) -> None:
+        """The steps, or none."""
+        for name in optimizers:
+            self.record.end(name, stepped=not skipped)
+            if not skipped:
+                self.optimizers[name].step()
+        if skipped or self.style.clear_after:
+            self._clear([*self.optimizers])
+        if skipped:
+            self.record.cleared()
+
+    def _main(self, optimizer: str) -> None:
+        loss = self._loss(optimizer)
+        if self.style.twice:
+            self.record.backward(lambda: loss.backward(retain_graph=True))
+        self.record.backward(loss.backward)
+
+    def _loss(self, optimizer: str) -> torch.Tensor:
+        if self.style.kind != "in turn":
+            left, right = self.models[""](torch.randn(4, 5))
+            return left.square().mean() + right.abs().mean()
+        fake = self.models["g"](torch.randn(4, 3))
+        if optimizer == "g":
+            left, right = self.models["d"](fake)
+            return (left.mean() - right.mean()).square()
+        left, right = self.models["d"](fake.detach())
+        real, _ = self.models["d"](torch.randn(4, 5))
+        return (left.square().mean() + right.abs().mean() - real.mean()).exp()
+
+    def _auxiliary(self, optimizer: str) -> torch.Tensor:
+        """A loss of a part of the model, which is called by itself."""
+        if self.style.kind == "in turn" and optimizer == "g":
+            return self.models["g"][0](torch.randn(4, 3)).square().mean()
+        model = self.models.get("d", self.models.get(""))
+        return model.right(model.body(torch.randn(4, 5))).square().mean()
+
+    def _edit(self, optimizers: list[str]) -> None:
+        for edit in self.style.edits:
+            for name in optimizers:
+                edit(self.record.owned[name], self.chance)
+            self.record.edited.add(edit)
+
+    def _clear(self, optimizers: list[str]) -> None:
+        for name in optimizers if self.style.kind == "in turn" else self.optimizers:
+            self.optimizers[name].zero_grad(set_to_none=self.style.set_to_none)
+
+    def _freeze(self) -> None:
+        """Now and then a layer is frozen, or all are thawed."""
+        if self.style.kind != "in turn" and self.chance.random() < self.style.freezes:
+            model = self.models[""]
+            frozen = self.chance.choice([None, model.middle, model.trunk])
+            for module in (model.middle, model.trunk):
+                module.requires_grad_(module is not frozen)
+
+
+# The comparison
+
+
+@dataclass
+class Verdict:
+    """What a loop's scrapes were worth. `wrong`: numbers that are not those of any round that could be shown."""
+
+    wrong: list[str] = field(default_factory=list)
+    shown: int = 0
+    due: int = 0
+    lost: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    """Compares each scrape with the record: what is shown is right, in each gauge, and in what is added up."""
+
+    loop: Loop
+    exporter: Exporter
+    verdict: Verdict = field(default_factory=Verdict)
+    before: dict[Key, float] = field(default_factory=dict)
+    shown: dict[str, list[Truth]] = field(default_factory=dict)
+
+    def look(self) -> None:
+        found = values(self.exporter)
+        record = self.loop.record
+        several = len(record.owned) > 1
+        for name in record.owned:
+            label = name if several else ""
+            count = found.get(key("torch_grad_global_norm_distribution_count", optimizer=label), 0.0)
+            before = self.before.get(key("torch_grad_global_norm_distribution_count", optimizer=label), 0.0)
+            if key("torch_grad_global_norm", optimizer=label) in found:
+                self._judge(name, label, found, new=int(count - before))
+            elif count != before:
+                self._say(f"{label}: counted and not shown")
+        self._steps(found)
+        self.before = found
+
+    def _judge(self, name: str, label: str, found: dict[Key, float], *, new: int) -> None:
+        step = found.get(key("torch_grad_sample_step", optimizer=label))
+        layers = {
+            layer: norm
+            for layer in {self.loop.record.names[p] for p in self.loop.record.owned[name]}
+            if (norm := found.get(key("torch_grad_norm", layer=layer))) is not None
+        }
+        whole = found[key("torch_grad_global_norm", optimizer=label)]
+        hidden = {self.loop.record.names[p] for p in self.loop.record.owned[name] if not p.requires_grad or self.loop.style.toggles}
+        candidates = [one for one in self.loop.record.truths[name] if one.steps == step and one.agrees(layers, hidden)]
+        truth = next((one for one in candidates if close(whole, one.whole)), None)
+        if truth is None:
+            near = [one for one in self.loop.record.truths[name] if one.steps == step]
+            self._say(f"{label} step {step}: shown {whole} {layers}, recorded {near}")
+            return
+        if new == 1:  # where a skipped step was known of late there are two
+            self._added(label, found, truth)
+        self.verdict.shown += new
+        self._clipping(label, found, truth)
+
+    def _added(self, label: str, found: dict[Key, float], truth: Truth) -> None:
+        """What the new sample has added to histogram, squares and captures."""
+        for one, expected in [
+            (key("torch_grad_global_norm_distribution_sum", optimizer=label), truth.whole),
+            *((key("torch_grad_norm_squared_accumulated_total", layer=n), norm**2) for n, norm in truth.layers.items()),
+            *((key("torch_grad_norm_distribution_sum", layer=n), norm) for n, norm in truth.layers.items()),
+            *((key("torch_grad_captures_total", layer=n), 1.0) for n in truth.layers),
+        ]:
+            if one not in found and one[0].startswith("torch_grad_global"):
+                continue
+            added = found[one] - self.before.get(one, 0.0)
+            if not math.isclose(added, expected, rel_tol=1e-4, abs_tol=1e-7 * max(1.0, found[one])):
+                self._say(f"{one}: {added} were added, recorded {expected}")
+
+    def _clipping(self, label: str, found: dict[Key, float], truth: Truth) -> None:
+        after = found.get(key("torch_grad_global_norm_after_clip", optimizer=label))
+        if after is not None and (truth.after is None or not math.isclose(after, truth.after, rel_tol=2e-3, abs_tol=1e-9)):
+            self._say(f"{label}: norm after clipping {after}, recorded {truth.after}")
+        coefficient = found.get(key("torch_grad_clip_coefficient", optimizer=label))
+        if coefficient is not None and not math.isclose(coefficient, (truth.after or 0.0) / truth.whole, rel_tol=2e-3):
+            self._say(f"{label}: coefficient {coefficient}, recorded {truth.after} / {truth.whole}")
+        clipped = found[key("torch_grad_clipped_steps_total", optimizer=label)]
+        if clipped and not {clip, clip_by_value, project, replace, add_noise} & {*self.loop.style.edits}:
+            self._say(f"{label}: {clipped} clipped steps in a loop that does not clip")
+
+    def _steps(self, found: dict[Key, float]) -> None:
+        steps = {dict(labels)["optimizer"]: value for (name, labels), value in found.items() if name == "torch_train_steps_total"}
+        recorded = self.loop.record.steps
+        if sum(steps.values()) != sum(recorded.values()):
+            self._say(f"steps {steps}, recorded {recorded}")
+        for (name, labels), value in self.before.items():
+            grows = name.endswith(("_total", "_count", "_sum")) and (name, labels)
+            if grows and found.get(grows, -1.0) < value - 1e-12:
+                self._say(f"{name}{labels}: fell from {value} to {found.get(grows)}")
+
+    def _say(self, what: str) -> None:
+        self.verdict.wrong.append(what)
+
+
+def verdict(seed: int) -> Verdict:
+    """Trains one loop under an exporter and compares it round by round."""
+    loop = Loop(seed)
+    several = len(loop.optimizers) > 1
+    named = {"optimizers": loop.optimizers} if several else {}
+    with start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF, **named) as exporter:
+        comparison = Comparison(loop, exporter)
+        for _ in loop.run():
+            comparison.look()
+        found = comparison.verdict
+        failures = errors(exporter)
+        if failures:
+            found.wrong.append(f"errors: {failures}")
+        found.lost = lost(exporter)
+        found.due = (
+            sum(map(len, loop.record.truths.values())) if loop.style.every == 1 else found.shown + int(sum(found.lost.values()))
+        )
+    return found
+
+
+def state(seed: int, *, watched: bool) -> list[torch.Tensor]:
+    """What the models of a loop hold in the end."""
+    loop = Loop(seed)
+    if watched:
+        with start_exporter(loop.target, port=None, every=loop.style.every, collectors=OFF):
+            for _ in loop.run():
+                pass
+    else:
+        for _ in loop.run():
+            pass
+    return [*itertools.chain.from_iterable(model.state_dict().values() for model in loop.models.values())]

@@ -1,0 +1,346 @@
+"""Nine kinds of training under a real Prometheus with the shipped rules: one that is well, and what goes wrong in the others.
+
+All train well at first, and the dashboards know them; then each goes its way. The waits of the alerts (`for`) are a sixtieth of
+those that are shipped, so that minutes are seconds; expressions and thresholds are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing as mp
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event as Begin
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.made_hardware import Hardware, installed
+from tests.support.real_prometheus import Prometheus
+from tests.support.real_prometheus import running as a_prometheus
+from tests.support.tools import PATIENCE, REPOSITORY, eventually
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import AGC, Event, Freeze, Log, MaxNorm, Measurements, ScaleLearningRate
+
+PACE = 0.12
+"""Seconds of a forward pass, but for what is computed."""
+LOADING = 0.015
+"""Seconds for which each batch lets wait."""
+BATCH, WIDTH = 16, 16
+CLIP = 0.5
+WARM_SAMPLES = 30
+"""More than any statistic needs before something goes wrong: a baseline of norms judges from its 20th sample on."""
+DEAD_WINDOW = 20
+NAN_STEPS, EXPLODING_STEPS = 7, 5
+"""For how many steps gradients are NaN, or 10,000 times as large."""
+LAYERS = 292
+SLOWER = 2
+"""A straggler needs so many times the time of the other ranks."""
+
+CONFIGURATION = """
+global: {{scrape_interval: {scrape}s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}/*.yml]
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    file_sd_configs: [{{files: ["{folder}/*.json"], refresh_interval: 1s}}]
+"""
+
+
+class Perceptron(torch.nn.Module):
+    """Three layers, the second beside a shortcut, so that it can be dead alone; the forward pass takes some time."""
+
+    def __init__(self, pace: float) -> None:
+        super().__init__()
+        self.pace = pace
+        self.first, self.second, self.third = torch.nn.Linear(WIDTH, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pace)
+        hidden = self.first(x).relu()
+        return self.third(hidden + self.second(hidden).relu())
+
+
+class Deep(torch.nn.Module):
+    """292 layers, each of which hands on a little less of the gradient: over all of them five decades."""
+
+    def __init__(self, pace: float) -> None:
+        super().__init__()
+        self.pace = pace
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS - 1))
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weight.copy_(0.96 * torch.eye(WIDTH) + 0.005 * torch.randn(WIDTH, WIDTH))
+        self.blocks.append(torch.nn.Linear(WIDTH, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pace)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Training:
+    """A rank's loop, a step at a time; what is public is for faults to change."""
+
+    def __init__(self, name: str, rank: int, folder: str, hardware: Hardware | None) -> None:
+        torch.manual_seed(rank)
+        kind = RUNS[name]
+        self.hardware = hardware
+        slow = kind.ranks > 1 and rank == kind.ranks - 1
+        self.model = kind.model(SLOWER * (kind.pace + LOADING) - LOADING if slow else kind.pace)
+        wrapped = DistributedDataParallel(self.model) if kind.ranks > 1 else self.model
+        self.wrapped: Callable[[torch.Tensor], torch.Tensor] = wrapped
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.8)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=200, enabled=hardware is not None)
+        collectors = {"whole_run": kind.ranks > 1, **({} if hardware else {"gpu": False, "cuda_memory": False})}
+        usual = {"every": 1, "dead_window": DEAD_WINDOW, "addr": "127.0.0.1", "run": name, "rank": rank, "sd_dir": folder}
+        options = usual | {"collectors": collectors, "grad_scaler": self.scaler if hardware else None} | kind.options
+        self.exporter: Exporter = start_exporter(wrapped, 0, **options)
+        self.clipped = "clip" in kind.options
+        for rule, action in kind.acts:
+            self.exporter.on(rule, action)
+        self.loader = iter(self.exporter.watch_loader(_batches()))
+        self.teacher = torch.randn(WIDTH, 4, generator=torch.Generator().manual_seed(7)) / 4
+        self.factor = 1.0
+        """What each gradient is multiplied by."""
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * self.factor)
+        self.steps = 0
+
+    def step(self, *, loss: float | None = None) -> None:
+        """One step; `loss` is observed instead of what it is."""
+        rate = 0.05 * min(1.0, (self.steps + 1) / 60) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, self.steps / 900)))
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.zero_grad()
+        x = next(self.loader)
+        found = (self.wrapped(x) - x @ self.teacher).square().mean()
+        self.scaler.scale(found).backward()
+        self.scaler.unscale_(self.optimizer)
+        if not all(torch.isfinite(parameter.grad).all() for parameter in self.model.parameters() if parameter.grad is not None):
+            for parameter in self.model.parameters():
+                parameter.grad.nan_to_num_(0.0)  # type: ignore[union-attr]  # the exporter has seen it; the run goes on
+        if not self.clipped:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        value = float(found.detach()) if loss is None else loss
+        self.exporter.observe(loss=value, samples=len(x), tokens=32 * len(x), epoch=self.steps // 100)
+        self.steps += 1
+
+
+def _batches() -> Iterator[torch.Tensor]:
+    while True:
+        time.sleep(LOADING)
+        yield torch.randn(BATCH, WIDTH)
+
+
+# What goes wrong: each goes on for ever, or ends.
+
+
+def well(training: Training) -> None:
+    """Nothing does."""
+    while True:
+        training.step()
+
+
+def nan_gradients(training: Training) -> None:
+    """For some steps the gradients are NaN, and the loss is."""
+    training.factor = math.nan
+    for _ in range(NAN_STEPS):
+        training.step(loss=math.nan)
+    training.factor = 1.0
+    well(training)
+
+
+def exploding(training: Training) -> None:
+    """Five steps in a quarter of a second have gradients 10,000 times as large. Clipping keeps them from the weights."""
+    pace, training.model.pace = training.model.pace, 0.01  # type: ignore[assignment]
+    training.factor = 1e4
+    for _ in range(EXPLODING_STEPS):
+        training.step()
+    training.factor = 1.0
+    training.model.pace = pace
+    well(training)
+
+
+def dead(training: Training) -> None:
+    """No unit of the second layer is ever above zero again."""
+    with torch.no_grad():
+        training.model.get_parameter("second.bias").fill_(-1e4)
+    well(training)
+
+
+def failing(training: Training) -> None:
+    """An exception ends the run."""
+    training.step()
+    raise RuntimeError
+
+
+def finishing(training: Training) -> None:
+    """The run ends as it should, at once."""
+    training.step()
+
+
+def warming_up(training: Training) -> None:
+    """The GPU's values change from step to step, and heat holds it back for a tenth of the time."""
+    while True:
+        training.step()
+        weather(training)
+
+
+def weather(training: Training) -> None:
+    """What the made GPU says after a step."""
+    assert training.hardware is not None
+    gpu, wave = training.hardware.gpu, math.sin(training.steps / 25)
+    gpu.utilization, gpu.celsius = int(80 + 15 * wave), int(68 + 8 * wave)
+    gpu.milliwatts = int(420_000 + 90_000 * wave)
+    gpu.millijoules += int(gpu.milliwatts * (PACE + LOADING))
+    gpu.nanoseconds[pynvml.NVML_PERF_POLICY_THERMAL] += int(1e8 * (PACE + LOADING))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A run: what it does after it has trained well, with how many ranks, which model, how fast, and the exporter's options.
+
+    `acts`: rules and conditions, and what is to be done on them.
+    """
+
+    then: Callable[[Training], None] = well
+    ranks: int = 1
+    model: Callable[[float], torch.nn.Module] = Perceptron
+    pace: float = PACE
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hardware: bool = False
+    acts: tuple[tuple[Any, Any], ...] = ()
+
+
+def exploded(m: Measurements) -> bool:
+    """A norm was 100 times as large as it ever is."""
+    return m.last("torch_grad_global_norm_spikes_total") > 0
+
+
+def broken(event: Event) -> None:
+    """An action that fails."""
+    raise OSError(event.name)
+
+
+ANSWERS = (("GradientExploding", ScaleLearningRate(0.5)), ("GradientExploding", broken), (exploded, Freeze(layers=r"^second$")))
+LOCAL = {"local_norm": True}
+RUNS: Mapping[str, Kind] = {
+    "healthy": Kind(options={"moments": True, "weights": True, "clip": MaxNorm(CLIP), "dry_run": [MaxNorm(CLIP / 10), AGC()]}),
+    "nan": Kind(nan_gradients, options={"alerts": [Log()]}),
+    "explodes": Kind(exploding, acts=ANSWERS),
+    "dead-layer": Kind(dead),
+    "two-ranks": Kind(ranks=2, options=LOCAL),
+    "four-ranks": Kind(ranks=4, options=LOCAL),
+    "raises": Kind(failing),
+    "raises-lingers": Kind(failing, options={"linger": PATIENCE}),
+    "killed": Kind(),
+    "ends": Kind(finishing),
+    "deep": Kind(model=Deep, pace=0.6),
+    "gpu": Kind(warming_up, hardware=True, options={"every": "auto", "overhead_budget": 0.05}),
+}
+"""By the name of the run. The last rank of several is the slow one."""
+PROCESSES = sum(kind.ranks for kind in RUNS.values())
+ENDED = ("raises", "raises-lingers", "killed", "ends")
+"""Those that train no more once things have gone wrong."""
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch_grad_exporter", "tests.support.nine_runs"])
+
+
+def _main(name: str, rank: int, folder: str, begin: Begin) -> None:
+    """The process of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    kind = RUNS[name]
+    if kind.ranks > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(kind.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(kind.ranks))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/.{name}", rank=rank, world_size=kind.ranks)
+    with contextlib.ExitStack() as stack, contextlib.suppress(RuntimeError):  # which is how a run fails
+        training = Training(name, rank, folder, stack.enter_context(installed()) if kind.hardware else None)
+        with training.exporter:
+            while not begin.is_set():
+                training.step()
+                if training.hardware is not None:
+                    weather(training)
+            kind.then(training)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The Prometheus that watches, and the Unix times at which the runs were started and at which things went wrong."""
+
+    prometheus: Prometheus
+    started: float
+    began: float
+    scrape: int = 1
+
+    def seconds(self) -> float:
+        """For how long there has been something to see."""
+        return time.time() - self.started
+
+
+@contextlib.contextmanager
+def running(directory: Path, scrape: int = 1) -> Iterator[Scene]:
+    """All runs, from the moment on at which things have gone wrong and Prometheus has seen which processes are gone.
+
+    `scrape`: seconds from one scrape to the next. An exporter collects at most once in about a second, so that of the scrapes of
+    each second, every other one brings nothing new.
+    """
+    folder, rules = directory / "sd", directory / "rules"
+    folder.mkdir()
+    rules.mkdir()
+    for file in sorted((REPOSITORY / "dashboards" / "prometheus").glob("*.yml")):
+        if file.name.endswith((".rules.yml", ".alerts.yml")):
+            (rules / file.name).write_text(quickened(file.read_text(encoding="utf-8")), encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        prometheus = stack.enter_context(a_prometheus(directory, CONFIGURATION.format(rules=rules, folder=folder, scrape=scrape)))
+        begin, started = CONTEXT.Event(), time.time()
+        processes = {(name, rank): _start(stack, name, rank, folder, begin) for name in RUNS for rank in range(RUNS[name].ranks)}
+        warm = f"count(torch_grad_exporter_captures_total >= {WARM_SAMPLES})"
+        assert eventually(lambda: count(prometheus, warm) == PROCESSES, 2 * PATIENCE), "not all runs train"
+        assert eventually(
+            lambda: 0 < time.time() - prometheus.value('timestamp(up{run="explodes"})') < 0.2
+        )  # five steps until the next
+        begin.set()
+        processes["killed", 0].kill()
+        scene = Scene(prometheus, started, time.time(), scrape)
+        there = f"count(up == 1) == {PROCESSES - len(ENDED)} and count(up == 0) == {len(ENDED) - 1}"
+        assert eventually(lambda: count(prometheus, there) > 0), "not all have ended that should"
+        yield scene
+
+
+def quickened(text: str) -> str:
+    """A file of rules that is evaluated each second, whose alerts wait a second for each minute."""
+    text = re.sub(r"\binterval: \w+", "interval: 1s", text)
+    return re.sub(r"^( +for: \d+)m$", r"\1s", text, flags=re.MULTILINE)
+
+
+def count(prometheus: Prometheus, expression: str) -> int:
+    """The value of an expression without labels; 0 where there is none, or no answer yet."""
+    with contextlib.suppress(OSError):
+        return sum(int(value) for _, value in prometheus.query(expression))
+    return 0
+
+
+def _start(stack: contextlib.ExitStack, name: str, rank: int, folder: Path, begin: Begin) -> mp.context.ForkServerProcess:
+    process = CONTEXT.Process(target=_main, args=(name, rank, str(folder), begin), daemon=True)
+    process.start()
+
+    def end() -> None:
+        process.kill()
+        process.join(PATIENCE)
+
+    stack.callback(end)
+    return process

@@ -1,0 +1,149 @@
+"""Accelerate: a prepared loop in one process and in two, with a loader that is watched before or after it is prepared."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.matrix.harness import Way
+from tests.support.ranks import run_ranks
+from tests.support.scrape import value
+from tests.trainers.training import Training, compared
+
+BATCHES = 16
+
+
+def loader(batches: int = BATCHES) -> DataLoader[Any]:
+    """Batches of four, shuffled with a seed."""
+    data = TensorDataset(torch.randn(4 * batches, 6, generator=torch.Generator().manual_seed(1)))
+    return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def accelerator(**options: Any) -> Accelerator:
+    """Accelerate keeps its state for the process; this one begins anew."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
+def prepared(
+    run: Training,
+    *,
+    watched: str = "",
+    limit: float | None = None,
+    batches: int = BATCHES,
+    epochs: int = 2,
+    skipped: int = 0,
+    dispatched: bool = False,
+    **options: Any,
+) -> None:
+    """Trains. `watched`: whether the loader is, before or after it is prepared. `options` go to the `Accelerator`."""
+    accelerate = accelerator(**options, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatched or None))
+    torch.manual_seed(0)
+    bare = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    with run.watching(bare, ranks="all"):
+        given = run.loader(loader(batches)) if watched == "before" else loader(batches)
+        model, optimizer, given = accelerate.prepare(bare, optimizer, given)
+        assert isinstance(given, DataLoader)
+        given = run.loader(given) if watched == "after" else given
+        for epoch in range(epochs):
+            given.set_epoch(epoch)
+            for (batch,) in skip_first_batches(given, skipped) if skipped else given:
+                with accelerate.accumulate(model):
+                    accelerate.backward(mse_loss(model(batch), batch))
+                    if accelerate.sync_gradients and limit is not None:
+                        accelerate.clip_grad_norm_(model.parameters(), limit)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.told.append((len(given), tuple(batch.shape), float(batch.sum()), accelerate.sync_gradients))
+
+
+@pytest.mark.parametrize("watched", ["before", "after"])
+def test_watched_loader(watched: str) -> None:
+    """Prepared and watched, in either order, a loader gives the same batches; of one that is watched last waits are counted."""
+    run = compared(partial(prepared, watched=watched))
+    assert len(run.told) == 2 * BATCHES
+    assert run.exporter is not None
+    seconds = value(run.exporter, "torch_train_phase_seconds_total", phase="data")
+    assert (seconds or 0) > 0 if watched == "after" else seconds is None
+
+
+def test_accumulation_and_clipping() -> None:
+    """Rounds of four, and of two at the end of an epoch."""
+    compared(partial(prepared, gradient_accumulation_steps=4))
+    compared(partial(prepared, gradient_accumulation_steps=4, limit=0.05))
+    compared(partial(prepared, gradient_accumulation_steps=4, batches=10, epochs=3))
+
+
+def test_bfloat16() -> None:
+    """By autocast, which Accelerate wraps around the forward of the model."""
+    compared(partial(prepared, mixed_precision="bf16", limit=0.05))
+
+
+@pytest.mark.parametrize("watched", ["before", "after"])
+def test_batches_left_out(watched: str) -> None:
+    """The first batches of an epoch are left out, as where a training is resumed."""
+    run = compared(partial(prepared, watched=watched, skipped=5))
+    assert len(run.told) == 2 * (BATCHES - 5)
+
+
+def test_at_defaults() -> None:
+    """What is shown is of the step that it is said to be of."""
+    train = partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10)
+    assert len(compared(train, Way.DEFAULTS, between=3).samples) > 2
+
+
+def test_what_is_watched_is_a_loader() -> None:
+    """What is returned for a `DataLoader` is one, with its attributes, and pickles as the loader that was given."""
+
+    def train(run: Training) -> None:
+        prepared(run)
+        plain = loader()
+        watched = run.loader(plain)
+        assert isinstance(watched, DataLoader)
+        for name in ("dataset", "batch_size", "sampler", "batch_sampler", "collate_fn", "num_workers", "generator"):
+            assert getattr(watched, name) is getattr(plain, name), name
+        assert len(watched) == len(plain)
+        assert type(pickle.loads(pickle.dumps(watched))) is DataLoader  # noqa: S301 - our own
+
+    compared(train)
+
+
+def _rank(rank: int, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    import tests.trainers  # noqa: F401, PLC0415 - what it sets in a process
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    run = compared(partial(prepared, **options), between=0, **settings)
+    each = 2 * BATCHES // 2
+    assert len(run.told) == each, f"{len(run.told)} batches on rank {rank}, not {each}"
+    assert all(kept[0] == BATCHES // 2 for kept in run.told)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"watched": "before"},
+        {"watched": "before", "dispatched": True},
+        {"watched": "after"},
+        {"gradient_accumulation_steps": 3, "limit": 0.05},
+        {"mixed_precision": "bf16"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_two_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each rank trains on its half of the batches, and shows the reduced gradient."""
+    lenient = {"gauges": True} if "limit" in options else {}
+    run_ranks(_rank, tmp_path, options, lenient)

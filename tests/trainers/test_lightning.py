@@ -1,0 +1,486 @@
+"""Lightning: automatic and manual optimization, Fabric, and what its callbacks do with the model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch.nn.functional import mse_loss, softplus
+
+from tests.matrix.harness import CUMULATIVE, Way
+from tests.support.scrape import key, lost, value, values
+from tests.trainers.training import Training, compared
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, count: int) -> None:
+        self._numbers = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._numbers[index]
+
+
+def numbers(batches: int) -> torch.utils.data.DataLoader[torch.Tensor]:
+    """Batches of four, shuffled with a seed."""
+    return torch.utils.data.DataLoader(Numbers(4 * batches), 4, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def network(inputs: int = 6, outputs: int = 6) -> torch.nn.Sequential:
+    """Two layers."""
+    return torch.nn.Sequential(torch.nn.Linear(inputs, 8), torch.nn.ReLU(), torch.nn.Linear(8, outputs))
+
+
+class Module(lightning.LightningModule):
+    """`training_step` calls submodules, so that the forward of the root is never run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = network(), network()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return mse_loss(self.decoder(self.encoder(batch)), batch)
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("missed", self.training_step(batch, index))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Through(Module):
+    """`training_step` calls the module itself."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(batch))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return mse_loss(self(batch), batch)
+
+
+def trained(
+    run: Training,
+    kind: type[Module],
+    *,
+    batches: int = 8,
+    validation: bool = False,
+    loader_watched: bool = False,
+    callbacks: Any = tuple,
+    where: Path | None = None,
+    **options: Any,
+) -> None:
+    """Trains two epochs. `options` go to Lightning's trainer."""
+    torch.manual_seed(0)
+    module = kind()
+    chosen = {"max_epochs": 2, "logger": False, "enable_checkpointing": where is not None, **options}
+    trainer = lightning.Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks()),
+        default_root_dir=where, **chosen,
+    )  # fmt: skip
+    with run.watching(module):
+        loader = numbers(batches)
+        trainer.fit(module, run.loader(loader) if loader_watched else loader, numbers(2) if validation else None)
+    run.told.append(trainer.global_step)
+
+
+DIRECTLY = (*CUMULATIVE, "torch_train_backward_passes_total")
+"""What lacks the first rounds where the forward of the root is never run."""
+
+
+@pytest.mark.parametrize("kind", [Module, Through])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_automatic(kind: type[Module], options: dict[str, Any]) -> None:
+    """Closures with accumulation and with both kinds of clipping."""
+    missed = DIRECTLY if kind is Module else ()
+    compared(partial(trained, kind=kind, batches=9, **options), without=missed, by_limit="gradient_clip_algorithm" not in options)
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_shorter_round_at_the_end_of_an_epoch(limit: float | None) -> None:
+    """Rounds of 3, 3 and 2; where they are clipped, a round that is shorter than all before is absent, and said to be."""
+    train = partial(trained, kind=Through, accumulate_grad_batches=3, gradient_clip_val=limit, max_epochs=3)
+    if limit is None:
+        compared(train)
+        return
+    run = compared(train, gauges=True)
+    assert run.exporter is not None
+    assert sum(lost(run.exporter).values()) == 1
+    assert value(run.exporter, "torch_grad_captures_total", layer="encoder.0") == 8
+
+
+def test_automatic_at_defaults() -> None:
+    """What is shown is of the step that it is said to be of."""
+    train = partial(trained, kind=Module, batches=20, max_epochs=20, accumulate_grad_batches=2, gradient_clip_val=0.05)
+    assert len(compared(train, Way.DEFAULTS).samples) > 2
+
+
+def test_validation_between() -> None:
+    """Validation twice an epoch changes no number."""
+    compared(partial(trained, kind=Through, validation=True, val_check_interval=0.5, accumulate_grad_batches=2))
+
+
+def test_bfloat16() -> None:
+    """By autocast the gradients are of float32."""
+    compared(partial(trained, kind=Through, precision="bf16-mixed", gradient_clip_val=0.05))
+
+
+def test_watched_loader() -> None:
+    """A watched loader gives Lightning the same batches, and the waits for them are counted."""
+    run = compared(partial(trained, kind=Through, loader_watched=True, accumulate_grad_batches=2))
+    assert run.exporter is not None
+    assert (value(run.exporter, "torch_train_phase_seconds_total", phase="data") or 0) > 0
+
+
+# Manual optimization
+
+
+def deceives(judged: torch.Tensor) -> torch.Tensor:
+    """How far what is judged is from being taken for true."""
+    return softplus(-judged).mean()
+
+
+class Gan(Module):
+    """Two optimizers in turn, each with the other's parameters frozen while it is its turn (`toggle_optimizer`)."""
+
+    def __init__(self, *, toggled: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.judge = network(), network(outputs=1)
+        del self.encoder, self.decoder
+        self._toggled = toggled
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        drawn, judged = self.optimizers()
+        self._half_step(drawn, lambda: deceives(self.judge(self.generator(batch))))
+        self._half_step(judged, lambda: deceives(self.judge(batch)) + deceives(-self.judge(self.generator(batch))))
+
+    def _half_step(self, optimizer: Any, loss: Any) -> None:
+        if self._toggled:
+            self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss())
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+        if self._toggled:
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.generator.parameters(), lr=0.01), torch.optim.SGD(self.judge.parameters(), lr=0.01)
+
+
+class Untoggled(Gan):
+    """The same; each optimizer's backward leaves gradients in the other's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(toggled=False)
+
+
+class Rooted(Gan):
+    """The same; the forward of the root is the generator."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.generator(batch)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        drawn, judged = self.optimizers()
+        self._half_step(drawn, lambda: deceives(self.judge(self(batch))))
+        self._half_step(judged, lambda: deceives(self.judge(batch)) + deceives(-self.judge(self(batch).detach())))
+
+
+@pytest.mark.parametrize("kind", [Gan, Untoggled, Rooted])
+@pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS])
+def test_two_optimizers_in_turn(kind: type[Gan], way: Way) -> None:
+    """Each network's gauges are those of its own optimizer's last sample, and none of its series ever vanishes."""
+    seen: set[Any] = set()
+    lost: list[Any] = []
+
+    class Series(Callback):
+        def on_train_batch_end(self, *_arguments: Any) -> None:
+            if run.exporter is not None:
+                there = {one for one in values(run.exporter) if one[0] in ("torch_grad_captures_total", "torch_grad_norm")}
+                lost.extend(seen - there)
+                seen.update(there)
+
+    def train(this: Training) -> None:
+        nonlocal run
+        run = this
+        trained(this, kind, callbacks=lambda: (Series(),), batches=10 if way is Way.EVERYTHING else 100)
+
+    run = Training(Way.PLAIN)
+    run = compared(train, way, between=0, without=DIRECTLY)
+    assert not lost
+    for layer in ("generator.0", "generator.2", "judge.0", "judge.2"):
+        assert key("torch_grad_norm", layer=layer) in seen
+
+
+class WithAHead(Through):
+    """From some step on each round has a second backward, through an auxiliary head on a detached part."""
+
+    late = 12
+    parts = "head only"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = torch.nn.Linear(6, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(mse_loss(self(batch), batch))
+        if self.global_step >= self.late:
+            hidden = self.encoder(batch)
+            self.manual_backward(self.head(hidden.detach() if self.parts == "head only" else hidden).square().mean())
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class WithAHeadOnTheEncoder(WithAHead):
+    parts = "and encoder"
+
+
+@pytest.mark.parametrize("kind", [WithAHead, WithAHeadOnTheEncoder])
+@pytest.mark.parametrize("way", [Way.EVERYTHING, Way.DEFAULTS])
+def test_a_head_that_is_trained_from_some_step_on(kind: type[WithAHead], way: Way) -> None:
+    """Both backwards of a round count, whenever the second one begins."""
+    if way is Way.EVERYTHING:
+        compared(partial(trained, kind=kind, batches=12))
+    else:
+        late = type("Late", (kind,), {"late": 300})
+        run = compared(partial(trained, kind=late, batches=300, max_epochs=3), way, between=20)
+        assert sum(sample > 300 for sample in run.samples) > 2
+
+
+class Tasks(Module):
+    """Three tasks share the encoder, each with a backward and a head of its own; one step for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, 2) for _ in range(3))
+        del self.decoder
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for head in self.heads:
+            self.manual_backward(head(self.encoder(batch)).square().mean())
+        optimizer.step()
+
+
+def test_several_backwards_of_a_step() -> None:
+    """As an accumulation over tasks."""
+    compared(partial(trained, kind=Tasks), without=DIRECTLY)
+
+
+class Shared(Through):
+    """Two optimizers step after one backward, whose gradients are clipped together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        self.zero_grad()
+        self.manual_backward(mse_loss(self(batch), batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.encoder.parameters(), lr=0.01), torch.optim.SGD(self.decoder.parameters(), lr=0.01)
+
+
+def test_two_optimizers_that_share_a_backward() -> None:
+    """Each has its own norm, and the clipping of both together is one of each."""
+    compared(partial(trained, kind=Shared), between=0)
+
+
+# What a module or a callback does with rounds
+
+
+class Leaves(Through):
+    """Leaves out every third batch."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        return None if index % 3 == 2 else super().training_step(batch, index)
+
+
+def test_batches_that_are_left_out() -> None:
+    """A step without a backward is one, and has no sample."""
+    compared(partial(trained, kind=Leaves))
+    compared(partial(trained, kind=Leaves, accumulate_grad_batches=2, batches=9))
+
+
+class Noisy(Through):
+    """Adds to the gradients after the backward."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad += 1e-3
+
+
+def test_gradients_that_are_edited() -> None:
+    """What a hook of the module adds is its own affair: the norm is the one before."""
+    compared(partial(trained, kind=Noisy), by_limit=False)
+
+
+class Closes(Through):
+    """Its optimizer calls the closure several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+def test_lbfgs() -> None:
+    """The last evaluation of a step counts."""
+    compared(partial(trained, kind=Closes), between=0)
+
+
+def test_accumulation_that_changes() -> None:
+    """Rounds of four, of one and of two."""
+    by_epoch = partial(GradientAccumulationScheduler, {0: 4, 1: 1, 2: 2})
+    compared(partial(trained, kind=Through, max_epochs=4, callbacks=lambda: [by_epoch()]))
+    run = compared(
+        partial(trained, kind=Through, max_epochs=4, gradient_clip_val=0.05, callbacks=lambda: [by_epoch()]), gauges=True
+    )
+    assert run.exporter is not None
+    assert sum(lost(run.exporter).values()) <= 1
+
+
+class Pretrained(Through):
+    """Has a backbone that is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.encoder
+        del self.encoder
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.backbone(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.01)
+
+
+def test_a_backbone_that_is_trained_later() -> None:
+    """Its layers are shown from the first step on that trains them."""
+    compared(partial(trained, kind=Pretrained, max_epochs=4, callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=2)]))
+
+
+# What has the model beside the loop
+
+
+class Keeps(Through):
+    """Has the exporter as an attribute."""
+
+    exporter: Any = None
+
+
+def test_averages_of_the_weights(tmp_path: Path) -> None:
+    """SWA and EMA copy the module, also one that has the exporter as an attribute; only the module itself is shown."""
+
+    def train(run: Training, averaging: Any) -> None:
+        class Given(Callback):
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                pl_module.exporter = run.exporter
+
+        trained(run, Keeps, callbacks=lambda: [Given(), averaging()], max_epochs=4)
+
+    for averaging in (partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=2), EMAWeightAveraging):
+        compared(partial(train, averaging=averaging))
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """A checkpoint of each epoch loads without the exporter, and training goes on from it."""
+
+    def train(run: Training) -> None:
+        trained(run, Through, callbacks=lambda: [ModelCheckpoint(tmp_path, save_top_k=-1)], where=tmp_path)
+        assert set(torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)["state_dict"]) == set(Through().state_dict())
+
+    compared(train)
+
+
+# Fabric
+
+
+def by_fabric(
+    run: Training, *, accumulation: int = 1, limit: float | None = None, watched: str, precision: str, loader_watched: bool = False
+) -> None:
+    """Trains by Fabric. `watched`: whether the exporter gets the model itself, or what `setup` made of it."""
+    torch.manual_seed(0)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    bare = network()
+    model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
+    with run.watching(bare if watched == "model" else model):
+        loader = fabric.setup_dataloaders(run.loader(numbers(9)) if loader_watched else numbers(9))
+        for number, batch in enumerate(loader):
+            with fabric.no_backward_sync(model, enabled=(number + 1) % accumulation != 0):
+                fabric.backward(mse_loss(model(batch), batch) / accumulation)
+            if (number + 1) % accumulation == 0:
+                if limit is not None:
+                    fabric.clip_gradients(model, optimizer, max_norm=limit)
+                optimizer.step()
+                optimizer.zero_grad()
+        run.told.append(len(loader))
+
+
+@pytest.mark.parametrize("watched", ["model", "what setup returned"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric(watched: str, precision: str) -> None:
+    """With accumulation and clipping."""
+    train = partial(by_fabric, watched=watched, precision=precision)
+    compared(train)
+    compared(partial(train, accumulation=3, limit=0.05))
+
+
+def test_a_loader_that_is_watched_before_fabric_takes_it() -> None:
+    """Fabric takes a `DataLoader` only."""
+    compared(partial(by_fabric, watched="model", precision="32-true", loader_watched=True))
+
+
+def test_copies_of_a_module_that_keeps_the_exporter() -> None:
+    """An exporter as an attribute copies as itself and pickles as nothing, whatever copies the module."""
+
+    def train(run: Training) -> None:
+        torch.manual_seed(0)
+        module = Keeps()
+        with run.watching(module):
+            module.exporter = run.exporter
+            assert copy.deepcopy(module).exporter is run.exporter
+            trainer = lightning.Trainer(
+                accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                enable_checkpointing=False,
+            )  # fmt: skip
+            trainer.fit(module, numbers(4))
+            module.exporter = None
+
+    compared(train)

@@ -1,0 +1,1 @@
+"""Act: what `exporter.on` does when a rule or a condition holds."""

@@ -1,0 +1,184 @@
+"""Policies with a memory: their threshold follows the norms, or the loss, of the training so far.
+
+A norm that is not finite, or exactly 0, enters no memory. All memories are float64 where the device has it: a variance that is
+small against its mean is lost in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from torch_grad_exporter.actions.clip.policy import (
+    EPSILON,
+    Decision,
+    Groups,
+    Measured,
+    Memory,
+    Plain,
+    Scope,
+    entering,
+    finite,
+    number,
+    scope_among,
+    shrink,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class AutoClip(Plain):
+    """Norms are at most the `percentile` of all norms so far, that of this step included, as by `MaxNorm`.
+
+    Source: P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, "AutoClip: Adaptive Gradient Clipping for Source Separation
+    Networks" (arXiv:2007.14469), algorithm 1. Percentiles are interpolated linearly, as numpy does. The paper keeps every norm;
+    here the last `history_size` are kept.
+    """
+
+    percentile: float = 10.0
+    history_size: int = 1000
+    scope: Scope = "model"
+
+    def __post_init__(self) -> None:
+        number(self, "percentile", to=100.0, least=True, example=10.0)
+        whole(self, "history_size", example=1000)
+        scope_among(self, "model", "layer")
+
+    def start(self, groups: Groups, /) -> Memory:
+        """An empty history: places without a norm hold infinity, which sorts behind all norms."""
+        return {"history": groups.full(math.inf, self.history_size), "count": groups.full(0, dtype=torch.int64)}
+
+    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
+        """Enters the norms into the history, and takes the percentile of it."""
+        history, count = memory["history"], memory["count"]
+        norms = measured.norms.to(history.dtype)
+        entered = entering(norms)
+        place = (count % self.history_size)[None]
+        history.scatter_(0, place, torch.where(entered, norms[None], history.gather(0, place)))
+        count += entered
+        threshold = self._percentile(history.sort(dim=0).values, count.clamp(max=self.history_size))
+        # A threshold may be 0, and 0 over a norm that is not finite is no number.
+        return Decision(threshold, torch.where(finite(norms), shrink(norms, threshold), 1.0))
+
+    def _percentile(self, ordered: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Of the first `count` of the ordered norms; infinity where there is none."""
+        last = (count - 1).clamp(min=0)
+        place = last.to(ordered.dtype) * (self.percentile / 100)
+        low = place.floor().long()
+        below = ordered.gather(0, low[None])[0]
+        above = ordered.gather(0, torch.minimum(low + 1, last)[None])[0]
+        return torch.where(count > 0, below + (above - below) * (place - low), math.inf)
+
+
+@dataclass(frozen=True)
+class ZClip(Plain):
+    """A norm that lies more than `z_thresh` standard deviations above its moving mean is a spike, and is clipped.
+
+    Source: A. Kumar, L. Owen, N. R. Chowdhury, F. Güra, "ZClip: Adaptive Spike Mitigation for LLM Pre-Training"
+    (arXiv:2504.02507), with the small constant of the authors' program. With the z-score `z = (norm - mean) / (std + 1e-6)`,
+    a norm with `z > z_thresh` becomes `mean + z_thresh² / z * std`. Mean and variance are moving averages with the weight
+    `alpha`, into which the clipped norm enters; they begin with those of the first `warmup_steps` norms, which are not clipped.
+    `max_norm` is a limit for all steps, those too; the authors' program has 1.0 there by default.
+    """
+
+    alpha: float = 0.97
+    z_thresh: float = 2.5
+    warmup_steps: int = 25
+    max_norm: float | None = None
+    scope: Scope = "model"
+
+    def __post_init__(self) -> None:
+        number(self, "alpha", to=1.0, example=0.97)
+        if self.alpha == 1:
+            raise ValueError("ZClip(alpha=1): expected a number below 1, such as 0.97: the mean would never change")
+        number(self, "z_thresh", example=2.5)
+        whole(self, "warmup_steps", example=25, least=2)  # one norm has no deviation
+        if self.max_norm is not None:
+            number(self, "max_norm", example=1.0)
+        scope_among(self, "model", "layer")
+
+    def start(self, groups: Groups, /) -> Memory:
+        """No norm yet."""
+        return {"mean": groups.full(0.0), "variance": groups.full(0.0), "count": groups.full(0, dtype=torch.int64)}
+
+    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
+        """Compares the norms with mean and deviation before this step, then enters them."""
+        mean, deviation = memory["mean"], memory["variance"].sqrt()
+        norms, warm = measured.norms.to(mean.dtype), memory["count"] < self.warmup_steps
+        scaled = (norms - mean) / (deviation + EPSILON)
+        spike = ~warm & (scaled > self.z_thresh)
+        effective = torch.where(spike, mean + deviation * (self.z_thresh**2 / scaled), norms)
+        threshold = torch.where(warm, math.inf, mean + self.z_thresh * (deviation + EPSILON))
+        allowed = effective
+        if self.max_norm is not None:
+            allowed, threshold = effective.clamp(max=self.max_norm), threshold.clamp(max=self.max_norm)
+        clipped = (norms > allowed) & finite(norms)
+        self._enter(effective, entering(norms), warm, memory)
+        return Decision(threshold, torch.where(clipped, allowed / (norms + EPSILON), 1.0))
+
+    def _enter(self, norms: torch.Tensor, entered: torch.Tensor, warm: torch.Tensor, memory: Memory) -> None:
+        """During the warm-up plain mean and variance, then moving ones."""
+        mean, variance, count = memory["mean"], memory["variance"], memory["count"]
+        weight = torch.where(warm, 1 / (count.to(mean.dtype) + 1), 1 - self.alpha)
+        delta = norms - mean
+        later = mean + weight * delta
+        # A plain variance takes the deviations from the means before and after, a moving one twice that from the mean after.
+        squares = (norms - later) * torch.where(warm, delta, norms - later)
+        spread = (1 - weight) * variance + weight * squares
+        memory["mean"] = torch.where(entered, later, mean)
+        memory["variance"] = torch.where(entered, spread, variance)
+        count += entered
+
+
+@dataclass(frozen=True)
+class Plateau(Plain):
+    """As `MaxNorm`, with a limit that is multiplied by `factor` after `patience` epochs in a row without a smaller loss.
+
+    Source: the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, applied to the limit. `observe(loss)` of the clipper gives
+    it the loss of an epoch; `observe(loss, epoch=)` any number of losses per epoch, whose mean counts once the next epoch begins.
+    With several ranks all have to observe the same loss, such as its mean over them: limits that differ make replicas differ.
+    """
+
+    max_norm: float = 1.0
+    factor: float = 0.5
+    patience: int = 10
+    min_norm: float = 0.0
+    scope: Scope = "model"
+    observes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        number(self, "max_norm", example=1.0)
+        number(self, "factor", to=1.0, example=0.5)
+        whole(self, "patience", example=10)
+        number(self, "min_norm", to=self.max_norm, least=True, example=0.01)
+        scope_among(self, "model", "layer", "unit")
+
+    def start(self, groups: Groups, /) -> Memory:
+        """One limit for all groups; no epoch yet."""
+        first = {"max_norm": float(self.max_norm), "best": math.inf, "bad_epochs": 0.0, "loss": 0.0, "losses": 0.0}
+        return {name: torch.full((), value, device=groups.device, dtype=groups.dtype) for name, value in first.items()}
+
+    def decide(self, measured: Measured, memory: Memory, /) -> Decision:
+        """The present limit for all groups."""
+        limit = memory["max_norm"]
+        return Decision(limit, shrink(measured.norms.to(limit.dtype), limit))
+
+    def observe(self, loss: torch.Tensor, memory: Memory, /) -> None:
+        """Adds a loss to those of its epoch."""
+        memory["loss"] += loss
+        memory["losses"] += 1
+
+    def end_epoch(self, memory: Memory, /) -> None:
+        """Judges the epoch by its mean loss. A loss that is NaN is not smaller. Where no loss was observed nothing changes."""
+        seen, loss = memory["losses"] > 0, memory["loss"] / memory["losses"].clamp(min=1)
+        better = seen & (loss < memory["best"])
+        memory["best"] = torch.where(better, loss, memory["best"])
+        bad = torch.where(better, 0.0, memory["bad_epochs"] + seen)
+        enough = bad >= self.patience
+        smaller = (memory["max_norm"] * self.factor).clamp(min=self.min_norm)
+        memory["max_norm"] = torch.where(enough, smaller, memory["max_norm"])
+        memory["bad_epochs"] = torch.where(enough, 0.0, bad)
+        memory["loss"], memory["losses"] = torch.zeros_like(loss), torch.zeros_like(loss)

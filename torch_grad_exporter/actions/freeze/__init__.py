@@ -1,0 +1,1 @@
+"""Freeze: layers that learn nothing stop being trained, and may be tried again."""

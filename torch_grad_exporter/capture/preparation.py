@@ -1,0 +1,173 @@
+"""RoundPreparation: what has to be there when a backward of a sampled round begins, so that all that it writes is known.
+
+The nodes are hooked from the step before on. The table is taken when the backward begins. With FSDP gradients are looked at before
+the forward, since other tensors are in the places of sharded parameters from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+
+from torch_grad_exporter.capture.accumulate_grad import NodeHook
+from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.reader import capturing_graph
+from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.torch_compat import calling_pipeline, graph_task, within_transform
+from torch_grad_exporter.transfer.outcomes import Lost, Mode
+
+PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"
+
+
+class RoundPreparation:
+    """Belongs to the training thread, and to that of a backward when it begins.
+
+    `early`: with FSDP, the gradients before the forward; `None` if the parameters were not in their places. `divisor`: by what a
+    pipeline schedule divides gradients after its last backward. Others only read them.
+    """
+
+    def __init__(self, parts: Parts, node_hook: NodeHook) -> None:
+        self._parts = parts
+        self._rounds = parts.rounds
+        self._node_hook = node_hook
+        self._early_evidence = ClearingEvidence()
+        self.early: GradientVersions | None = None
+        self.divisor = 1.0
+
+    # After a step
+
+    def step_over(self) -> None:
+        """A step is over: hooks the nodes of all parameters if the next round is sampled, before any backward of it can begin."""
+        parts = self._parts
+        if parts.index.fully_sharded:
+            parts.hooks.come_first()
+            if parts.rounds.next_is_sampled:  # here its sharded parameters are in their places
+                parts.cost.of(parts.index.refresh)
+        if not parts.rounds.next_is_sampled:
+            parts.nodes.disarm()
+        elif self._may_arm:
+            parts.cost.of(self._arm)
+
+    def hold_nodes(self) -> None:
+        """A step came without a backward that was seen: hooks the nodes of what is trained now, for the next sampled rounds."""
+        if self._may_arm:
+            self._parts.nodes.arm(self._parts.index.refresh(), self._node_hook, late=True)
+
+    @property
+    def _may_arm(self) -> bool:
+        """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
+        return self._parts.ladder.sees_backwards and not self._parts.index.fully_sharded
+
+    def _arm(self) -> None:
+        """Hooks the AccumulateGrad nodes of all parameters that are trained now, until the round ends."""
+        if not self._parts.nodes.armed:  # else a change shows by the nodes
+            self._parts.index.look_at_shapes()
+        table = self._parts.index.refresh()
+        if table.parameters() is not None and not self._parts.nodes.hooks_all_of(table):
+            self._parts.nodes.arm(table, self._node_hook)
+
+    # Before a forward
+
+    def forward_began(self, root: torch.nn.Module) -> None:
+        """A forward of a root with gradients begins."""
+        if graph_task() != -1:
+            return
+        if self._parts.nodes.held:
+            self._parts.cost.of(self._drop_changed)
+        if self._rounds.next_is_sampled:
+            self._parts.cost.of(self._prepare_for_thawed)
+            self._parts.reductions.look(root)
+            self.look_for_pipeline(sys._getframe(1))
+        if self._parts.index.fully_sharded:
+            self._look_early()
+
+    def _drop_changed(self) -> None:
+        """No node that was taken before this forward may be used with data of another shape."""
+        if self._parts.nodes.drop_changed():
+            self._parts.index.look_at_shapes()
+
+    def _prepare_for_thawed(self) -> None:
+        """Before the first forward of a sampled round: what was added or thawed since the step is hooked as well."""
+        current = self._rounds.current
+        first = bool(current.stepped) or not current.backwards
+        # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
+        if capturing_graph():
+            self._parts.nodes.release()  # they were made for another stream
+        elif first and self._may_arm and not within_transform() and self._parts.index.table.parameters() is not None:
+            self._arm()
+
+    def _look_early(self) -> None:
+        """With FSDP this is the last moment at which sharded parameters are in their places."""
+        rounds, index = self._rounds, self._parts.index
+        current = rounds.current
+        again = bool(current.backwards) and not current.stepped and not rounds.stepping
+        self._early_evidence = self._evidence_now() if again else ClearingEvidence()
+        if not again or self.early is None:  # else, in the middle of a round, FSDP may have left them gathered
+            in_place = rounds.next_is_sampled and index.table.parameters() is not None  # `None`: it has gathered them
+            self.early = GradientVersions.of(index.refresh().tracked) if in_place else None
+
+    def look_for_pipeline(self, frame: types.FrameType | None) -> None:
+        """A pipeline schedule among the callers may divide gradients by the number of its micro-batches after the last backward."""
+        pipeline = calling_pipeline(frame)
+        self.divisor = 1.0 if pipeline is None or pipeline.divisor is None else float(pipeline.divisor)
+        if pipeline is None or not self._parts.ladder.sees_backwards:
+            return
+        # Under FSDP2 the schedule reduces by hand what its backwards have left.
+        if pipeline.divisor is None or pipeline.piecewise or self._parts.index.fully_sharded:
+            self._parts.ladder.fall_to(Mode.OPTIMIZER, PIECEWISE)
+            self._parts.reductions.disarm()
+
+    # When a backward begins
+
+    def backward_began(self, *, unannounced: bool) -> Lost | None:
+        """A backward of a sampled round begins: why its gradients cannot be read, or told from earlier ones; `None` if they can."""
+        parts = self._parts
+        if capturing_graph():
+            return Lost.GRAPH_CAPTURE
+        known = self._renew_table()
+        if not parts.ladder.sees_backwards:
+            return None
+        if parts.index.fully_sharded:
+            return Lost.GATHERED if self.early is None else None
+        # Where the root announces the backward before any node fires, those can be hooked now, and a node that was replaced shows
+        # by the gradient's version.
+        announced = parts.ladder.announces and not unannounced
+        table = parts.reader.table
+        complete = parts.nodes.hooks_all_of(table) if announced else parts.nodes.sees_all_of(table)
+        if not complete:
+            parts.nodes.arm(table, self._node_hook, late=True)
+        return None if known and (complete or announced) else Lost.PARAMETERS_CHANGED
+
+    def _renew_table(self) -> bool:
+        """Takes the parameters that are trained now; whether all are among them that got a gradient in this round."""
+        parts, current = self._parts, self._rounds.current
+        if parts.ladder.mode is not Mode.OUTPUT:
+            parts.reductions.look()
+        if not parts.ladder.sees_backwards and current.backwards:
+            return True
+        if self._may_arm and not parts.nodes.armed:
+            parts.index.look_at_shapes()
+        before, table = parts.reader.table, parts.reader.renew_table()
+        if table is before or not current.fired:
+            return True
+        fired = {before.tracked[position] for position in current.fired}
+        if not fired <= {*table.tracked}:  # some were frozen since, whose gradients the step will use all the same
+            parts.reader.table = before
+            return {*table.tracked} <= {*before.tracked}
+        self._rounds.renumbered({position for position, tracked in enumerate(table.tracked) if tracked in fired})
+        return True
+
+    def evidence(self) -> ClearingEvidence:
+        """What the gradients of the last backward look like now; with FSDP, what they looked like before the forward."""
+        return self._early_evidence if self._parts.index.fully_sharded else self._evidence_now()
+
+    def _evidence_now(self) -> ClearingEvidence:
+        parts, probes = self._parts, self._parts.probes
+        zeroed = probes.zeroed()
+        gone, written = probes.gone() or zeroed is True, zeroed is None
+        if not (gone or written):
+            return ClearingEvidence()
+        return ClearingEvidence(gone, written, probes.updated(), parts.optimizers.reporting, parts.reader.knows_scaler)

@@ -1,0 +1,209 @@
+"""The stages of an exporter, in the order of the data, each made from what the user chose; the composition root owns them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+import torch
+
+from torch_grad_exporter.actions.act.act import Act, Sources
+from torch_grad_exporter.actions.act.between_steps import Training
+from torch_grad_exporter.actions.act.steps import BetweenTheSteps, JobOfRanks
+from torch_grad_exporter.actions.act.trigger import Failures
+from torch_grad_exporter.actions.clip.at_steps import ClipAtSteps
+from torch_grad_exporter.actions.freeze.layers import FrozenLayers
+from torch_grad_exporter.actions.freeze.norms import LayerNorms
+from torch_grad_exporter.actions.notify import notify
+from torch_grad_exporter.actions.notify.job import Job
+from torch_grad_exporter.aggregation.gradients import GradientAggregation
+from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.capture.build import Capture
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.capture.schedule import SamplingSchedule
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
+from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
+from torch_grad_exporter.collectors.scrape import Scrape
+from torch_grad_exporter.collectors.training import device_kinds
+from torch_grad_exporter.config.checked import Checked
+from torch_grad_exporter.distributed.identity import LateGroup
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.model.optimizers import Optimizers
+from torch_grad_exporter.outputs.live.live import Judged
+from torch_grad_exporter.resources.devices import DeviceMemory
+from torch_grad_exporter.rules import Problem
+from torch_grad_exporter.statistics.declared import chosen
+from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.transfer.events import Mailbox
+
+SOURCES = (
+    "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
+    "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
+    "clip_dry_run", "clip_report",
+)  # fmt: skip
+"""Every boundary at which a failure of ours can be counted, but for the collectors."""
+
+
+class TrainingSide:
+    """What belongs to the training thread. `layout`: what is measured."""
+
+    def __init__(self, checked: Checked, errors: ErrorLog) -> None:
+        settings = checked.settings
+        self.mailbox = Mailbox()
+        self.layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
+        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
+        self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
+        self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
+        self.frozen = FrozenLabels()
+        cost = SampleCost(self.clock, self.schedule)
+        reader = GradientReader(
+            index=checked.index,
+            optimizers=self.optimizers,
+            statistics=EagerStatistics(settings.dead_window, self.layout),
+            clock=self.clock,
+            cost=cost,
+            mailbox=self.mailbox,
+            errors=errors,
+            scaler=checked.arguments.grad_scaler,
+        )
+        self.memory = DeviceMemory(used=lambda: reader.devices)
+        self._look = errors.boundary("devices")
+        parts = Parts(
+            index=checked.index,
+            optimizers=self.optimizers,
+            cost=cost,
+            reader=reader,
+            schedule=self.schedule,
+            clock=self.clock,
+            mailbox=self.mailbox,
+            hooks=self.hooks,
+            errors=errors,
+            options=checked.capture,
+            periodic=self._look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
+        )
+        self.capture = Capture(parts)
+
+    def _look_at_devices(self) -> None:
+        self._look(self.memory.refresh)
+
+    def steps(self) -> int:
+        """Of the optimizer that took the most."""
+        return max(self.clock.counts().steps.values(), default=0)
+
+
+def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
+    """The worker and what it adds up."""
+    exponential = checked.push is not None and checked.push.exponential
+    gradients = GradientAggregation(training.layout, exponential=exponential, clipped=checked.clip is not None)
+    gradients.use(checked.index.table)
+    return HostSide(
+        training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look, counting=training.clock.counting
+    )
+
+
+def scrape(
+    checked: Checked,
+    training: TrainingSide,
+    host: HostSide,
+    errors: ErrorLog,
+    *,
+    ended: Callable[[], str | None],
+    notified: NotifyTotals | None,
+    acted: ActionTotals,
+    clip: ClipReports | None,
+) -> Scrape:
+    """The collectors over these parts. `ended` and all after it: as of `CollectorContext`."""
+    settings, snapshots = checked.settings, Snapshots(host.snapshot, training.clock.counts)
+    group = LateGroup(checked.identity, checked.rank)
+
+    def prepare() -> None:
+        snapshots.renew()
+        group.check()
+
+    context = CollectorContext(
+        snapshots=snapshots,
+        clock=training.clock,
+        optimizers=training.optimizers.names,
+        capture=training.capture,
+        schedule=training.schedule,
+        memory=training.memory,
+        errors=errors,
+        identity=checked.identity,
+        rank=checked.rank,
+        store=checked.store,
+        expected_devices=device_kinds(checked.index, checked.models.values()),
+        ended=ended,
+        dead_window=settings.dead_window,
+        moments=settings.moments,
+        weights=settings.weights,
+        notified=notified,
+        acted=acted,
+        clip=clip,
+        frozen=training.frozen,
+    )
+    return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
+
+
+def notifying(
+    checked: Checked, training: TrainingSide, problems: Callable[[], Iterable[Problem]], errors: ErrorLog
+) -> notify.Notify | None:
+    """What tells of problems, if the user wants it. `problems`: judges the run now."""
+    notifiers, ranks = checked.arguments.alerts, checked.identity.world_size
+    if not notifiers:
+        return None
+    origin = notify.Origin(checked.run, checked.rank, training.steps)
+    job = Job(checked.store, checked.rank, ranks) if ranks > 1 else None
+    return notify.Notify(notifiers, problems, origin, notify.totals(notifiers), errors, job=job)
+
+
+def acting(
+    checked: Checked,
+    training: TrainingSide,
+    host: HostSide,
+    errors: ErrorLog,
+    *,
+    judge: Callable[[], Judged],
+    stop: Callable[[], None],
+) -> Act:
+    """What `Exporter.on` hands actions to. `judge`: judges the run now; `stop`: what `Stop()` does."""
+    optimizers, ranks = training.optimizers, checked.identity.world_size
+
+    def known() -> list[torch.optim.Optimizer]:
+        return [optimizer for _, optimizer in optimizers.numbered()]
+
+    layers = FrozenLayers(checked.index, known, training.frozen)
+    steps = BetweenTheSteps(
+        training=Training(known, stop, layers, functools.partial(LayerNorms, host)),
+        concerns=optimizers.concerns,
+        errors=errors,
+        failures=Failures(errors),
+        job=JobOfRanks(checked.store, checked.run, checked.identity.rank, ranks) if ranks > 1 else None,
+        spent=training.clock.spent,
+        steps=training.steps,
+    )
+    sources = Sources(judge=judge, fed=bool(checked.arguments.alerts), metrics=lambda: REGISTRY.catalogue, step=training.steps)
+    return Act(sources, steps, ActionTotals(), errors)
+
+
+def clipping(checked: Checked, training: TrainingSide, errors: ErrorLog) -> ClipAtSteps | None:
+    """What clips before each step, if the user wants it."""
+    if checked.clip is None:
+        return None
+    looking = errors.boundary("capture", "gradients after clipping")
+    return ClipAtSteps(
+        checked.clip,
+        checked.models,
+        errors,
+        named=checked.arguments.optimizers,
+        clipped=lambda optimizer, skip: looking(training.capture.clipped, optimizer, skip),
+    )
