@@ -72,5 +72,5 @@ def naive_capture(way: Naive) -> Iterator[None]:
         stack.enter_context(mock.patch("torch_grad_exporter.capture.parts.Ladder", AtStep))
         if way is Naive.ACCUMULATE:
             stack.enter_context(mock.patch("torch_grad_exporter.capture.build.StepWatch", AtAccumulation))
-            stack.enter_context(mock.patch("torch_grad_exporter.exporter.Capture", Closing))
+            stack.enter_context(mock.patch("torch_grad_exporter.stages.Capture", Closing))
         yield
