@@ -161,6 +161,15 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
+    "capture.build.Capture.inspect": "what is inspected, tests/capture/test_inspections.py",
+    "capture.inspections.Inspections.add": "what is inspected, tests/capture/test_inspections.py",
+    **dict.fromkeys(
+        (
+            "capture.torch_hooks._ModuleHooks.add_to",
+            *(f"capture.torch_hooks.InnerHooks.{name}" for name in ("armed", "arm", "disarm")),
+        ),
+        "behind the guard of each inspection, tests/capture/test_inspections.py",
+    ),
     "capture.backward.BackwardWatch.watch": "the start",
     **dict.fromkeys(
         ("aggregation.pending.PendingSample.withdrawn", "capture.reader.GradientReader.withdraw"),

@@ -31,6 +31,7 @@ from torch_grad_exporter.transfer.events import (
     Counted,
     Counting,
     Divided,
+    Inspected,
     Local,
     Mailbox,
     Observed,
@@ -59,7 +60,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After this time a vector that never arrived, as on a device that has failed, is given up."""
 
-_Ticketed = Captured | Local | AfterClip | Closed | Divided | Withdrawn | OutcomeResolved | Weights | Observed
+_Ticketed = Inspected | Captured | Local | AfterClip | Closed | Divided | Withdrawn | OutcomeResolved | Weights | Observed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +230,11 @@ class HostSide:
         return True
 
     def _apply(self, event: _Ticketed) -> None:
+        if isinstance(event, Inspected):
+            values = [found for ticket in event.tickets if (found := ticket.ready()) is not None]
+            if len(values) == len(event.tickets):  # else a device has failed
+                event.take(tuple(values))
+            return
         if any(ticket.ready() is None for ticket in _tickets(event)):
             self._gradients.give_up(event)
         elif not isinstance(event, Observed):
@@ -252,6 +258,8 @@ def _tickets(event: _Ticketed) -> list[Ticket]:
             found = [*(part.ticket for part in parts), loss_scale, own_scale, found_inf]
         case Local(parts=local_parts):
             found = [part.ticket for part in local_parts]
+        case Inspected(tickets=tickets):
+            found = [*tickets]
         case Weights(vector=vector):
             found = [vector]
         case Observed(value=value) | Divided(divisor=value):

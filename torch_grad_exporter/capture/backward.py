@@ -206,6 +206,7 @@ class BackwardWatch:
             elif self._rounds.behind:
                 self._left = self._parts.by_hand.left or GradientVersions.of(self._parts.reader.table.tracked)
             self._parts.probes.backward_over(current.models)
+            self._parts.inspections.backward_ended(current.number, sampled=sampled)
         self._parts.cost.spent(start, sampled=sampled)
 
     def _written(self, backward: _Backward, fired: set[int], *, sampled: bool) -> bool:

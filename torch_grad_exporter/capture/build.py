@@ -10,10 +10,12 @@ import torch
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.forwards import ForwardWatch
+from torch_grad_exporter.capture.inspections import Inspection
 from torch_grad_exporter.capture.loop import TrainingLoop
 from torch_grad_exporter.capture.observations import Number, Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.steps import StepWatch
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 
@@ -35,6 +37,10 @@ class Capture:
             self._parts.hooks.on_module(module, self._forwards.began, functools.partial(self._forwards.ended, number))
         self._parts.hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
         self._backward.watch()
+
+    def inspect(self, inspection: Inspection, guard: Guard) -> None:
+        """Tells an inspection of the rounds to come; `guard`: its boundary. Before `watch`."""
+        self._parts.inspections.add(inspection, guard)
 
     @property
     def mode(self) -> Mode:
@@ -87,6 +93,7 @@ class Capture:
         """Releases everything that keeps a parameter alive; idempotent, from any thread."""
         self._parts.ladder.release()
         self._parts.reductions.disarm()
+        self._parts.inspections.release()
 
     def release_witness(self) -> None:
         """Releases the parameter that reports backwards in counted rounds; idempotent, from any thread."""

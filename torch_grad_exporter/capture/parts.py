@@ -13,12 +13,13 @@ from torch_grad_exporter.capture.by_hand import ByHand
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.fused_optimizer import FusedSteps
 from torch_grad_exporter.capture.gradient_versions import GradientProbes
+from torch_grad_exporter.capture.inspections import Inspections
 from torch_grad_exporter.capture.ladder import Ladder
 from torch_grad_exporter.capture.local import LocalGradients
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.reduction_watch import ReductionWatch
-from torch_grad_exporter.capture.rounds import RoundEffects, RoundTracker
+from torch_grad_exporter.capture.rounds import Round, RoundEffects, RoundTracker
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.capture.waits import GradientWaits
@@ -27,7 +28,7 @@ from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN
 from torch_grad_exporter.transfer.events import Mailbox, OutcomeResolved
-from torch_grad_exporter.transfer.outcomes import Mode
+from torch_grad_exporter.transfer.outcomes import Mode, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +84,21 @@ class Parts:
     waits: GradientWaits = field(init=False)
     reductions: ReductionWatch = field(init=False)
     by_hand: ByHand = field(init=False)
+    inspections: Inspections = field(init=False)
     probes: GradientProbes = field(init=False, default_factory=GradientProbes)
     nodes: AccumulateGradNodes = field(init=False, default_factory=AccumulateGradNodes)
 
     def __post_init__(self) -> None:
         clock, mailbox, errors = self.clock, self.mailbox, self.errors
+        self.inspections = Inspections(self.cost)
         self.fused = FusedSteps(clock)
         effects = RoundEffects(
             steps_skipped=clock.steps_skipped,
             stepped_unseen=clock.step_done,
             norm_resolved=lambda outcome: mailbox.append(OutcomeResolved(outcome)),
-            close_sample=self.reader.close,
+            close_sample=self._close_sample,
             step_of_sample=self.reader.stepped,
-            withdraw=self.reader.withdraw,
+            withdraw=self._withdraw,
             step_before_skipped=self.fused.settle,
             round_began=self._round_began,
         )
@@ -113,3 +116,11 @@ class Parts:
             self.optimizers.round_over()
         if not sampled:
             self.nodes.disarm()
+
+    def _close_sample(self, closed: Round, outcome: Outcome, usual: frozenset[int]) -> None:
+        self.inspections.round_over(closed.number, kept=True)  # first: its cost is part of the sample's
+        self.reader.close(closed, outcome, usual)
+
+    def _withdraw(self, withdrawn: Round) -> None:
+        self.inspections.round_over(withdrawn.number, kept=False)
+        self.reader.withdraw(withdrawn)

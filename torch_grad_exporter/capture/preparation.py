@@ -42,6 +42,7 @@ class RoundPreparation:
     def step_over(self) -> None:
         """A step is over: hooks the nodes of all parameters if the next round is sampled, before any backward of it can begin."""
         parts = self._parts
+        parts.inspections.step_over(sampled=parts.rounds.next_is_sampled)
         if parts.index.fully_sharded:
             parts.hooks.come_first()
             if parts.rounds.next_is_sampled:  # here its sharded parameters are in their places
@@ -83,6 +84,7 @@ class RoundPreparation:
             self.look_for_pipeline(sys._getframe(1))
         if self._parts.index.fully_sharded:
             self._look_early()
+        self._parts.inspections.forward_began(root, sampled=self._rounds.next_is_sampled)
 
     def _drop_changed(self) -> None:
         """No node that was taken before this forward may be used with data of another shape."""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,11 +108,17 @@ class _ModuleHooks:
     @classmethod
     def set_on(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> _ModuleHooks:
         """Registers both."""
+        one = cls.add_to(module, before, after)
+        one.come_first()
+        return one
+
+    @classmethod
+    def add_to(cls, module: torch.nn.Module, before: GuardedHook, after: GuardedHook) -> _ModuleHooks:
+        """Registers both, behind all others: what they see is what the module gets, and what it gives."""
         one = cls(weakref.ref(module), before, after, f"torch_grad_exporter-{next(_keys)}")
         module._forward_pre_hooks_with_kwargs[one.key] = module._forward_hooks_with_kwargs[one.key] = True
         for hooks, hook in one._places():
             hooks[one.key] = hook
-        one.come_first()
         return one
 
     def _places(self) -> list[tuple[dict[Any, Any], GuardedHook]]:
@@ -158,6 +164,39 @@ class _ModuleHooks:
     def _put_first(self, hooks: Any) -> None:  # noqa: ANN401 - an OrderedDict, by PyTorch's types a dict
         if self.key in hooks and len(hooks) > 1:
             hooks.move_to_end(self.key, last=False)
+
+
+class InnerHooks:
+    """Hooks around the forwards of modules within the models, which are there in single rounds only.
+
+    `before(module, args, kwargs)` and `after(module, args, kwargs, output)` come last, so that they see what the module gets and
+    gives. Nothing is left at a module between two rounds. Belongs to the training thread, `disarm` to any.
+    """
+
+    def __init__(self, hooks: Hooks, source: str, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._before, self._after = hooks.guarded(source, before), hooks.guarded(source, after)
+        self._handles: list[Handle] = []
+
+    @property
+    def armed(self) -> bool:
+        """Whether the hooks are there."""
+        return bool(self._handles)
+
+    def arm(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Hooks these modules, in the place of those before."""
+        self.disarm()
+        for module in modules:
+            if MODULE_HOOKS:
+                self._handles.append(_ModuleHooks.add_to(module, self._before, self._after))
+            else:
+                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+
+    def disarm(self) -> None:
+        """Takes all hooks off; idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
 
 
 class Hooks:

@@ -7,9 +7,10 @@ things happened.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.layout import Packing
 from torch_grad_exporter.transfer.outcomes import Outcome as Outcome  # noqa: PLC0414 - exported
@@ -198,7 +199,16 @@ class Observed:
     labels: tuple[str, str] | tuple[()] = ()
 
 
-Event = Captured | Local | AfterClip | Weights | Closed | Divided | Withdrawn | OutcomeResolved | Stepped | Counted | Observed
+@dataclass(frozen=True, slots=True, eq=False)
+class Inspected:
+    """What an inspection has measured. `take`: is given the values, in the order of the tickets, once all have arrived."""
+
+    take: Callable[[tuple[FloatArray, ...]], object]
+    tickets: tuple[Ticket, ...]
+
+
+OfRounds = Captured | Local | AfterClip | Weights | Closed | Divided | Withdrawn | OutcomeResolved | Inspected
+Event = OfRounds | Stepped | Counted | Observed
 
 ROOM = 1 << 13
 """Records in the mailbox, at most."""
