@@ -213,6 +213,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
 
 
+def hooked_last(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Whether this is the last of the optimizer's own hooks before its step; false where it cannot say."""
+    return next(reversed(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()), None) is hook
+
+
 def _step_code() -> types.CodeType | None:
     """The code of the function in which PyTorch wraps an optimizer's `step`."""
     wrap = _find("torch.optim.Optimizer.profile_hook_step")

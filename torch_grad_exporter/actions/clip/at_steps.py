@@ -12,11 +12,12 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.actions.clip.clipping import Clipping
@@ -29,8 +30,8 @@ from torch_grad_exporter.actions.clip.skipping import SkipAbove, is_fused, remov
 from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
-from torch_grad_exporter.errors import ErrorLog, raised_by_handler
-from torch_grad_exporter.torch_compat import graph_task, is_tracing, stepping_around
+from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
+from torch_grad_exporter.torch_compat import graph_task, hooked_last, is_tracing, set_eval_frame, stepping_around
 
 SOURCE, TRIED, SHOWN = SOURCES = "clip", "clip_dry_run", "clip_report"
 """Of its failures: of steps that were not clipped, of policies that are only tried, and of what is told of them."""
@@ -64,22 +65,52 @@ class _Hook:
     In a compiled step it is a break of the graph, which has one there anyway: else nothing would be clipped.
     """
 
-    __slots__ = ("_action",)
+    __slots__ = ("_action", "_uncompiled")
 
     def __init__(self, action: Callable[..., Arguments | None]) -> None:
         self._action: Callable[..., Arguments | None] | None = action
+        self._uncompiled: Callable[..., Arguments | None] | None = action
 
     def connect(self) -> None:
         """From here on a compiler leaves the action alone. Imports the compiler, as making an optimizer does."""
-        self._action = torch.compiler.disable(self._action)  # type: ignore[no-untyped-call]
+        self._uncompiled = torch.compiler.disable(self._action)  # type: ignore[no-untyped-call]
 
     def disconnect(self) -> None:
         """Does nothing from here on."""
-        self._action = None
+        self._action = self._uncompiled = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if is_compiling():
+            return None if self._uncompiled is None or is_tracing() else self._uncompiled(optimizer, args, kwargs)
         action = self._action
-        return None if action is None or is_tracing() else action(optimizer, args, kwargs)
+        if action is None or is_tracing():
+            return None
+        compiler = set_eval_frame(None)  # where a graph is broken: at a third of the cost of what a compiler leaves alone
+        try:
+            return action(optimizer, args, kwargs)
+        finally:
+            if compiler is not None:
+                set_eval_frame(compiler)
+
+
+class _Boundary:
+    """A failure leaves the step unclipped, or is raised where the user wants that."""
+
+    __slots__ = ("_guard", "_raises")
+
+    def __init__(self, guard: Guard, *, raises: bool) -> None:
+        self._guard, self._raises = guard, raises
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self._raises and not raised_by_handler(error):
+            raise RuntimeError(f"the gradients of this step cannot be clipped: {error}") from error
+        self._guard.failed(error)
+        return True
 
 
 class ClipAtSteps:
@@ -102,6 +133,7 @@ class ClipAtSteps:
         self._wanted = wanted
         self._clipped = clipped
         self._guard = errors.boundary(SOURCE, "gradients are no longer clipped")
+        self._guarded = _Boundary(self._guard, raises=wanted.raises)
         self._tried = [errors.boundary(TRIED, f"{policy_name(one)} is no longer tried") for one in wanted.dry_run]
         self._going_on = errors.boundary("observe", "what was saved does not fit", limit=None)
         self._showing = errors.boundary(SHOWN, "thresholds are no longer shown")
@@ -120,7 +152,9 @@ class ClipAtSteps:
         for hook in (self._hook, *self._hooks):
             hook.connect()
         began, ended = self._hooks
-        self._handles = [register_optimizer_step_pre_hook(began), register_optimizer_step_post_hook(ended)]  # type: ignore[arg-type]
+        self._handles = [register_optimizer_step_pre_hook(began)]
+        if isinstance(self._wanted.policy, SkipAbove):  # only its optimizers are told something that has to end
+            self._handles.append(register_optimizer_step_post_hook(ended))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Takes all hooks off: gradients are no longer clipped. What is remembered can still be saved. Idempotent."""
@@ -181,19 +215,20 @@ class ClipAtSteps:
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Before any optimizer's step, and before its own hooks: ours becomes the last of them."""
-        with self._guarded():
+        with self._guarded:
             one = None if self._guard.off else self._known.of(optimizer)
             if one is not None:
                 if one.told and stepping_around(sys._getframe(1)) is not optimizer:
                     one.untell(optimizer)  # a step that has raised
-                if one.handle is not None:
-                    one.handle.remove()
-                one.handle = optimizer.register_step_pre_hook(self._hook)
+                if not hooked_last(optimizer, self._hook):
+                    if one.handle is not None:
+                        one.handle.remove()
+                    one.handle = optimizer.register_step_pre_hook(self._hook)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Right before the step of one that owns parameters of the models: clips, or sees to it that its closure does."""
         changed, frame = None, sys._getframe(1)
-        with self._guarded():
+        with self._guarded:
             changed = self._prepared(optimizer, args, kwargs, stepping_around(frame))
         return changed  # noqa: RET504 - after a failure as well
 
@@ -221,27 +256,17 @@ class ClipAtSteps:
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        with self._guarded():
+        with self._guarded:
             one = self._known.seen(optimizer)
             if one is not None and one.told:
                 untell(optimizer, one.told.pop())
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """The boundary: a failure leaves the step unclipped, or is raised where the user wants that."""
-        try:
-            yield
-        except Exception as error:
-            if self._wanted.raises and not raised_by_handler(error):
-                raise RuntimeError(f"the gradients of this step cannot be clipped: {error}") from error
-            self._guard.failed(error)
 
     def _after(self, closure: Callable[..., Any], clip: Callable[[], None]) -> Callable[..., Any]:
         """The closure, after whose backward gradients are clipped."""
 
         def clipped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the user's own
             loss = closure(*args, **kwargs)
-            with self._guarded():
+            with self._guarded:
                 clip()
             return loss
 
