@@ -913,8 +913,8 @@ MECHANISMS = (
     Fault(
         "a hook that the loop sets later comes last",
         "actions/clip/at_steps.py",
-        "                if one.handle is not None:\n                    one.handle.remove()\n                one.handle =",
-        "                if one.handle is None:\n                    one.handle =",
+        "                if not hooked_last(optimizer, self._hook):",
+        "                if one.handle is None:",
         ("actions/test_clip_at_steps.py",),
         ("actions/test_clip_unusual.py",),
     ),
