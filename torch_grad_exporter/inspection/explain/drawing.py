@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.autograd.graph import Node
 
 from torch_grad_exporter.inspection.explain.gradients import State
-from torch_grad_exporter.inspection.explain.graph import Graph, followers, is_accumulator, operation
+from torch_grad_exporter.inspection.explain.graph import followers, is_accumulator, operation
 from torch_grad_exporter.inspection.explain.rows import Judge, Named, Row, Verdict
 
 BOXES = 200
@@ -23,7 +23,10 @@ STATES = {State.OK: "ok", State.ZERO: "zero", State.MISSING: "missing", State.NO
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A node, or all of a module. `state`: "ok", "zero", "missing", "not finite", or empty where nothing is known; `title`: more."""
+    """A node, or all of a module. `title`: more of it.
+
+    `state`: "ok", "zero", "missing", "not finite", or empty where nothing is known.
+    """
 
     label: str
     state: str
@@ -59,7 +62,7 @@ def draw(judge: Judge, parameters: Sequence[Named], rows: Sequence[Row]) -> Draw
         members[number].append(items[node])
     boxes = tuple(_box(key, found) for key, found in zip(order, members, strict=True))
     arrows = {(order[group(node)], order[group(one)]): None for node in nodes for one in followers(node) if one in items}
-    return Drawing(boxes, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(rows, judge.graph, parameters, nodes))
+    return Drawing(boxes, tuple(arrow for arrow in arrows if arrow[0] != arrow[1]), _apart(rows, parameters, nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def _box(key: object, found: Sequence[_Item]) -> Box:
     return Box(key or "outside of modules", STATES[worst] if worst is not None else "", count)
 
 
-def _apart(rows: Sequence[Row], graph: Graph, parameters: Sequence[Named], nodes: Sequence[Node]) -> tuple[Box, ...]:
+def _apart(rows: Sequence[Row], parameters: Sequence[Named], nodes: Sequence[Node]) -> tuple[Box, ...]:
     """A box for each layer and reason of parameters that are not in the graph, though they are not frozen."""
     inside = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
     found: dict[tuple[str, str], int] = {}

@@ -107,7 +107,9 @@ def _backward(loss: torch.Tensor, gradients: Gradients, *, keep_graph: bool) -> 
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
-        message = "function: the graph of the loss is freed, since a backward() has run through it; give the function that computes "
+        message = (
+            "function: the graph of the loss is freed, since a backward() has run through it; give the function that computes "
+        )
         raise ValueError(f"{message}the loss, or call explain before the backward()") from error
 
 
@@ -187,7 +189,9 @@ def _notes(judge: Judge, parameters: Sequence[Named]) -> tuple[str, ...]:
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strangers and not has_copies(optimizer, everything):
             kind = type(optimizer).__name__
-            notes.append(f"{kind} owns {strangers} parameters that are in no model here; was the model replaced or copied after it?")
+            notes.append(
+                f"{kind} owns {strangers} parameters that are in no model here; was the model replaced or copied after it?"
+            )
     if not hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
         notes.append("compiled parts ran compiled: what is in them cannot be seen before PyTorch 2.6")
     failures = [*judge.gradients.failures, *(judge.watch.failures if judge.watch is not None else ())]

@@ -40,7 +40,9 @@ class Explanation:
         shown = self._shown()
         lines = [("parameter", "verdict", "where", "note"), *((r.parameter, r.verdict, str(r.where or ""), r.note) for r in shown)]
         widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        text = ["  ".join((*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3])).rstrip() for line in lines]
+        text = [
+            "  ".join((*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3])).rstrip() for line in lines
+        ]
         text += [f"... {len(self.rows) - len(shown)} rows more"] if len(shown) < len(self.rows) else []
         return "\n".join([*text, "", self.summary, *self.notes])
 

@@ -83,7 +83,7 @@ class Gradients:
         self.begin([loss])
         nodes = self._graph.below([loss])
         if any(node.name() == REENTRANT for node in nodes):
-            loss.backward(retain_graph=keep_graph)
+            loss.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
             return
         behind = self._graph.behind(loss)
         numbers = [n for n, p in enumerate(self._parameters) if p.requires_grad and behind >> n & 1]

@@ -51,7 +51,7 @@ class Graph:
                 continue
             stack.pop()
             if node not in self._behind:
-                self._behind[node] = self._own(node) | _union(self._behind[one] for one in following)
+                self._behind[node] = self._own(node) | union(self._behind[one] for one in following)
                 if where is not None:
                     self._places[node] = where
         return self._behind[root]
@@ -102,7 +102,8 @@ def is_accumulator(node: Node) -> bool:
     return getattr(node, "variable", None) is not None
 
 
-def _union(sets: Iterable[int]) -> int:
+def union(sets: Iterable[int]) -> int:
+    """All that is in one of the sets."""
     found = 0
     for one in sets:
         found |= one

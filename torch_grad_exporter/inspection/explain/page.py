@@ -18,8 +18,10 @@ LETTERS = 26
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 1.5em; background: Canvas; color: CanvasText }
-table { border-collapse: collapse } td, th { padding: .2em .8em; text-align: left; vertical-align: top; border-bottom: 1px solid #8884 }
-code { font-size: .92em } .bad { color: #c62828; font-weight: 600 } .graph { overflow: auto; border: 1px solid #8884; max-height: 85vh }
+table { border-collapse: collapse }
+td, th { padding: .2em .8em; text-align: left; vertical-align: top; border-bottom: 1px solid #8884 }
+code { font-size: .92em } .bad { color: #c62828; font-weight: 600 }
+.graph { overflow: auto; border: 1px solid #8884; max-height: 85vh }
 svg { font: 12px system-ui, sans-serif } rect { fill: #8881; stroke: #888 } rect.bad { fill: #c62828; stroke: #7f0000 }
 rect.ok { fill: #2e7d3222; stroke: #2e7d32 } text { fill: CanvasText } text.bad { fill: #fff } path { stroke: #888; fill: none }
 """
@@ -36,7 +38,7 @@ def page(rows: Sequence[Row], summary: str, notes: Sequence[str], drawing: Drawi
         f"<title>Why a parameter has no gradient</title><style>{_STYLE}</style></head><body>"
         f"<h1>Why a parameter has no gradient</h1>{table_of(rows, summary, notes, len(rows))}"
         f"<h2>The graph, from the loss down to the parameters</h2>"
-        f"<p>Red: the gradient there is missing, zero everywhere, or not finite. Each box says more where the mouse rests on it.</p>"
+        f"<p>Red: the gradient there is missing, zero everywhere, or not finite. A box says more under the mouse.</p>"
         f"<div class='graph'>{_svg(drawing.boxes, drawing.arrows)}</div>{apart}</body></html>\n"
     )
 

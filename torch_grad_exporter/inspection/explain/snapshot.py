@@ -7,7 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ class Snapshot:
         self._restores = contextlib.ExitStack()  # goes on after one that raises
         self._tensors: set[int] = set()
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> Self:
         self._restores.callback(_random_state())
         for module in {id(one): one for root in self._models for one in root.modules()}.values():
             self._restores.callback(_Module.of(module).restore)
@@ -181,7 +181,7 @@ class Snapshot:
 def _random_state() -> Callable[[], None]:
     """Gives back the state of the generators of PyTorch, on the CPU and on CUDA devices in use, of NumPy and of Python."""
     cpu, python, arrays = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that users seed
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore() -> None:
         torch.set_rng_state(cpu)

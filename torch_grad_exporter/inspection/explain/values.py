@@ -1,8 +1,9 @@
-"""Values that left PyTorch, as numbers or arrays, and what of them came back: told by identity and by shared memory, never guessed."""
+"""Values that left PyTorch, as numbers or arrays, and what of them came back: told by identity and shared memory, never guessed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ class Outside:
     def left(self, result: object, cuts: int) -> None:
         """A tensor became this."""
         if isinstance(result, np.ndarray):
-            first, end = np.lib.array_utils.byte_bounds(result) if hasattr(np.lib, "array_utils") else np.byte_bounds(result)  # type: ignore[attr-defined]
-            self._memory.append((first, end, result, cuts))
+            first = _address(result)
+            last = sum((size - 1) * stride for size, stride in zip(result.shape, result.strides, strict=True))
+            self._memory.append((first, first + last + result.itemsize, result, cuts))
         for one in _items(result):
             # Integers and booleans are shared by the whole program.
             if type(one) is float:
@@ -37,7 +39,7 @@ class Outside:
         if not self._memory:
             return 0
         if isinstance(value, np.ndarray):
-            return self._at(value.__array_interface__["data"][0])
+            return self._at(_address(value))
         if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad:
             return self._at(value.data_ptr())
         return 0
@@ -48,6 +50,11 @@ class Outside:
             if first <= address < end:
                 found |= cuts
         return found
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def leaves(value: object) -> Iterator[object]:

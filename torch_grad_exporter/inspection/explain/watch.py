@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.inspection.explain.graph import Graph
+from torch_grad_exporter.inspection.explain.graph import Graph, union
 from torch_grad_exporter.inspection.explain.places import Places, Where
 from torch_grad_exporter.inspection.explain.values import Outside, leaves
 from torch_grad_exporter.torch_compat import graph_task
@@ -51,9 +51,9 @@ class Cut:
     note: str = ""
 
 
-_SHAPE_ONLY = frozenset(
-    f"{how}_like" for how in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-) | frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "new_tensor"})
+_SHAPE_ONLY = frozenset(f"{how}_like" for how in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")) | frozenset(
+    {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "new_tensor"}
+)
 """They take only the form of their first argument."""
 _OTHER_ONLY_SHAPE = frozenset({"type_as", "expand_as", "view_as", "reshape_as"})
 _OVERWRITES = frozenset(
@@ -76,8 +76,9 @@ _IGNORED = frozenset({"requires_grad", "requires_grad_", "_is_view", "is_leaf", 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a function was given. `behind`: the parameters behind its tensors; `cuts`: what these carry; `leaves`: the
-    parameters that are among them themselves; all as bits.
+    """What a function was given, as bits.
+
+    `behind`: the parameters behind its tensors; `cuts`: what these carry; `leaves`: the parameters that are among them.
     """
 
     behind: int = 0
@@ -96,7 +97,7 @@ class Watch(TorchFunctionMode):
         self._graph = graph
         self._places = places
         self._on_backward = on_backward
-        self._carried = WeakTensorKeyDictionary()
+        self._carried: Any = WeakTensorKeyDictionary()
         self._outside = Outside()
         self._off = Where()
         self._merged: dict[tuple[str, Where], int] = {}
@@ -109,7 +110,7 @@ class Watch(TorchFunctionMode):
         self.failures: list[Exception] = []
         self._guard = Guard(self.failures.append)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401, ARG002 - PyTorch's
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - PyTorch's
         """Runs the function as it is, and looks at what goes in and what comes out."""
         kwargs = kwargs or {}
         if graph_task() != -1:  # a checkpoint's second forward, or a hook of the user
@@ -154,15 +155,19 @@ class Watch(TorchFunctionMode):
         if given.leaves & ~self._all_used:
             self._use(given.leaves & ~self._all_used, result)
         written = args[:1] if name in ("__setitem__", "data=") else ()
-        for one in leaves([result, written]):
-            # A parameter stays the leaf that it is, whatever an optimizer writes into it.
-            if isinstance(one, torch.Tensor) and id(one) not in self._graph.bits:
-                lost = given.behind & ~self._graph.behind(one, self._places.here)
-                cuts = given.cuts | (self._cut(name, lost, one) if lost else 0)
-                if name not in _OVERWRITES:
-                    cuts |= self._carried.get(one, 0)
-                if cuts or one in self._carried:
-                    self._carried[one] = cuts
+        # A parameter stays the leaf that it is, whatever an optimizer writes into it.
+        tensors = [one for one in leaves([result, written]) if isinstance(one, torch.Tensor) and id(one) not in self._graph.bits]
+        behind = [self._graph.behind(one, self._places.here) for one in tensors]
+        kept = union(behind)
+        for one, own in zip(tensors, behind, strict=True):
+            lost = given.behind & ~own
+            # One of several results, as of `broadcast_tensors`, need not depend on what another one keeps; indices do.
+            lost &= ~kept if one.is_floating_point() or one.is_complex() else -1
+            cuts = given.cuts | (self._cut(name, lost, one) if lost else 0)
+            if name not in _OVERWRITES:
+                cuts |= self._carried.get(one, 0)
+            if cuts or one in self._carried:
+                self._carried[one] = cuts
 
     def _use(self, parameters: int, result: object) -> None:
         """Parameters were given to a function; they are used if it made a tensor, not if it told of their form."""
@@ -227,4 +232,4 @@ def name_of(func: Any) -> str:  # noqa: ANN401 - a function, a method or an oper
         if attribute == "grad":
             return "requires_grad"  # a gradient is no part of the forward
         return f"{attribute}=" if name == "__set__" else str(attribute)
-    return name.split(".")[0]
+    return name.partition(".")[0]
