@@ -6,6 +6,7 @@ The line that ends in `# cut` is the place. A step returns its loss.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,37 +79,45 @@ def between(operation: Callable[[torch.Tensor], torch.Tensor], verdict: str, not
 
 @case
 def all_well() -> Planted:
+    """All well."""
     model = Two()
     return Planted(classified(model), model, {})
 
 
 @case
 def detach() -> Planted:
+    """Detach."""
     return between(lambda h: h.detach(), "detached_at", ".detach()")  # cut
 
 
 @case
 def detach_in_place() -> Planted:
+    """Detach in place."""
     return between(lambda h: (h * 1).detach_(), "detached_at", ".detach_()")  # cut
 
 
 @case
 def data() -> Planted:
+    """Data."""
     return between(lambda h: h.data, "detached_at", ".data")  # cut
 
 
 @case
 def numpy_round_trip_in_shared_memory() -> Planted:
+    """Numpy round trip in shared memory."""
     return between(lambda h: torch.from_numpy(h.detach().numpy()), "detached_at", ".detach()")  # cut
 
 
 @case
 def copied_into_a_new_tensor() -> Planted:
+    """Copied into a new tensor."""
     return between(lambda h: torch.tensor(h.tolist()), "detached_at", ".tolist()")  # cut
 
 
 @case
 def no_grad_block_of_an_inner_module() -> Planted:
+    """No grad block of an inner module."""
+
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -125,6 +134,7 @@ def no_grad_block_of_an_inner_module() -> Planted:
 
 @case
 def no_grad_decorator() -> Planted:
+    """No grad decorator."""
     model = Two()
     encode = torch.no_grad()(model.encoder.forward)
     return Planted(lambda: F.cross_entropy(model.head(encode(X)), Y), model, {"encoder": "detached_at"}, None, "torch.no_grad()")
@@ -132,6 +142,7 @@ def no_grad_decorator() -> Planted:
 
 @case
 def inference_mode() -> Planted:
+    """Inference mode."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -144,6 +155,7 @@ def inference_mode() -> Planted:
 
 @case
 def detach_in_the_loss_function() -> Planted:
+    """Detach in the loss function."""
     model = nn.ModuleDict({"student": nn.Linear(4, 3), "teacher": nn.Linear(4, 3)})
 
     def loss_function(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -157,6 +169,7 @@ def detach_in_the_loss_function() -> Planted:
 
 @case
 def loss_made_anew_from_a_number() -> Planted:
+    """Loss made anew from a number."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -168,6 +181,7 @@ def loss_made_anew_from_a_number() -> Planted:
 
 @case
 def loss_that_gradients_are_switched_on_for() -> Planted:
+    """Loss that gradients are switched on for."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -179,6 +193,7 @@ def loss_that_gradients_are_switched_on_for() -> Planted:
 
 @case
 def penalty_without_create_graph() -> Planted:
+    """Penalty without create graph."""
     model = nn.ModuleDict({"critic": nn.Linear(4, 1), "other": nn.Linear(4, 1)})
 
     def step() -> torch.Tensor:
@@ -192,6 +207,7 @@ def penalty_without_create_graph() -> Planted:
 
 @case
 def number_that_is_computed_with() -> Planted:
+    """Number that is computed with."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -203,6 +219,7 @@ def number_that_is_computed_with() -> Planted:
 
 @case
 def argmax() -> Planted:
+    """Argmax."""
     model = nn.Sequential(nn.Linear(4, 7), Embedded(), nn.Linear(2, 3))
     return Planted(classified(model), model, {"0.": "non_differentiable"}, "1", "argmax")
 
@@ -220,55 +237,67 @@ class Embedded(nn.Module):
 
 @case
 def comparison() -> Planted:
+    """Comparison."""
     return between(lambda h: (h > 0).float(), "non_differentiable", "gt")  # cut
 
 
 @case
 def cast_to_integers() -> Planted:
+    """Cast to integers."""
     return between(lambda h: h.long().float(), "non_differentiable", "long")  # cut
 
 
 @case
 def cast_by_to() -> Planted:
+    """Cast by to."""
     return between(lambda h: h.to(torch.int32).float(), "non_differentiable", "int32")  # cut
 
 
 @case
 def rounded() -> Planted:
+    """Rounded."""
     return between(torch.round, "non_differentiable", "round")
 
 
 @case
 def rounded_in_the_module() -> Planted:
+    """Rounded in the module."""
     return between(lambda h: torch.floor(h * 3), "non_differentiable", "floor")  # cut
 
 
 @case
 def signs() -> Planted:
+    """Signs."""
     return between(lambda h: h.sign(), "non_differentiable", "sign")  # cut
 
 
 @case
 def sampled_from_a_distribution() -> Planted:
-    return between(lambda h: torch.distributions.Normal(h, 1.0, validate_args=False).sample(), "detached_at", "torch.no_grad()")  # cut
+    """Sampled from a distribution."""
+    normal = torch.distributions.Normal
+    return between(lambda h: normal(h, 1.0, validate_args=False).sample(), "detached_at", "torch.no_grad()")  # cut
 
 
 @case
 def drawn() -> Planted:
+    """Drawn."""
     return between(lambda h: torch.multinomial(h.softmax(1), 6).float(), "non_differentiable", "multinomial")  # cut
+
+
+Context = torch.autograd.function.FunctionCtx
 
 
 class Marked(torch.autograd.Function):
     """An autograd function that says that its result has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         ctx.mark_non_differentiable(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -276,11 +305,11 @@ class Silent(torch.autograd.Function):
     """An autograd function whose backward returns nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+    def backward(ctx: Context, gradient: torch.Tensor) -> None:
         return None
 
 
@@ -288,32 +317,36 @@ class ByArrays(torch.autograd.Function):
     """An autograd function that computes with NumPy."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.tanh(x.detach().numpy()))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
 @case
 def function_marked_non_differentiable() -> Planted:
-    return between(lambda h: Marked.apply(h), "non_differentiable", "Marked")  # cut
+    """Function marked non differentiable."""
+    return between(lambda h: Marked.apply(h * 1), "non_differentiable", "Marked")  # cut
 
 
 @case
 def function_without_a_gradient() -> Planted:
-    return between(lambda h: Silent.apply(h), "non_differentiable", "Silent")
+    """Function without a gradient."""
+    return between(Silent.apply, "non_differentiable", "Silent")
 
 
 @case
 def function_by_arrays_with_a_gradient() -> Planted:
-    model = Two(lambda h: ByArrays.apply(h))
+    """Function by arrays with a gradient."""
+    model = Two(ByArrays.apply)
     return Planted(classified(model), model, {})
 
 
 @case
 def unused_head() -> Planted:
+    """Unused head."""
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
     expected = {"spare": "not_in_graph"}
     return Planted(lambda: F.cross_entropy(model["head"](model["body"](X)), Y), model, expected, None, "not used")
@@ -321,6 +354,7 @@ def unused_head() -> Planted:
 
 @case
 def head_whose_output_is_dropped() -> Planted:
+    """Head whose output is dropped."""
     model = nn.ModuleDict({"head": nn.Linear(4, 3), "aux": nn.Linear(4, 3)})
 
     def step() -> torch.Tensor:
@@ -332,10 +366,11 @@ def head_whose_output_is_dropped() -> Planted:
 
 @case
 def head_that_is_only_logged() -> Planted:
+    """Head that is only logged."""
     model = nn.ModuleDict({"head": nn.Linear(4, 3), "aux": nn.Linear(4, 1)})
 
     def step() -> torch.Tensor:
-        print(model["aux"](X).mean().item(), end="")  # cut
+        logging.getLogger("training").debug("%f", model["aux"](X).mean().item())  # cut
         return F.cross_entropy(model["head"](X), Y)
 
     return Planted(step, model, {"aux": "unknown"}, "", "cannot be seen")
@@ -343,6 +378,7 @@ def head_that_is_only_logged() -> Planted:
 
 @case
 def frozen_body() -> Planted:
+    """Frozen body."""
     model = Two()
     model.encoder.requires_grad_(False)
     return Planted(classified(model), model, {"encoder": "frozen"})
@@ -350,12 +386,14 @@ def frozen_body() -> Planted:
 
 @case
 def frozen_batch_norm() -> Planted:
+    """Frozen batch norm."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).requires_grad_(False).eval(), nn.Linear(6, 3))
     return Planted(classified(model), model, {"1.": "frozen"})
 
 
 @case
 def two_optimizers_forget_the_head() -> Planted:
+    """Two optimizers forget the head."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
     optimizers = {"a": torch.optim.SGD(model[0].parameters(), 0.1), "b": torch.optim.Adam(model[1].parameters())}
     return Planted(classified(model), model, {"2.": "optimizer_missing"}, None, "no optimizer", optimizers)
@@ -363,6 +401,7 @@ def two_optimizers_forget_the_head() -> Planted:
 
 @case
 def two_optimizers_own_all() -> Planted:
+    """Two optimizers own all."""
     model = Two()
     optimizers = [torch.optim.SGD(model.encoder.parameters(), 0.1), torch.optim.Adam(model.head.parameters())]
     return Planted(classified(model), model, {}, optimizers=optimizers)
@@ -370,6 +409,7 @@ def two_optimizers_own_all() -> Planted:
 
 @case
 def optimizer_made_before_a_layer_was_replaced() -> Planted:
+    """Optimizer made before a layer was replaced."""
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.head = nn.Linear(6, 3)
@@ -378,6 +418,7 @@ def optimizer_made_before_a_layer_was_replaced() -> Planted:
 
 @case
 def tied_weights() -> Planted:
+    """Tied weights."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
     return Planted(lambda: F.cross_entropy(model(Y), Y), model, {})
@@ -385,18 +426,22 @@ def tied_weights() -> Planted:
 
 @case
 def embedding_of_integers() -> Planted:
+    """Embedding of integers."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
     return Planted(lambda: F.cross_entropy(model(Y), Y), model, {})
 
 
 @case
 def mask_from_a_comparison() -> Planted:
+    """Mask from a comparison."""
     model = Two(lambda h: h * (h > 0))
     return Planted(classified(model), model, {})
 
 
 @case
 def shared_module_called_twice() -> Planted:
+    """Shared module called twice."""
+
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -413,12 +458,14 @@ def shared_module_called_twice() -> Planted:
 
 @case
 def in_place_relu() -> Planted:
+    """In place relu."""
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
     return Planted(classified(model), model, {})
 
 
 @case
 def written_into_a_buffer_without_a_graph() -> Planted:
+    """Written into a buffer without a graph."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -431,6 +478,7 @@ def written_into_a_buffer_without_a_graph() -> Planted:
 
 @case
 def written_into_a_buffer_with_its_graph() -> Planted:
+    """Written into a buffer with its graph."""
     model = Two()
 
     def step() -> torch.Tensor:
@@ -456,30 +504,35 @@ class Checkpointed(nn.Module):
 
 @case
 def checkpointed() -> Planted:
+    """Checkpointed."""
     model = Checkpointed(torch.tanh, reentrant=False)
     return Planted(classified(model), model, {})
 
 
 @case
 def detached_in_a_checkpoint() -> Planted:
+    """Detached in a checkpoint."""
     model = Checkpointed(lambda h: h.detach(), reentrant=False)  # cut
     return Planted(classified(model), model, {"side": "detached_at"}, "Checkpointed", ".detach()")
 
 
 @case
 def reentrant_checkpoint() -> Planted:
+    """Reentrant checkpoint."""
     model = Checkpointed(torch.tanh, reentrant=True)
     return Planted(classified(model), model, {})
 
 
 @case
 def detached_in_a_reentrant_checkpoint() -> Planted:
+    """Detached in a reentrant checkpoint."""
     model = Checkpointed(lambda h: h.detach(), reentrant=True)
     return Planted(classified(model), model, {"side": "unknown"}, None, "use_reentrant=False")
 
 
 @case
 def autocast() -> Planted:
+    """Autocast."""
     model = Two(lambda h: h.detach())  # cut
 
     def step() -> torch.Tensor:
@@ -491,6 +544,8 @@ def autocast() -> Planted:
 
 @case
 def detached_inside_of_a_nested_module() -> Planted:
+    """Detached inside of a nested module."""
+
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -506,6 +561,8 @@ def detached_inside_of_a_nested_module() -> Planted:
 
 @case
 def lstm_and_attention() -> Planted:
+    """Lstm and attention."""
+
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

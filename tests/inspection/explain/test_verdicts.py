@@ -58,7 +58,7 @@ def test_verdicts_agree_with_a_real_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_step_is_judged_alike(name: str) -> None:
-    """A function that runs backward and an optimizer's step itself gives the same verdicts and places as one that returns the loss."""
+    """A function that runs backward and a step itself gives the same verdicts and places as one that returns the loss."""
     planted = CASES[name]()
     once = explain(planted.step, planted.model, planted.optimizers)
     optimizer = torch.optim.AdamW(planted.model.parameters())
@@ -90,7 +90,9 @@ def test_a_loss_alone_tells_all_but_where_it_was_cut(name: str) -> None:
     alone = explain(loss, planted.model, planted.optimizers)
     for row in alone.rows:
         verdict = once[row.parameter].verdict
-        assert row.verdict == verdict or (row.verdict == "not_in_graph" and verdict in ("detached_at", "non_differentiable", "unknown"))
+        assert row.verdict == verdict or (
+            row.verdict == "not_in_graph" and verdict in ("detached_at", "non_differentiable", "unknown")
+        )
         assert row.where is None or row.verdict == "ok"
     loss.backward()  # the graph is still there
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch_grad_exporter.inspection.explain.graph import followers, is_accumulat
 from torch_grad_exporter.inspection.explain.rows import Judge, Named, Row, Verdict
 
 BOXES = 200
-"""Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest of each."""
+"""Boxes of the graph at most; there may be as many of parameters that are not in it, and one for the rest."""
 
 REST = "(more)"
 """The box of what has no place of its own."""
@@ -101,18 +100,34 @@ def _layer_behind(node: Node, named: Mapping[int, int], parameters: Sequence[Nam
 
 
 def _folding(nodes: Sequence[Node], items: Mapping[Node, _Item]) -> Callable[[Node], object]:
-    """By what nodes are put together, so that there are no more than `BOXES` groups and a rest."""
+    """By what nodes are put together, so that there are no more than `BOXES` groups."""
     if len(nodes) <= BOXES:
         return lambda node: node
-    deepest = max(one.module.count(".") + 1 for one in items.values())
-    for depth in range(deepest, 0, -1):
-        names = {_first(one.module, depth) for one in items.values()}
-        if len(names) <= BOXES:
-            return lambda node: _first(items[node].module, depth)
-    bad = Counter(one.module.partition(".")[0] for one in items.values() if one.state not in (None, State.OK))
-    shown = dict.fromkeys([*bad, *(one.module.partition(".")[0] for one in items.values())])
-    kept = {*list(shown)[:BOXES]}
-    return lambda node: top if (top := items[node].module.partition(".")[0]) in kept else REST
+    paths = list(dict.fromkeys(items[node].module for node in nodes))
+    deepest = max(path.count(".") + 1 for path in paths)
+    depth = next(d for d in range(deepest, -1, -1) if d == 0 or len({_first(path, d) for path in paths}) <= BOXES)
+    groups = {path: _first(path, depth) for path in paths}
+    parents = len({*groups.values()})
+    if depth < deepest and parents < BOXES // 4:
+        # The level below has too many, such as hundreds of blocks in a row: these in ranges.
+        groups = _ranges(paths, depth, BOXES - parents)
+    return lambda node: groups[items[node].module]
+
+
+def _ranges(paths: Sequence[str], depth: int, room: int) -> dict[str, str]:
+    """The modules of the next level in ranges of neighbours with the same parent, about `room` of them; by path."""
+    children = dict.fromkeys(_first(path, depth + 1) for path in paths)
+    by_parent: dict[str, list[str]] = {}
+    for child in children:
+        by_parent.setdefault(_first(child, depth), []).append(child)
+    size = -(-len(children) // room)
+    label: dict[str, str] = {}
+    for found in by_parent.values():
+        for begin in range(0, len(found), size):
+            several = found[begin : begin + size]
+            name = several[0] if len(several) == 1 else f"{several[0]} … {several[-1].rpartition('.')[2]}"
+            label.update(dict.fromkeys(several, name))
+    return {path: label[_first(path, depth + 1)] for path in paths}
 
 
 def _first(module: str, depth: int) -> str:
