@@ -65,7 +65,8 @@ def record(
         raise TypeError(f"limit={limit!r}: expected a number of bytes")
     if limit <= 0:
         raise ValueError(f"limit={limit}: expected a number of bytes above 0")
-    return _Recording(_selected(given.models(model), include), limit)
+    models = given.models(model)
+    return _Recording(_selected(models, include), _compiled(models), limit)
 
 
 class Slot:
@@ -179,8 +180,8 @@ class Calls(Mapping[str, Sequence[Call]]):
 class _Recording(AbstractContextManager[Calls]):
     """The hooks of one `with` block, which it owns."""
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: int) -> None:
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, torch.nn.Module], compiled: set[int], limit: int) -> None:
+        self._modules = {id(module): (name, module) for name, module in reversed(modules.items()) if id(module) not in compiled}
         self._calls = Calls(modules, limit)
         self._errors = ErrorLog(())
         self._hooks = Hooks(self._errors)
@@ -189,11 +190,8 @@ class _Recording(AbstractContextManager[Calls]):
         self._running = threading.local()
 
     def __enter__(self) -> Calls:
-        seen: set[int] = set()
-        for name, module in self._modules.items():
-            if id(module) not in seen:
-                seen.add(id(module))
-                self._hooks.on_module(module, self._before, functools.partial(self._after, name))
+        for name, module in self._modules.values():
+            self._hooks.on_module(module, self._before, functools.partial(self._after, name))
         return self._calls
 
     def __exit__(self, *error: object) -> None:
@@ -306,6 +304,15 @@ def _named(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
         elif not _wraps(first, raw):
             found[raw] = module
     return found
+
+
+def _compiled(models: Mapping[str, torch.nn.Module]) -> set[int]:
+    """The `id` of each module below one that `torch.compile` has made: it shows nothing, and a hook on it is compiled in.
+
+    Removing the hook would then compile it anew.
+    """
+    every = (pair for root in models.values() for pair in root.named_modules(remove_duplicate=False))
+    return {id(module) for raw, module in every if "_orig_mod" in raw.split(".")}
 
 
 def _wraps(outer: str, inner: str) -> bool:
