@@ -177,7 +177,7 @@ def test_nested_outputs_keep_their_form(name: str) -> None:
     assert torch.allclose(pick(call.output_gradients), 2 * pick(output))
     assert call.keyword_inputs["scale"] == 2.0
     assert torch.equal(call.keyword_inputs["more"]["bias"], torch.ones(3))
-    assert call.keyword_input_gradients["scale"] is None or call.keyword_input_gradients["scale"] == 2.0
+    assert call.keyword_input_gradients["scale"] is None
     assert call.keyword_input_gradients["more"]["bias"].shape == (3,)
     assert call.input_gradients == (None,)
 
@@ -206,7 +206,7 @@ def test_modules_called_twice_and_shared_modules() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_second_forward_of_a_checkpoint_is_left_out(reentrant: bool) -> None:
-    """One call of each module with the output of a run without a checkpoint, and its gradient where the first forward has a graph."""
+    """A call a module with the output of one without a checkpoint, and its gradient where the first forward has a graph."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
     x = X.clone().requires_grad_()
     expected = model[0](x)
@@ -310,8 +310,10 @@ def test_names_are_without_what_wrappers_add(caplog: pytest.LogCaptureFixture) -
     assert list(calls) == ["", "0", "1", "2", "2.0", "2.1", "3"]
     assert len(calls[""]) == 1
     assert [len(calls[name]) for name in calls if name] == [0] * 6
+    with caplog.at_level(logging.WARNING), record(compiled):
+        compiled(X)
     (line,) = (one.message for one in caplog.records if one.name == "torch_grad_exporter")
-    assert "record: no forward of 0, 1, 2 and 3 more was seen; modules that run compiled show none" in line
+    assert "record: 0, 1, 2 and 3 more run compiled, so nothing of them is recorded" in line
 
 
 def test_a_compiled_model_is_not_compiled_anew() -> None:

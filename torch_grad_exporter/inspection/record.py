@@ -6,17 +6,13 @@ a view around inputs and outputs, on which an in-place ReLU raises.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import difflib
 import functools
 import logging
 import re
 import threading
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle, Hooks
 from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import WRAPPER_PARTS, clean
 from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN, graph_task, version_of, within_transform
@@ -36,10 +33,8 @@ LIMIT = 256 * 2**20
 CALL = 1024
 """Bytes that a call counts in addition to its tensors, so that their number is bounded as well."""
 
-VISITED = 4096
-"""Items of the inputs or outputs of a call that are visited, at most."""
-
-_PLAIN = (int, float, complex, str, torch.dtype, torch.device, types.NoneType)
+_TOLD: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The models of which it was logged what is not recorded."""
 
 
 def record(
@@ -59,130 +54,24 @@ def record(
     Tensors are copies without a graph, so that an operation in place changes nothing that was recorded; modules that hand on the
     same tensor share one copy. The forward that a checkpoint repeats in the backward is left out. Training is the same bit by bit,
     and at the end of the block all hooks are gone, also after an exception. Modules that run compiled show nothing; which those
-    are is logged. Raises `TypeError` or `ValueError` if an argument is wrong.
+    are is logged once. Raises `TypeError` or `ValueError` if an argument is wrong.
     """
     if isinstance(limit, bool) or not isinstance(limit, int):
         raise TypeError(f"limit={limit!r}: expected a number of bytes")
     if limit <= 0:
         raise ValueError(f"limit={limit}: expected a number of bytes above 0")
     models = given.models(model)
-    return _Recording(_selected(models, include), _compiled(models), limit)
-
-
-class Slot:
-    """A copy of a tensor, and of its gradient; `None` where there is none, or was no room."""
-
-    __slots__ = ("gradient", "hooked", "value")
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
-        self.hooked = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One call of a module. Tensors are copies, in containers as the module had them; of other objects only the type is kept.
-
-    Gradients have the form of what they are gradients of, with `None` where none has come. They are those of the whole loss with
-    respect to a tensor, through all that used it; several backwards are added up.
-    """
-
-    module: str
-    _inputs: Any
-    _keywords: Any
-    _outputs: Any
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments, as the caller gave them."""
-        found: tuple[Any, ...] = _filled(self._inputs, _value)
-        return found
-
-    @property
-    def keyword_inputs(self) -> dict[str, Any]:
-        """The keyword arguments."""
-        found: dict[str, Any] = _filled(self._keywords, _value)
-        return found
-
-    @property
-    def outputs(self) -> Any:  # noqa: ANN401 - whatever the module returns
-        """What the module returned."""
-        return _filled(self._outputs, _value)
-
-    @property
-    def input_gradients(self) -> tuple[Any, ...]:
-        """The gradients of the positional arguments."""
-        found: tuple[Any, ...] = _filled(self._inputs, _gradient)
-        return found
-
-    @property
-    def keyword_input_gradients(self) -> dict[str, Any]:
-        """The gradients of the keyword arguments."""
-        found: dict[str, Any] = _filled(self._keywords, _gradient)
-        return found
-
-    @property
-    def output_gradients(self) -> Any:  # noqa: ANN401 - as `outputs`
-        """The gradients of what the module returned."""
-        return _filled(self._outputs, _gradient)
-
-
-class Calls(Mapping[str, Sequence[Call]]):
-    """The calls of each module that is recorded, by its name and in order; an empty list where there was none.
-
-    `left_out`: tensors and calls for which there was no room. `bytes`: of what is kept.
-    """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: int) -> None:
-        by_module: dict[int, list[Call]] = {id(module): [] for module in modules.values()}
-        self._calls = {name: by_module[id(module)] for name, module in modules.items()}
-        self._limit = limit
-        self._lock = threading.Lock()
-        self.left_out = 0
-        self.bytes = 0
-
-    def __getitem__(self, name: str) -> Sequence[Call]:
-        if name not in self._calls:
-            close = difflib.get_close_matches(name, self._calls, 3)
-            raise KeyError(f"{name!r} is not recorded" + (f"; there is {', '.join(map(repr, close))}" if close else ""))
-        return self._calls[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __repr__(self) -> str:
-        calls = sum(len(found) for found in self._calls.values())
-        return f"<{calls} calls of {len(self)} modules, {self.bytes} bytes, {self.left_out} left out>"
-
-    def add(self, name: str, call: Call) -> None:
-        """A call has ended."""
-        self._calls[name].append(call)
-
-    def has_room(self, size: int) -> bool:
-        """Takes so many bytes, if they are there; else counts that something is left out."""
-        with self._lock:
-            if self.bytes + size > self._limit:
-                self.left_out += 1
-                return False
-            self.bytes += size
-            return True
-
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A copy without a graph, if there is room for it. Sparse tensors are left out."""
-        size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else self._limit + 1
-        return tensor.detach().clone() if self.has_room(size) else None
+    return _Recording(models.values(), _selected(models, include), limit)
 
 
 class _Recording(AbstractContextManager[Calls]):
     """The hooks of one `with` block, which it owns."""
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], compiled: set[int], limit: int) -> None:
-        self._modules = {id(module): (name, module) for name, module in reversed(modules.items()) if id(module) not in compiled}
-        self._calls = Calls(modules, limit)
+    def __init__(self, roots: Iterable[torch.nn.Module], wanted: Mapping[str, torch.nn.Module], limit: int) -> None:
+        self._roots = list(roots)
+        self._wanted = wanted
+        self._compiled = _compiled(self._roots)
+        self._calls = Calls(wanted, limit)
         self._errors = ErrorLog(())
         self._hooks = Hooks(self._errors)
         self._tensor_hooks: list[tuple[GuardedHook, Handle]] = []
@@ -190,7 +79,8 @@ class _Recording(AbstractContextManager[Calls]):
         self._running = threading.local()
 
     def __enter__(self) -> Calls:
-        for name, module in self._modules.values():
+        first = {id(module): (name, module) for name, module in [*self._wanted.items()][::-1] if id(module) not in self._compiled}
+        for name, module in first.values():
             self._hooks.on_module(module, self._before, functools.partial(self._after, name))
         return self._calls
 
@@ -230,7 +120,7 @@ class _Recording(AbstractContextManager[Calls]):
         return stack
 
     def _kept(self, value: object) -> Any:  # noqa: ANN401 - the same with a slot in the place of each tensor
-        return _mapped(value, self._slot, [VISITED])
+        return mapped(value, self._slot)
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         """A slot with a copy; the same one for a tensor that was not written to since."""
@@ -256,12 +146,17 @@ class _Recording(AbstractContextManager[Calls]):
                 slot.gradient += gradient
 
     def _tell_absent(self) -> None:
-        """Logs which modules had no call: those that run compiled call no hook."""
-        absent = [name or "the model" for name in self._calls if not self._calls[name]]
-        if absent and not self._calls.left_out:
-            some = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-            message = "record: no forward of %s was seen; modules that run compiled show none, nor do those that are not called"
-            say(logger, logging.WARNING, message, some)
+        """Logs, once for each model, which modules run compiled, or that no forward was seen at all."""
+        compiled = [name for name, module in self._wanted.items() if id(module) in self._compiled]
+        none = not any(self._calls.values()) and not self._calls.left_out
+        if not (compiled or none) or any(root in _TOLD for root in self._roots):
+            return
+        _TOLD.update(self._roots)
+        some = ", ".join(compiled[:3]) + (f" and {len(compiled) - 3} more" if len(compiled) > 3 else "")
+        which = (
+            f"{some} run compiled, so nothing of them is recorded" if compiled else "no forward was seen; compiled ones show none"
+        )
+        say(logger, logging.WARNING, "record: %s", which)
 
 
 def _selected(models: Mapping[str, torch.nn.Module], include: str | Sequence[str] | None) -> dict[str, torch.nn.Module]:
@@ -306,12 +201,12 @@ def _named(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
-def _compiled(models: Mapping[str, torch.nn.Module]) -> set[int]:
+def _compiled(roots: Iterable[torch.nn.Module]) -> set[int]:
     """The `id` of each module below one that `torch.compile` has made: it shows nothing, and a hook on it is compiled in.
 
     Removing the hook would then compile it anew.
     """
-    every = (pair for root in models.values() for pair in root.named_modules(remove_duplicate=False))
+    every = (pair for root in roots for pair in root.named_modules(remove_duplicate=False))
     return {id(module) for raw, module in every if "_orig_mod" in raw.split(".")}
 
 
@@ -323,60 +218,3 @@ def _wraps(outer: str, inner: str) -> bool:
 
 def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
-
-
-# Containers
-
-
-def _mapped(value: object, change: Callable[[Any], object], left: list[int]) -> Any:  # noqa: ANN401 - a container like `value`
-    """The same containers with what `change` makes of tensors and slots; after `left` items `None`. Changes no container."""
-    left[0] -= 1
-    if left[0] < 0:
-        return None
-    if isinstance(value, torch.Tensor | Slot):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return _like(value, [_mapped(item, change, left) for item in value])
-    if isinstance(value, dict):
-        return _with(value, {key: _mapped(item, change, left) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        return _with(value, {name: _mapped(item, change, left) for name, item in fields.items()})
-    return value if isinstance(value, (*_PLAIN, type)) else type(value)
-
-
-def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:  # noqa: ANN401 - a sequence of the same class
-    kind: Any = type(value)
-    if hasattr(kind, "_make"):
-        return kind._make(items)
-    try:
-        return items if kind is list else kind(items)
-    except Exception:  # noqa: BLE001 - a class of the user's that is made otherwise
-        return items if isinstance(value, list) else tuple(items)
-
-
-def _with(value: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401 - an object of the same class, or a plain dictionary
-    if type(value) is dict:
-        return items
-    try:
-        made = copy.copy(value)
-        for key, item in items.items():
-            if isinstance(made, dict):
-                made[key] = item
-            else:
-                object.__setattr__(made, key, item)
-    except Exception:  # noqa: BLE001 - a class of the user's that cannot be copied or set
-        return items
-    return made
-
-
-def _filled(kept: object, pick: Callable[[Any], object]) -> Any:  # noqa: ANN401 - what was kept, with tensors
-    return _mapped(kept, pick, [4 * VISITED])
-
-
-def _value(slot: Slot) -> torch.Tensor | None:
-    return slot.value
-
-
-def _gradient(slot: Slot) -> torch.Tensor | None:
-    return slot.gradient

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from torch_grad_exporter.inspection.explain.drawing import draw
+from torch_grad_exporter.inspection.explain.drawing import STATES, draw
 from torch_grad_exporter.inspection.explain.explanation import Explanation
-from torch_grad_exporter.inspection.explain.gradients import Gradients
+from torch_grad_exporter.inspection.explain.gradients import Gradients, State
 from torch_grad_exporter.inspection.explain.graph import Graph, operation
 from torch_grad_exporter.inspection.explain.places import Places
 from torch_grad_exporter.inspection.explain.rows import Judge, Named
@@ -173,16 +173,25 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
     return cast("contextlib.AbstractContextManager[object]", stance("force_eager"))
 
 
+def _first_bad(judge: Judge, count: int) -> list[str]:
+    """Where the backward first passed on a gradient that a parameter has in the end, and that is bad."""
+    arrived = judge.gradients.arrived
+    for turn in judge.gradients.turns:
+        behind = judge.graph.behind_node(turn.following)
+        if any(behind >> number & 1 and arrived.get(number, State.MISSING) is turn.state for number in range(count)):
+            place = judge.graph.place(turn.node)
+            at = " ".join(part for part in (operation(turn.node), str(place or "")) if part)
+            return [f"the first bad gradient in the backward is {STATES[turn.state]}: from {at} on"]
+    return []
+
+
 def _notes(judge: Judge, parameters: Sequence[Named]) -> tuple[str, ...]:
     """What concerns the loss, the optimizers, or the watching as a whole."""
-    roots, graph = judge.gradients.roots, judge.graph
+    roots = judge.gradients.roots
     notes = [f"the loss is {root.item()}" for root in roots if root.numel() == 1 and not bool(torch.isfinite(root).all())]
     if roots and not any(root.requires_grad for root in roots):
         notes.append("the loss requires no gradient: backward() would raise")
-    for turn in judge.gradients.turns[:1]:
-        where = graph.place(turn.node)
-        at = f" {where}" if where is not None else ""
-        notes.append(f"the first bad gradient in the backward is {turn.state.name.lower()}: from {operation(turn.node)}{at} on")
+    notes += _first_bad(judge, len(parameters))
     everything = [one.parameter for one in parameters]
     known = {id(parameter) for parameter in everything}
     for optimizer in judge.optimizers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -13,9 +14,7 @@ from pathlib import Path
 
 import torch
 
-import torch_grad_exporter
-
-_OURS = tuple(f"{Path(package.__path__[0])}/" for package in (torch, torch_grad_exporter))
+_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 """Files below these are not the user's."""
 
 

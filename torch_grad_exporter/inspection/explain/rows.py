@@ -14,8 +14,8 @@ from torch_grad_exporter.inspection.explain.places import Where
 from torch_grad_exporter.inspection.explain.watch import Cut, Kind, Watch
 from torch_grad_exporter.model.optimizers import has_copies, owned_by
 
-ROUNDING = frozenset({"Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Heaviside", "FloorDivide", "Fix"})
-"""Operations whose derivative is zero wherever it exists."""
+ROUNDING = frozenset({"Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Heaviside", "Bernoulli", "Poisson", "Normal"})
+"""Operations whose derivative is zero, or is taken to be."""
 
 
 class Verdict(enum.StrEnum):

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_grad_exporter.model.optimizers import owned_by
+from torch_grad_exporter.torch_compat import local
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Tensor:
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout != torch.strided or one.shape != other.shape:
         return False
-    return bool(torch.equal(one.detach(), other))
+    return bool(torch.equal(local(one.detach()), local(other)))  # of a DTensor only this rank's part: no collective
 
 
 @dataclass(slots=True)
