@@ -154,7 +154,7 @@ class _Recording(AbstractContextManager[Calls]):
         _TOLD.update(self._roots)
         some = ", ".join(compiled[:3]) + (f" and {len(compiled) - 3} more" if len(compiled) > 3 else "")
         which = (
-            f"{some} run compiled, so nothing of them is recorded" if compiled else "no forward was seen; compiled ones show none"
+            f"{some} run compiled, so nothing of them is recorded" if compiled else "no forward was seen; compiled ones do not show"
         )
         say(logger, logging.WARNING, "record: %s", which)
 
