@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import OrderedDict, namedtuple
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.torch_versions import fully_shard
 from torch_grad_exporter import record
 from torch_grad_exporter.inspection import record as room
+from torch_grad_exporter.torch_compat import local
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
@@ -384,3 +388,29 @@ def test_a_name_that_is_not_recorded_has_neighbours() -> None:
         pass
     with pytest.raises(KeyError, match="'layer5' is not recorded; there is 'layer4'"):
         calls["layer5"]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_wrapped_models_train_the_same(how: str) -> None:
+    """Under DDP and FSDP2 three steps end in the same bits with everything recorded, and names are those of the model."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def run(*, recorded: bool) -> list[torch.Tensor]:
+            model: nn.Module = network()
+            model = nn.parallel.DistributedDataParallel(model) if how == "ddp" else fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with record(model) if recorded else contextlib.nullcontext() as calls:
+                    model(X).square().sum().backward()
+                optimizer.step()
+            if recorded:
+                assert list(calls) == ["", "0", "1", "2", "2.0", "2.1", "3"]
+                assert all(calls[name][0].output_gradients.any() for name in calls)
+            return [local(p.detach()).clone() for p in model.parameters()]
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        assert all(map(torch.equal, run(recorded=False), run(recorded=True)))
+    finally:
+        dist.destroy_process_group()

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.inspection.explain.planted import Two, X, Y, classified
-from torch_grad_exporter import explain
+from tests.support.scrape import errors
+from torch_grad_exporter import explain, start_exporter
 from torch_grad_exporter.inspection.explain import watch
 
 
@@ -157,6 +158,48 @@ def test_a_loss_that_a_scaler_has_scaled() -> None:
         scaler.update()
 
     assert {(str(row.verdict), row.note) for row in explain(step, model, optimizer).rows} == {("ok", "")}
+
+
+def test_thousands_of_cuts_are_bounded() -> None:
+    """A loop that detaches 6,000 times keeps 4,096 places and one for the rest, and still tells the line of the last."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+
+    def step() -> torch.Tensor:
+        for _ in range(6000):
+            model["a"].weight.detach()
+        last = model["last"](X).detach()
+        return (model["b"](X) + last).sum()
+
+    found = explain(step, model)
+    assert [str(row.verdict) for row in found.rows] == ["not_in_graph"] * 2 + ["ok"] * 2 + ["detached_at"] * 2
+    assert found["last.weight"].where.code == 'last = model["last"](X).detach()'
+
+
+def test_an_exporter_on_the_model_goes_on() -> None:
+    """With an exporter that samples each round nothing of it fails, and the training ends in the same bits as without `explain`."""
+
+    def run(*, asked: bool) -> dict[str, torch.Tensor]:
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        step = classified(model)
+
+        def whole() -> None:
+            optimizer.zero_grad()
+            step().backward()
+            optimizer.step()
+
+        with start_exporter(model, port=None, every=1) as exporter:
+            for _ in range(5):
+                whole()
+                if asked:
+                    explain(step, model, optimizer)
+                    explain(whole, model)
+            failed = {key: value for key, value in errors(exporter).items() if value}
+        assert failed == {}
+        return model.state_dict()
+
+    one, other = run(asked=False), run(asked=True)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_failures_of_its_own_reach_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,10 @@ def test_bad_nodes_are_red_and_others_are_not(tmp_path: Path) -> None:
 
     boxes = drawn(saved(tmp_path, step, model))
     assert {label for kind, label in boxes if kind == "bad"} == {
-        "Addmm · zero", "T · zero", "a.weight · zero", "a.bias · zero", "cut · missing",
+        "Addmm (a) · zero", "T (a) · zero", "a.weight · zero", "a.bias · zero", "cut · missing",
     }  # fmt: skip
     assert {label for kind, label in boxes if kind == "ok"} == {
-        "NllLoss", "LogSoftmax", "Addmm", "Add", "Relu", "T", "head.weight", "head.bias",
+        "NllLoss", "LogSoftmax", "Addmm (head)", "Add", "Relu", "T (head)", "head.weight", "head.bias",
     }  # fmt: skip
 
 

@@ -87,7 +87,8 @@ def _item(node: Node, judge: Judge, named: Mapping[int, int], parameters: Sequen
     # A node that leads to no parameter of the model need not run.
     state_of_node = State.MISSING if known is None and judge.graph.behind_node(node) else known
     title = f"{node.name()} {place or ''}: gradient {STATES[state_of_node] if state_of_node is not None else 'not needed'}"
-    return _Item(operation(node), module, state_of_node, title)
+    label = f"{operation(node)} ({module})" if module else operation(node)
+    return _Item(label, module, state_of_node, title)
 
 
 def _layer_behind(node: Node, named: Mapping[int, int], parameters: Sequence[Named]) -> str:

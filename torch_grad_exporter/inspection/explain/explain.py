@@ -41,7 +41,7 @@ def explain(
 
     The verdicts: `ok` (the note says where a gradient is zero everywhere, or not finite), `frozen`, `not_in_graph`, `detached_at`,
     `non_differentiable`, `optimizer_missing`, and `unknown` where it cannot be told. Parts that `torch.compile` has compiled run
-    uncompiled. An exporter on the model counts the run as a backward without a step.
+    uncompiled. An exporter on the model counts the run like any other.
 
     Afterwards models (parameters, gradients, buffers, training mode, what is frozen), the optimizers that were given or that
     own a parameter of the models and stepped, and the random generators of PyTorch, NumPy and Python are exactly as before. That

@@ -92,7 +92,7 @@ class Gradients:
         inputs = [self._parameters[number] for number in numbers]
         found = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=keep_graph)
         for number, gradient in zip(numbers, found, strict=True):
-            self._arrived(number, gradient)
+            self._guard(self._arrived, number, gradient)
 
     def close(self) -> None:
         """Removes all hooks; idempotent."""

@@ -22,8 +22,10 @@ table { border-collapse: collapse }
 td, th { padding: .2em .8em; text-align: left; vertical-align: top; border-bottom: 1px solid #8884 }
 code { font-size: .92em } .bad { color: #c62828; font-weight: 600 }
 .graph { overflow: auto; border: 1px solid #8884; max-height: 85vh }
-svg { font: 12px system-ui, sans-serif } rect { fill: #8881; stroke: #888 } rect.bad { fill: #c62828; stroke: #7f0000 }
-rect.ok { fill: #2e7d3222; stroke: #2e7d32 } text { fill: CanvasText } text.bad { fill: #fff } path { stroke: #888; fill: none }
+svg { font: 12px system-ui, sans-serif } path { stroke: #888; fill: none }
+rect { fill: color-mix(in srgb, #888 8%, Canvas); stroke: #888 } text { fill: CanvasText }
+rect.ok { fill: color-mix(in srgb, #2e7d32 13%, Canvas); stroke: #2e7d32 }
+rect.bad { fill: #c62828; stroke: #7f0000 } text.bad { fill: #fff }
 """
 
 

@@ -32,14 +32,16 @@ class _Tensor:
         # Only where it differs: a write would make graphs unusable that have saved the tensor.
         if not _same(self.tensor, self.held):
             with torch.no_grad():
-                if self.tensor.shape == self.held.shape:
+                if (self.tensor.shape, self.tensor.device) == (self.held.shape, self.held.device):
                     self.tensor.copy_(self.held)
                 else:
                     self.tensor.data = self.held
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout != torch.strided or one.shape != other.shape:
+    if one.is_meta:
+        return True  # it holds nothing
+    if one.layout != torch.strided or (one.shape, one.device) != (other.shape, other.device):
         return False
     return bool(torch.equal(local(one.detach()), local(other)))  # of a DTensor only this rank's part: no collective
 
