@@ -218,6 +218,7 @@ def test_the_second_forward_of_a_checkpoint_is_left_out(reentrant: bool) -> None
     with record(model) as calls:
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
     assert [len(calls[name]) for name in calls] == [1, 1, 1]
+    assert calls.bytes == 3 * room.CALL + (3 + (1 if reentrant else 3)) * X.nbytes
     assert torch.equal(calls["0"][0].outputs, expected)
     if reentrant:
         assert calls["0"][0].output_gradients is None
@@ -301,6 +302,27 @@ def test_a_forward_that_raised_does_not_mix_up_the_next() -> None:
     assert torch.equal(calls[""][0].inputs[0], X)
     assert calls["2"][0].inputs[0].shape == (5, 6)
     assert [len(calls[name]) for name in calls] == [1] * 7
+
+
+def test_a_module_that_catches_what_another_raised() -> None:
+    """The call that goes on after an inner module has raised has its own inputs, and the inner one no call."""
+
+    class Brave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return self.inner(x + 1)
+            except RuntimeError:
+                return x * 2
+
+    model = nn.Sequential(Brave())
+    with record(model) as calls:
+        model(X)
+    assert torch.equal(calls["0"][0].inputs[0], X)
+    assert [len(calls[name]) for name in calls] == [1, 1, 0]
 
 
 def test_names_are_without_what_wrappers_add(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,6 +109,25 @@ def numpy_round_trip_in_shared_memory() -> Planted:
 
 
 @case
+def array_copied_into_a_new_tensor() -> Planted:
+    """Array copied into a new tensor."""
+    return between(lambda h: torch.tensor(h.detach().numpy()[:, :]), "detached_at", ".detach()")  # cut
+
+
+@case
+def overwritten_after_a_detach() -> Planted:
+    """Overwritten after a detach: the loss does not depend on the encoder at all."""
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 6), "other": nn.Linear(4, 6), "head": nn.Linear(6, 3)})
+
+    def step() -> torch.Tensor:
+        h = model["encoder"](X).detach()
+        h.copy_(model["other"](X))
+        return F.cross_entropy(model["head"](h), Y)
+
+    return Planted(step, model, {"encoder": "not_in_graph"}, None, "used here")
+
+
+@case
 def copied_into_a_new_tensor() -> Planted:
     """Copied into a new tensor."""
     return between(lambda h: torch.tensor(h.tolist()), "detached_at", ".tolist()")  # cut

@@ -85,6 +85,25 @@ def test_networks_that_are_trained_in_turn_within_one_step() -> None:
     assert d.weight.requires_grad
 
 
+def test_what_an_optimizer_writes_is_no_cut() -> None:
+    """In a function with two steps a parameter that is not used stays `not_in_graph`, whatever is written into others."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+    for parameter in model["spare"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def step() -> None:
+        for _ in range(2):
+            classified(model["used"])().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model["used"].weight.add_(model["spare"].weight * 0.1)
+
+    found = explain(step, model, optimizer)
+    assert [str(row.verdict) for row in found.rows] == ["ok", "ok", "not_in_graph", "not_in_graph"]
+    assert {row.note for row in found.rows[2:]} == {"not used in the forward"}
+
+
 def test_tied_weights_are_one_row_with_all_names() -> None:
     """A parameter under two names has one row, which tells the other name."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))

@@ -79,6 +79,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[
         model.eval()
         model.head.requires_grad_(False)
         optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         optimizer.param_groups[0]["lr"] = 7.0
         optimizer.param_groups[0]["other"] = 1
 

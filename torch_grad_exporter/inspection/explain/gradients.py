@@ -123,8 +123,7 @@ class Gradients:
         # Of a node with several results some may go unused; what counts is the best that it got.
         best = min((state_of(one) for one in got if one is not None), default=State.MISSING)
         for (following, _), gradient in zip(node.next_functions, passed, strict=False):
-            # A branch to no parameter of the model need not be computed.
-            if following is None or not self._graph.behind_node(following):
+            if following is None:
                 continue
             state = State.MISSING if gradient is None else state_of(gradient)
             if state is not State.OK and (best is State.OK or (state is State.NONFINITE and before is not State.NONFINITE)):

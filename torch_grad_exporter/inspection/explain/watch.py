@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - PyTorch's
         """Runs the function as it is, and looks at what goes in and what comes out."""
         kwargs = kwargs or {}
-        if graph_task() != -1:  # a checkpoint's second forward, or a hook of the user
+        if graph_task() != -1:  # a checkpoint's second forward, where PyTorch hands no call of `backward` to a mode
             return func(*args, **kwargs)
         name = name_of(func)
         given = self._guard.result(self._before, name, args, kwargs)
@@ -170,10 +170,15 @@ class Watch(TorchFunctionMode):
                 self._carried[one] = cuts
 
     def _use(self, parameters: int, result: object) -> None:
-        """Parameters were given to a function; they are used if it made a tensor, not if it told of their form."""
-        if any(isinstance(one, torch.Tensor) for one in leaves(result)):
+        """Parameters were given to a function; they are used if it made a tensor, not if it told of their form.
+
+        What runs without gradients outside of the model's modules is an optimizer's step.
+        """
+        if not any(isinstance(one, torch.Tensor) for one in leaves(result)):
+            return
+        where = self._places.here()
+        if torch.is_grad_enabled() or where.module:
             self._all_used |= parameters
-            where = self._places.here()
             while parameters:
                 bit = parameters & -parameters
                 self.used[bit] = where
