@@ -119,6 +119,16 @@ LEFT_OUT = {
     ),
     "outputs.otlp.instruments": "in a collection of the user's, tests/outputs/otlp/test_instruments.py",
     "outputs.prometheus.registry": "in a scrape of the user's registry, tests/outputs/prometheus/test_registry.py",
+    **dict.fromkeys(
+        (
+            *(f"inspection.explain.{room}" for room in (
+                "drawing", "explain", "explanation", "gradients", "graph", "page", "places", "rows", "snapshot", "values", "watch",
+            )),
+            "inspection.record", "inspection.recorded",
+        ),
+        "called by the user alone; what of it runs within a forward or backward is guarded, tests/inspection",
+    ),
+    "model.given": "wrong arguments raise before the training",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),

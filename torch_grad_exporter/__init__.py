@@ -9,7 +9,9 @@ progress of the training. The training itself is never changed, never waited for
 """
 
 from torch_grad_exporter.exporter import Exporter
+from torch_grad_exporter.inspection.explain import explain
+from torch_grad_exporter.inspection.record import record
 from torch_grad_exporter.start import start_exporter
 from torch_grad_exporter.version import __version__
 
-__all__ = ["Exporter", "__version__", "start_exporter"]
+__all__ = ["Exporter", "__version__", "explain", "record", "start_exporter"]

@@ -12,12 +12,12 @@ from torch_grad_exporter.actions.clip.at_steps import Wanted
 from torch_grad_exporter.actions.clip.clipping import check_fits
 from torch_grad_exporter.actions.clip.policy import OnFailure, policy_name
 from torch_grad_exporter.capture.parts import CaptureOptions
-from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import resolve, source
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.optimizers import Optimizers
@@ -86,7 +86,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         chosen.otlp_endpoint, chosen.otlp_protocol, chosen.otlp_headers, chosen.otlp_interval, environment=environment
     )
     place, store = identity(environment), JobStore()
-    models = kinds.models(given["model"])
+    models = model_given.models(given["model"])
     rank = place.rank if settings.rank is None else settings.rank
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, chosen.optimizers)

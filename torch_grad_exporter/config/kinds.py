@@ -19,6 +19,7 @@ import torch
 from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import Kind
+from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.torch_compat import has_scale
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
@@ -266,45 +267,11 @@ def given(takes: str, check: Callable[[object], object] = lambda value: value) -
     return Kind(takes, "", check)
 
 
-def models(model: object) -> dict[str, torch.nn.Module]:
-    """The models by name, the empty one for a single module; raises on what cannot be watched."""
-    models = {"": model} if isinstance(model, torch.nn.Module) else model
-    if not isinstance(models, Mapping):
-        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
-    if not models:
-        raise ValueError("model={}: expected at least one module in the mapping")
-    for name, module in models.items():
-        if not isinstance(name, str) or not isinstance(module, torch.nn.Module):
-            raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
-        if not name and len(models) > 1:
-            raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
-    for name in models:
-        if any(other.startswith(f"{name}.") for other in models if name):
-            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
-    if len({id(module) for module in models.values()}) != len(models):
-        raise ValueError("model: the same module stands under two names; name it once")
-    return dict(models)
-
-
 def optimizers() -> Kind[dict[str, torch.optim.Optimizer]]:
     """One optimizer or several; those without a name get that of their class."""
 
     def check(value: object) -> dict[str, torch.optim.Optimizer]:
-        several = [value] if isinstance(value, torch.optim.Optimizer) else value
-        if isinstance(several, list | tuple):
-            kinds = [type(one).__name__ for one in several]
-            counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
-            names = [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
-            several = dict(zip(names, several, strict=True))
-        if not isinstance(several, Mapping | None):
-            raise TypeError(f"optimizers={value!r}: expected an optimizer, a list of them or a mapping of names to them")
-        for key, one in (several or {}).items():
-            if not isinstance(key, str) or not isinstance(one, torch.optim.Optimizer):
-                raise TypeError(
-                    f"optimizers[{key!r}]={type(one).__name__}: expected a torch.optim.Optimizer; "
-                    "for anything else call exporter.step() after each step"
-                )
-        return dict(several or {})
+        return model_given.optimizers(value, otherwise="for anything else call exporter.step() after each step")
 
     one = "torch.optim.Optimizer"
     return given(f"{one} | Sequence[{one}] | Mapping[str, {one}] | None", check)

@@ -340,7 +340,10 @@ def dead(context: RuleContext) -> Iterator[Finding]:
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets no gradient.",
         description="{{ $value }} of its parameters require a gradient and have received none for 15 minutes.",
     ),
-    first_steps="Follow the layer's output to the loss in the code. Freeze parameters that are not to be trained.",
+    first_steps=(
+        "Run `explain(step, model)` from `torch_grad_exporter`: it names the line where the way to the loss is cut. Freeze "
+        "parameters that are not to be trained."
+    ),
     why="For 15m: an expert may get no training examples for a while.",
     note="The text file of a process that has ended does not count.",
 )

@@ -1,0 +1,44 @@
+"""What a user gives as `model` and `optimizers`, checked. Raises errors that name the argument, the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def models(model: object) -> dict[str, torch.nn.Module]:
+    """The models by name, the empty one for a single module; raises on what cannot be watched."""
+    models = {"": model} if isinstance(model, torch.nn.Module) else model
+    if not isinstance(models, Mapping):
+        raise TypeError(f"model={type(model).__name__}: expected a torch.nn.Module or a mapping of names to modules")
+    if not models:
+        raise ValueError("model={}: expected at least one module in the mapping")
+    for name, module in models.items():
+        if not isinstance(name, str) or not isinstance(module, torch.nn.Module):
+            raise TypeError(f"model[{name!r}]={type(module).__name__}: expected names that are strings and torch.nn.Modules")
+        if not name and len(models) > 1:
+            raise ValueError("model['']: expected a name for each module; it becomes the first part of the layer labels")
+    for name in models:
+        if any(other.startswith(f"{name}.") for other in models if name):
+            raise ValueError(f"model[{name!r}]: another name begins with it and a dot, so their layers could not be told apart")
+    if len({id(module) for module in models.values()}) != len(models):
+        raise ValueError("model: the same module stands under two names; name it once")
+    return dict(models)
+
+
+def optimizers(value: object, *, otherwise: str = "") -> dict[str, torch.optim.Optimizer]:
+    """The optimizers by name; those without one get that of their class. `otherwise`: what to do with what is no optimizer."""
+    several = [value] if isinstance(value, torch.optim.Optimizer) else value
+    if isinstance(several, list | tuple):
+        kinds = [type(one).__name__ for one in several]
+        counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+        names = [f"{kind}-{count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)]
+        several = dict(zip(names, several, strict=True))
+    if not isinstance(several, Mapping | None):
+        raise TypeError(f"optimizers={value!r}: expected an optimizer, a list of them or a mapping of names to them")
+    for key, one in (several or {}).items():
+        if not isinstance(key, str) or not isinstance(one, torch.optim.Optimizer):
+            hint = f"; {otherwise}" if otherwise else ""
+            raise TypeError(f"optimizers[{key!r}]={type(one).__name__}: expected a torch.optim.Optimizer{hint}")
+    return dict(several or {})
