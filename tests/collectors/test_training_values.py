@@ -387,6 +387,67 @@ def test_weights_with_two_optimizers() -> None:
             assert value(exporter, "torch_weight_update_ratio", layer=layer) == pytest.approx(moved / was, rel=1e-4)
 
 
+def test_weights_that_nobody_updates() -> None:
+    """A layer that the only optimizer does not have, and one whose group has the rate 0, have updates of exactly 0."""
+    model = torch.nn.Sequential(Perceptron(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    with start(model, weights=True) as exporter:
+        train(model, optimizer, 3)
+        assert value(exporter, "torch_weight_update_ratio", layer="0.first") > 0  # type: ignore[operator]
+        assert [value(exporter, "torch_weight_update_ratio", layer=layer) for layer in "12"] == [0, 0]
+        assert value(exporter, "torch_weight_captures_total", layer="1") == 3
+
+
+def test_updates_that_low_precision_rounds_away() -> None:
+    """In bf16 an update of a thousandth of the weight is nothing, in float32 it is what it is."""
+    for dtype, moves in ((torch.float32, True), (torch.bfloat16, False)):
+        layer = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        model = torch.nn.Sequential(layer)
+        with start(model, weights=True) as exporter:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+                optimizer.step()
+            assert (value(exporter, "torch_weight_update_ratio", layer="0") > 0) is moves  # type: ignore[operator]
+
+
+def test_how_often_weights_were_measured() -> None:
+    """A sample measures eight layers and the next one goes on after them: in five samples each of twenty has two turns."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, weights=True) as exporter:
+        shown = values(exporter)
+        assert {shown[key("torch_weight_captures_total", layer=str(layer))] for layer in range(20)} == {0}
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+        shown = values(exporter)
+        assert [shown[key("torch_weight_captures_total", layer=str(layer))] for layer in range(20)] == [2] * 20
+
+
+def test_a_step_that_a_scaler_left_out_is_no_update() -> None:
+    """A fused optimizer that does nothing under a scaler leaves the ratio of the update before, and counts nothing."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with start(model, weights=True) as exporter:
+        found = []
+        for factor in (1.0, 1.0, torch.inf, torch.inf):
+            optimizer.zero_grad()
+            scaler.scale(model(batch()).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            shown = values(exporter)
+            names = ("torch_weight_update_ratio", "torch_weight_captures_total")
+            found.append([shown[key(name, layer="first")] for name in names])
+        assert [count for _, count in found] == [1, 2, 2, 2]
+        assert found[1][0] == found[2][0] == found[3][0] != 0
+
+
 def test_dead_units() -> None:
     """A unit that never fires is dead after the window, one that fires once in it is not."""
     model = Perceptron(6, 4, 3)

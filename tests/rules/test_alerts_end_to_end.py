@@ -139,6 +139,15 @@ def without_gradient(training: Training) -> None:
         training.step()
 
 
+def not_updating(training: Training) -> None:
+    """The optimizer no longer has the last layer."""
+    lost = {id(parameter) for parameter in training.layer("third").parameters()}
+    (group,) = training.optimizer.param_groups
+    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in lost]
+    while True:
+        training.step()
+
+
 def starving(training: Training) -> None:
     """Batches come late."""
     training.late = 0.3
@@ -237,6 +246,7 @@ CASES = {
     "vanishing": Case(Fault(vanishing), {"GradientVanishing": TEAM}),
     "dead": Case(Fault(dead), {"LayerDead": TEAM}, frozenset({"GradientVanishing"})),
     "cut-off": Case(Fault(without_gradient), {"LayerWithoutGradient": TEAM}),
+    "still": Case(Fault(not_updating, {"weights": True}), {"LayerNotUpdating": TEAM}),
     "stalled": Case(Fault(sleeping), {"TrainingStalled": PAGER}, SLOWER),
     "never-started": Case(Fault(sleeping, late=True), {"TrainingNeverStarted": TEAM}),
     "fails": Case(Fault(failing, {"linger": PATIENCE}), {"TrainingFailed": PAGER}, frozenset({"TrainingTargetDown"})),

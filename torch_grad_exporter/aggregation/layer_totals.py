@@ -244,8 +244,14 @@ class LayerTotals:
         recent[rows, place] = np.fmax(recent[rows, place], norms)
 
     def weigh(self, event: Weights) -> None:
-        """Takes the norms of weights around one step. With a closure it began before the table of its sample was known."""
-        norms = values(event.vector.ready()).reshape(-1, 3)
+        """Takes the norms of weights around one step. With a closure it began before the table of its sample was known.
+
+        A step that was left out is no update, so it is as if nobody had looked.
+        """
+        vector = values(event.vector.ready())
+        if event.told and vector[-1]:
+            return
+        norms = vector[: len(vector) - event.told].reshape(-1, 3)
         layers, group = np.unique(event.table.layer_of[event.positions], return_inverse=True)
         before, after, update = (root_of_squares(norms[:, i], group, len(layers)) for i in range(3))
         row_of = {label: row for row, label in enumerate(self.table.layers)}
@@ -253,6 +259,7 @@ class LayerTotals:
         here = rows >= 0
         self._values["weight_norm"][rows[here]] = after[here]
         self._values["update_ratio"][rows[here]] = np.where(before > 0, update / before, np.nan)[here]
+        self._values["weight_captures"][rows[here]] += 1
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer of peaks, and of norms where it asks for them."""

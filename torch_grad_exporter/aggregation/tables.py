@@ -23,13 +23,13 @@ OF_A_SAMPLE = (
 )  # fmt: skip
 """What of a layer is that of its optimizer's last sample."""
 
-LAYER_TOTALS = ("squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum", "buckets")
+LAYER_TOTALS = ("squared_total", "captures", "spikes", "nans", "infs", "clipped", "weight_captures", "bucket_sum", "buckets")
 """What of a layer only grows."""
 
 LAYER = np.dtype(
     [(name, np.float64) for name in (
         *OF_A_SAMPLE, "weight_norm", "update_ratio",
-        "squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum",
+        "squared_total", "captures", "spikes", "nans", "infs", "clipped", "weight_captures", "bucket_sum",
     )]
     + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,))]
     + [(name, np.bool_) for name in ("read", "sized", "shown", "sharded", "summed")],

@@ -47,12 +47,15 @@ class WeightProbe:
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
         self._copies[optimizer] = table, [(i, p, local(p).clone()) for i, p in chosen if p is not None]
 
-    def after(self, optimizer: int) -> None:
-        """It has stepped: measures the copied parameters against what the step made of them, and hands over."""
-        self._parts.cost.of(self._guard, self._after, optimizer)
+    def after(self, optimizer: int, left_out: torch.Tensor | None = None) -> None:
+        """It has stepped: measures the copied parameters against what the step made of them, and hands over.
+
+        `left_out`: on a device, one number, not zero where the optimizer was told to do nothing.
+        """
+        self._parts.cost.of(self._guard, self._after, optimizer, left_out)
 
     @torch.no_grad()
-    def _after(self, optimizer: int) -> None:
+    def _after(self, optimizer: int, left_out: torch.Tensor | None) -> None:
         if optimizer not in self._copies:
             return
         table, copies = self._copies.pop(optimizer)
@@ -61,10 +64,12 @@ class WeightProbe:
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
             ]
+            if left_out is not None:
+                norms.append(left_out.detach().reshape(()).to(device, wide(device), non_blocking=True))
             ticket = self._transfer.send(torch.stack(norms))
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._parts.mailbox.append(Weights(table, positions, ticket))
+                self._parts.mailbox.append(Weights(table, positions, ticket, left_out is not None))
 
     def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
         layers = np.unique(table.layer_of[owners == optimizer])

@@ -148,6 +148,12 @@ WEIGHT_UPDATE_RATIO = WEIGHTS.gauge(
     "layer",
     opt_in="weights",
 )
+WEIGHT_CAPTURES = WEIGHTS.counter(
+    "torch_weight_captures_total",
+    "Sampled updates of the layer around which its parameters were measured, a few layers at each sample; steps that were left out do not count.",
+    "layer",
+    opt_in="weights",
+)
 
 # Of the whole model, one series per optimizer where several own different parameters
 GRAD_GLOBAL_NORM = GRADIENTS.gauge(
@@ -334,6 +340,7 @@ class GradientCollector:
             for spec, column in _WEIGHTS.items():
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+            yield Family(WEIGHT_CAPTURES, counted.values["weight_captures"], counted.layers)
         if self._frozen.in_use:
             exist = {layer for (layer,) in counted.layers.rows}
             acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}

@@ -104,12 +104,13 @@ class Weights:
     """Norms of a few layers' parameters around one optimizer step.
 
     `vector`: shape (3 * positions,): for each parameter its norm before, its norm after, and the norm of the
-    difference.
+    difference. `told`: one more value follows, not zero if the optimizer was told to leave the step out.
     """
 
     table: ParameterTable
     positions: IntArray
     vector: Ticket
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
