@@ -218,6 +218,16 @@ def _weights() -> Panel:
     return draw.lines("Norm of the weights", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
 
 
+def _elements_of_weights() -> Panel:
+    query = Query(f"sum by (le) ({increase(of_layer('torch_weight_distribution_bucket', KEPT))})", "{{le}}")
+    text = (
+        "Magnitudes of the elements of the chosen layers' weights, by half a decade: all elements, each time that a layer is "
+        "measured. The lowest bucket has those up to 1e-5, zeros among them. With start_exporter(weights=True)."
+    )
+    nothing = "Needs start_exporter(weights=True)"
+    return draw.distribution("Distribution of the weights", text, "short", query, nothing=nothing)
+
+
 def _moments() -> Panel:
     deviation = of_layer("torch_grad_stddev")
     lines = ask.steadily_top(10, highest(deviation, "run, layer"), "run, layer", deviation)
@@ -259,7 +269,7 @@ def dashboard() -> Dashboard:
     """The whole dashboard."""
     whole = [_global_distribution().span(12), _clipping().span(12)]
     tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
-    more = [panel.span(12) for panel in (_updates(), _weights(), _moments(), _extremes())]
+    more = [panel.span(12) for panel in (_updates(), _weights(), _elements_of_weights(), _moments(), _extremes())]
     content = [
         Row("All layers", _all_layers()),
         Row("Layers to look at", tables),

@@ -17,6 +17,7 @@ import torch_grad_exporter
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import errors, key, value, values
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 
 
 @pytest.fixture(autouse=True)
@@ -365,6 +366,45 @@ def test_weights() -> None:
             moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in mine))
             assert value(exporter, "torch_weight_norm", layer=layer) == pytest.approx(size, rel=1e-5)
             assert value(exporter, "torch_weight_update_ratio", layer=layer) == pytest.approx(moved / was, rel=1e-4)
+
+
+def test_distributions_of_weights() -> None:
+    """Each time that a layer is measured, each of its elements is one observation, counted as numpy does on float64."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 5, dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen: dict[str, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {"0": [], "1": []}
+    with start(model, weights=True) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 30)).square().mean().backward()
+            optimizer.step()
+            for layer, found in seen.items():
+                found += [np.abs(p.detach().double().numpy().reshape(-1)) for p in model.get_submodule(layer).parameters()]
+        shown = values(exporter)
+    for layer, found in seen.items():
+        elements = np.concatenate(found)
+        for bound in WEIGHT_MAGNITUDES:
+            in_buckets = shown[key("torch_weight_distribution_bucket", layer=layer, le=repr(bound))]
+            assert in_buckets == np.count_nonzero(elements <= bound)
+        assert shown[key("torch_weight_distribution_count", layer=layer)] == elements.size
+        assert shown[key("torch_weight_distribution_sum", layer=layer)] == pytest.approx(elements.sum(), rel=1e-6)
+
+
+def test_elements_of_weights_that_are_not_finite_are_left_out() -> None:
+    """A NaN and an infinity in a layer's weights are in no bucket and not in the sum, which stay right for the others."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[math.nan, math.inf], [0.5, -2.0]]))
+    with start(model, weights=True) as exporter:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        shown = values(exporter)
+        assert shown[key("torch_weight_captures_total", layer="0")] == 2
+        assert shown[key("torch_weight_distribution_count", layer="0")] == 4
+        assert shown[key("torch_weight_distribution_sum", layer="0")] == 5
 
 
 def test_weights_with_two_optimizers() -> None:
