@@ -127,6 +127,16 @@ def _global_distribution() -> Panel:
     return draw.distribution("Distribution of the global norm", text, "short", query, nothing="No gradient was sampled")
 
 
+def _balance() -> Panel:
+    text = (
+        "Of each optimizer, the median gradient norm of 15 minutes over that of the two hours before, where several models are "
+        "watched, as of a GAN. Lines that part by a factor of 10 are out of balance: one model no longer learns from the other."
+    )
+    query = Query(ask.recorded("run_optimizer:torch_grad_global_norm:change2h"), "{{run}} {{optimizer}}")
+    nothing = "Needs the recording rules, several models in start_exporter, and two hours of them"
+    return draw.logarithmic(draw.lines("Balance of the models", text, SCIENTIFIC, query, nothing=nothing))
+
+
 def _clipping() -> Panel:
     samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
     clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
@@ -267,7 +277,7 @@ def _chosen() -> list[Panel]:
 
 def dashboard() -> Dashboard:
     """The whole dashboard."""
-    whole = [_global_distribution().span(12), _clipping().span(12)]
+    whole = [_global_distribution().span(12), _clipping().span(12), _balance().span(24)]
     tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
     more = [panel.span(12) for panel in (_updates(), _weights(), _elements_of_weights(), _moments(), _extremes())]
     content = [

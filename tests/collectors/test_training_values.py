@@ -16,6 +16,7 @@ import torch
 import torch_grad_exporter
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import errors, key, value, values
+from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 
@@ -503,3 +504,23 @@ def test_dead_units() -> None:
             model.first.bias[0] = 0.0
         train(model, optimizer, 1, x=batch(500))
         assert value(exporter, "torch_grad_dead_ratio", layer="first") == 0
+
+
+def test_two_models_and_their_norms() -> None:
+    """Of models that are trained against each other it says how many they are, and a global norm for the optimizer of each."""
+    models = {"generator": torch.nn.Linear(4, 4), "discriminator": torch.nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    with start_exporter(models, port=None, every=1, optimizers=optimizers) as exporter:
+        for name in ("discriminator", "generator"):
+            optimizers[name].zero_grad()
+            models["discriminator"](models["generator"](torch.randn(3, 4))).sum().backward()
+            expected = math.sqrt(
+                sum(float(p.grad.double().square().sum()) for p in models[name].parameters() if p.grad is not None)
+            )
+            optimizers[name].step()
+            # The other optimizer may still step on the same gradients, so the sample is shown after a second.
+            assert eventually(lambda name=name: value(exporter, "torch_grad_global_norm", optimizer=name) is not None)
+            assert value(exporter, "torch_grad_global_norm", optimizer=name) == pytest.approx(expected, rel=1e-5)
+        assert value(exporter, "torch_grad_exporter_models") == 2
+    with start(Perceptron()) as exporter:
+        assert value(exporter, "torch_grad_exporter_models") == 1

@@ -661,6 +661,7 @@ NOT_HERE = {
     "StragglerRank": "compares ranks",
     "RankDesync": "compares ranks",
     "LossNotImproving": "compares 12 hours",
+    "ModelsOutOfBalance": "compares hours",
     "ThroughputRegression": "compares hours, and is wrong at each checkpoint without its waiting time",
 }
 """Alerts that one process cannot judge from what it remembers, and why."""
