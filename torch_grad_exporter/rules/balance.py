@@ -26,9 +26,9 @@ MODELS_OUT_OF_BALANCE = server_rule(
         "the winner less often or with a lower learning rate."
     ),
     why=(
-        "What ratio is right differs from one pair of models to the next, so each is compared with its own past. 10: of small GANs "
-        "on points of a circle, healthy ones stayed within a factor of 1.4, and those whose discriminator could tell all samples "
-        "apart went beyond 100. For 15m: as long again as the median looks back. 1e-9 stands for a gradient of 0."
+        "What ratio is right differs from one pair of models to the next, so each is compared with its own past. 10: of four small "
+        "GANs on points of a circle, two healthy ones stayed within a factor of 1.4, and two whose discriminator could tell all "
+        "samples apart went beyond 100. For 15m: as long again as the median looks back. 1e-9 stands for a gradient of 0."
     ),
     note=(
         "Only where start_exporter was given several models, each with an optimizer of its own; with several optimizers for one of "
