@@ -129,6 +129,7 @@ class Exporter:
             targets=announcement.body,
             happened=self._act.totals.happened.latest,
             dead_from=dead_from(self.settings.dead_window),
+            moments=self.settings.moments,
             now=time.time,
             on_error=functools.partial(self._errors.count, "history"),
         )

@@ -79,7 +79,7 @@ def start_exporter(
       `blocks.0-9`.
     - `dead_window` (100): samples of exactly zero gradient after which an output unit counts as dead.
     - `moments` (off): metrics of mean, deviation and extremes of gradients.
-    - `weights` (off): metrics of the norms of weights and of their updates.
+    - `weights` (off): metrics of weights: their norms, their updates and how their elements spread.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
       training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, makes rank

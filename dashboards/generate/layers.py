@@ -127,6 +127,16 @@ def _global_distribution() -> Panel:
     return draw.distribution("Distribution of the global norm", text, "short", query, nothing="No gradient was sampled")
 
 
+def _balance() -> Panel:
+    text = (
+        "Of each optimizer, the median gradient norm of 15 minutes over that of the two hours before, where several models are "
+        "watched, as of a GAN. Lines that part by a factor of 10 are out of balance: one model no longer learns from the other."
+    )
+    query = Query(ask.recorded("run_optimizer:torch_grad_global_norm:change2h"), "{{run}} {{optimizer}}")
+    nothing = "Needs the recording rules, several models in start_exporter, and two hours of them"
+    return draw.logarithmic(draw.lines("Balance of the models", text, SCIENTIFIC, query, nothing=nothing))
+
+
 def _clipping() -> Panel:
     samples = f"max by (run) ({rate(of_run('torch_grad_exporter_captures_total'))})"
     clipped = f"max by (run, optimizer) ({rate(of_run('torch_grad_clipped_steps_total'))})"
@@ -218,6 +228,16 @@ def _weights() -> Panel:
     return draw.lines("Norm of the weights", text, "short", Query(lines, "{{layer}} {{run}}"), nothing=nothing, many=True)
 
 
+def _elements_of_weights() -> Panel:
+    query = Query(f"sum by (le) ({increase(of_layer('torch_weight_distribution_bucket', KEPT))})", "{{le}}")
+    text = (
+        "Magnitudes of the elements of the chosen layers' weights, by half a decade: all elements, each time that a layer is "
+        "measured. The lowest bucket has those up to 1e-5, zeros among them. With start_exporter(weights=True)."
+    )
+    nothing = "Needs start_exporter(weights=True)"
+    return draw.distribution("Distribution of the weights", text, "short", query, nothing=nothing)
+
+
 def _moments() -> Panel:
     deviation = of_layer("torch_grad_stddev")
     lines = ask.steadily_top(10, highest(deviation, "run, layer"), "run, layer", deviation)
@@ -257,9 +277,9 @@ def _chosen() -> list[Panel]:
 
 def dashboard() -> Dashboard:
     """The whole dashboard."""
-    whole = [_global_distribution().span(12), _clipping().span(12)]
+    whole = [_global_distribution().span(12), _clipping().span(12), _balance().span(24)]
     tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
-    more = [panel.span(12) for panel in (_updates(), _weights(), _moments(), _extremes())]
+    more = [panel.span(12) for panel in (_updates(), _weights(), _elements_of_weights(), _moments(), _extremes())]
     content = [
         Row("All layers", _all_layers()),
         Row("Layers to look at", tables),

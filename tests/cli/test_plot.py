@@ -44,7 +44,7 @@ from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
 from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Moment
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, SCALARS, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 
 HOSTILE = ["</script><script>alert(1)</script>", "<!--", "]]>", "a$b$c^_{", "lone \ud800", "schicht.ä", "\u2028 \\n", "x" * 200]
@@ -62,7 +62,8 @@ def saved(values: np.ndarray, names: list[str] | None = None, *, run: str = "run
         shown = values[at[0]] if len(values) else np.zeros((0, 4))
         return Moment(number, steps + number, names, shown.astype(np.float32), np.array(row, dtype=np.float32))
 
-    history = History(moment, now=lambda: 1.8e9 + at[0])
+    quantities = QUANTITIES + MOMENTS * (values.shape[2] == len(QUANTITIES + MOMENTS))
+    history = History(moment, now=lambda: 1.8e9 + at[0], quantities=quantities)
     for number in range(len(values)):
         at[0] = number
         history.record_if_due()
@@ -393,6 +394,34 @@ def test_a_grid_is_what_was_recorded() -> None:
     assert reading.grid(saved(np.zeros((0, 0, 4))), "norm", "whole").values.size == 0
 
 
+def with_moments(records: int = 12, layers: int = 5) -> np.ndarray:
+    """As `made`, with means and deviations, those of one layer far below those of another."""
+    spread = np.random.default_rng(1).random((records, layers, 2)) * 10.0 ** -np.arange(0, 3 * layers, 3)[None, :, None]
+    spread[:, :, 0] *= 0.2
+    return np.concatenate([made(records, layers), spread], axis=2)
+
+
+def test_means_and_deviations_are_what_was_recorded() -> None:
+    """To all 32 bits, also of a layer a trillion times smaller than another; a grid of a quantity that is not kept has no place."""
+    values = with_moments()
+    values[3, 1, 4:], values[5, 2, 4] = np.nan, np.inf
+    content = saved(values)
+    assert reading.has_moments(content)
+    for view in ("whole", "recent"):
+        for layer in range(5):
+            found = reading.moments(content, f"layers.{layer}", view)
+            expected = values[:, layer, 4:].astype(np.float32).astype(np.float64)
+            mean = np.where(np.isinf(expected[:, 0]), np.nan, expected[:, 0])
+            np.testing.assert_array_equal(found.mean, mean)
+            np.testing.assert_array_equal(found.stddev, expected[:, 1])
+            assert np.flatnonzero(found.nonfinite).tolist() == ([5] if layer == 2 else [])
+    assert not reading.has_moments(saved(made()))
+    damaged: plot.Saved = json.loads(json.dumps(content))
+    damaged["layers"]["mean"]["whole"]["codes"] = ""
+    with pytest.raises(ValueError, match="bytes"):
+        reading._check(damaged)
+
+
 def flagged(content: plot.Saved, cells: list[tuple[int, int]], *, quantity: str = "norm", view: str = "whole") -> plot.Saved:
     """The same with records that are not finite in the bins of these cells (column, layer), beside what there is."""
     found: plot.Saved = json.loads(json.dumps(content))
@@ -498,6 +527,40 @@ def figure_of(tmp_path: Path, content: plot.Saved, *arguments: str) -> Figure:
         assert cli.main(["plot", written(tmp_path, content), "--out", str(tmp_path / "a.png"), *arguments]) == 0
     found: Figure = savefig.call_args.args[0]
     return found
+
+
+def test_the_panel_of_a_layer_has_its_mean_and_its_deviation(tmp_path: Path) -> None:
+    """Below the others, one for each layer that was named: a line at the means, and a band of one deviation around it."""
+    values = with_moments()
+    plain = figure_of(tmp_path, saved(values))
+    figure = figure_of(tmp_path, saved(values), "--moments", "layers.1", "--moments", "layers.4")
+    assert len(figure.axes) == len(plain.axes) + 2
+    for name, layer in (("layers.1", 1), ("layers.4", 4)):
+        (axes,) = [axes for axes in figure.axes if axes.get_ylabel() == f"Elements of\n{name}"]
+        mean, stddev = values[:, layer, 4:].astype(np.float32).astype(np.float64).T
+        np.testing.assert_allclose(axes.lines[0].get_ydata(), mean)
+        (band,) = axes.collections
+        corners = band.get_paths()[0].vertices
+        assert corners[:, 1].min() == pytest.approx((mean - stddev).min())
+        assert corners[:, 1].max() == pytest.approx((mean + stddev).max())
+
+
+@pytest.mark.parametrize(
+    ("content", "layer", "said"),
+    [
+        (saved(made()), "layers.1", "start_exporter(moments=True)"),
+        (saved(with_moments()), "nothing", "no such layer; there is layers.0"),
+    ],
+    ids=["off", "unknown"],
+)
+def test_moments_that_are_not_there_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: plot.Saved, layer: str, said: str
+) -> None:
+    """Of a run without the option, and of a layer that there is not: what is wrong, and no picture."""
+    out = tmp_path / "out.png"
+    assert cli.main(["plot", written(tmp_path, content), "--out", str(out), "--moments", layer]) == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
 
 
 def both(tmp_path: Path, content: plot.Saved) -> tuple[np.ndarray, Figure]:

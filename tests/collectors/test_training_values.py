@@ -16,7 +16,9 @@ import torch
 import torch_grad_exporter
 from tests.support.models import Perceptron, batch
 from tests.support.scrape import errors, key, value, values
+from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.metrics.buckets import WEIGHT_MAGNITUDES
 
 
 @pytest.fixture(autouse=True)
@@ -367,6 +369,45 @@ def test_weights() -> None:
             assert value(exporter, "torch_weight_update_ratio", layer=layer) == pytest.approx(moved / was, rel=1e-4)
 
 
+def test_distributions_of_weights() -> None:
+    """Each time that a layer is measured, each of its elements is one observation, counted as numpy does on float64."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 5, dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen: dict[str, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {"0": [], "1": []}
+    with start(model, weights=True) as exporter:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 30)).square().mean().backward()
+            optimizer.step()
+            for layer, found in seen.items():
+                found += [np.abs(p.detach().double().numpy().reshape(-1)) for p in model.get_submodule(layer).parameters()]
+        shown = values(exporter)
+    for layer, found in seen.items():
+        elements = np.concatenate(found)
+        for bound in WEIGHT_MAGNITUDES:
+            in_buckets = shown[key("torch_weight_distribution_bucket", layer=layer, le=repr(bound))]
+            assert in_buckets == np.count_nonzero(elements <= bound)
+        assert shown[key("torch_weight_distribution_count", layer=layer)] == elements.size
+        assert shown[key("torch_weight_distribution_sum", layer=layer)] == pytest.approx(elements.sum(), rel=1e-6)
+
+
+def test_elements_of_weights_that_are_not_finite_are_left_out() -> None:
+    """A NaN and an infinity in a layer's weights are in no bucket and not in the sum, which stay right for the others."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[math.nan, math.inf], [0.5, -2.0]]))
+    with start(model, weights=True) as exporter:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        shown = values(exporter)
+        assert shown[key("torch_weight_captures_total", layer="0")] == 2
+        assert shown[key("torch_weight_distribution_count", layer="0")] == 4
+        assert shown[key("torch_weight_distribution_sum", layer="0")] == 5
+
+
 def test_weights_with_two_optimizers() -> None:
     """With two optimizers in a round each layer's update ratio is that of the optimizer that owns it."""
     model = Perceptron()
@@ -387,6 +428,67 @@ def test_weights_with_two_optimizers() -> None:
             assert value(exporter, "torch_weight_update_ratio", layer=layer) == pytest.approx(moved / was, rel=1e-4)
 
 
+def test_weights_that_nobody_updates() -> None:
+    """A layer that the only optimizer does not have, and one whose group has the rate 0, have updates of exactly 0."""
+    model = torch.nn.Sequential(Perceptron(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    with start(model, weights=True) as exporter:
+        train(model, optimizer, 3)
+        assert value(exporter, "torch_weight_update_ratio", layer="0.first") > 0  # type: ignore[operator]
+        assert [value(exporter, "torch_weight_update_ratio", layer=layer) for layer in "12"] == [0, 0]
+        assert value(exporter, "torch_weight_captures_total", layer="1") == 3
+
+
+def test_updates_that_low_precision_rounds_away() -> None:
+    """In bf16 an update of a thousandth of the weight is nothing, in float32 it is what it is."""
+    for dtype, moves in ((torch.float32, True), (torch.bfloat16, False)):
+        layer = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        model = torch.nn.Sequential(layer)
+        with start(model, weights=True) as exporter:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+                optimizer.step()
+            assert (value(exporter, "torch_weight_update_ratio", layer="0") > 0) is moves  # type: ignore[operator]
+
+
+def test_how_often_weights_were_measured() -> None:
+    """A sample measures eight layers and the next one goes on after them: in five samples each of twenty has two turns."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with start(model, weights=True) as exporter:
+        shown = values(exporter)
+        assert {shown[key("torch_weight_captures_total", layer=str(layer))] for layer in range(20)} == {0}
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+        shown = values(exporter)
+        assert [shown[key("torch_weight_captures_total", layer=str(layer))] for layer in range(20)] == [2] * 20
+
+
+def test_a_step_that_a_scaler_left_out_is_no_update() -> None:
+    """A fused optimizer that does nothing under a scaler leaves the ratio of the update before, and counts nothing."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with start(model, weights=True) as exporter:
+        found = []
+        for factor in (1.0, 1.0, torch.inf, torch.inf):
+            optimizer.zero_grad()
+            scaler.scale(model(batch()).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            shown = values(exporter)
+            names = ("torch_weight_update_ratio", "torch_weight_captures_total")
+            found.append([shown[key(name, layer="first")] for name in names])
+        assert [count for _, count in found] == [1, 2, 2, 2]
+        assert found[1][0] == found[2][0] == found[3][0] != 0
+
+
 def test_dead_units() -> None:
     """A unit that never fires is dead after the window, one that fires once in it is not."""
     model = Perceptron(6, 4, 3)
@@ -402,3 +504,23 @@ def test_dead_units() -> None:
             model.first.bias[0] = 0.0
         train(model, optimizer, 1, x=batch(500))
         assert value(exporter, "torch_grad_dead_ratio", layer="first") == 0
+
+
+def test_two_models_and_their_norms() -> None:
+    """Of models that are trained against each other it says how many they are, and a global norm for the optimizer of each."""
+    models = {"generator": torch.nn.Linear(4, 4), "discriminator": torch.nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    with start_exporter(models, port=None, every=1, optimizers=optimizers) as exporter:
+        for name in ("discriminator", "generator"):
+            optimizers[name].zero_grad()
+            models["discriminator"](models["generator"](torch.randn(3, 4))).sum().backward()
+            expected = math.sqrt(
+                sum(float(p.grad.double().square().sum()) for p in models[name].parameters() if p.grad is not None)
+            )
+            optimizers[name].step()
+            # The other optimizer may still step on the same gradients, so the sample is shown after a second.
+            assert eventually(lambda name=name: value(exporter, "torch_grad_global_norm", optimizer=name) is not None)
+            assert value(exporter, "torch_grad_global_norm", optimizer=name) == pytest.approx(expected, rel=1e-5)
+        assert value(exporter, "torch_grad_exporter_models") == 2
+    with start(Perceptron()) as exporter:
+        assert value(exporter, "torch_grad_exporter_models") == 1

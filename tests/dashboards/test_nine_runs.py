@@ -181,6 +181,8 @@ BY_LAYER: dict[str, list[Shows]] = {
     "Norm of each rank's part": [NOTHING],
     "Update over weight": [Shows(HEALTHY, 1e-6, 0.1)],
     "Norm of the weights": [Shows(HEALTHY, 0.1, 100)],
+    "Distribution of the weights": [Shows(NO_RUN)],
+    "Balance of the models": [Shows(NO_RUN)],
     "Mean and standard deviation of the elements": [OPTIONAL, Shows(HEALTHY, 0, 10)],
     "Smallest and largest element, with sign": [Shows(HEALTHY, -10, 0), Shows(HEALTHY, 0, 10)],
     "Threshold of each policy": [Shows(HEALTHY, 0.09 * nine_runs.CLIP, 1.01 * nine_runs.CLIP), Shows(HEALTHY, 1e-6, 1)],

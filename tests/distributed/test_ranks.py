@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -175,6 +176,7 @@ def rank_main(rank: int, folder: str) -> None:
     found: dict[str, list[dict[Key, float]]] = {}
     options = {
         "every": 1,
+        "weights": True,
         "collectors": dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False) | {"whole_run": True},
     }
     for name in HERE:
@@ -266,6 +268,20 @@ def test_elements_that_are_not_finite_count_once(found: Found, layout: str, laye
     shown = sum(summed(found, layout, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind) for kind in ("nan", "inf"))
     elements = sum(gradient.numel() for gradient in reference(layout, 0)[layer])
     assert 0 < shown <= elements
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_distributions_of_weights_add_up_to_one_process(found: Found, layout: str, layer: str) -> None:
+    """However a layer is cut or copied, over all ranks each element is in its bucket once for each of the two steps."""
+    parameters = made(**SIZES.get(layout, {})).get_submodule(layer).parameters()
+    magnitudes = np.abs(np.concatenate([p.detach().double().numpy().reshape(-1) for p in parameters]))
+    name = "torch_weight_distribution"
+    for bound in (1e-5, 0.1, 0.316, 1.0, 10.0):
+        expected = 2 * np.count_nonzero(magnitudes <= bound)
+        assert summed(found, layout, -1, f"{name}_bucket", layer=layer, le=repr(bound)) == expected
+    assert summed(found, layout, -1, f"{name}_count", layer=layer) == 2 * magnitudes.size
+    assert summed(found, layout, -1, f"{name}_sum", layer=layer) == pytest.approx(2 * magnitudes.sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("tensor_parallel", "tensor_and_data", *FLAT)])

@@ -139,6 +139,16 @@ def without_gradient(training: Training) -> None:
         training.step()
 
 
+def not_updating(training: Training) -> None:
+    """The last layer has a group of its own, whose learning rate is 0."""
+    still = list(training.layer("third").parameters())
+    (group,) = training.optimizer.param_groups
+    group["params"] = [parameter for parameter in group["params"] if all(parameter is not one for one in still)]
+    training.optimizer.add_param_group({"params": still, "lr": 0.0})
+    while True:
+        training.step()
+
+
 def starving(training: Training) -> None:
     """Batches come late."""
     training.late = 0.3
@@ -237,6 +247,7 @@ CASES = {
     "vanishing": Case(Fault(vanishing), {"GradientVanishing": TEAM}),
     "dead": Case(Fault(dead), {"LayerDead": TEAM}, frozenset({"GradientVanishing"})),
     "cut-off": Case(Fault(without_gradient), {"LayerWithoutGradient": TEAM}),
+    "still": Case(Fault(not_updating, {"weights": True}), {"LayerNotUpdating": TEAM}),
     "stalled": Case(Fault(sleeping), {"TrainingStalled": PAGER}, SLOWER),
     "never-started": Case(Fault(sleeping, late=True), {"TrainingNeverStarted": TEAM}),
     "fails": Case(Fault(failing, {"linger": PATIENCE}), {"TrainingFailed": PAGER}, frozenset({"TrainingTargetDown"})),
@@ -260,6 +271,7 @@ ENDING = {"fails", "killed", "pushed", "finishes", "finishes-slowly"}
 
 NOT_HERE = {
     "LossNotImproving": "takes two windows of 6 hours, 12 minutes here; its unit tests have to do",
+    "ModelsOutOfBalance": "takes a baseline of two hours, 2 minutes here, of two models; its unit tests have to do",
     "TrainingRestarting": "takes four lives of a run; its unit tests have to do",
     **dict.fromkeys(
         ("ActionFailing", "GradientClippingFailing", "NotificationsFailing", "TrainingStoppedItself"),

@@ -45,7 +45,7 @@ class Chance:
         age = LONG if self._random.random() < 0.7 else MINUTE * self._random.randint(1, int(LONG) // MINUTE)
         metrics: Metrics = {}
         for kind in (self._losses, self._steps, self._activity, self._data, self._spikes, self._clipping, self._layers, self._cuda,
-                     self._gpus, self._memory, self._cost, self._samples, self._actions):  # fmt: skip
+                     self._gpus, self._memory, self._cost, self._samples, self._actions, self._weights):  # fmt: skip
             if self._random.random() < 0.6:
                 metrics |= kind(age)
         return Story(metrics, self._state(age), age)
@@ -128,6 +128,17 @@ class Chance:
             "GRAD_MISSING_PARAMETERS": {name: float(self._random.random() < 0.2) for name in names},
             "GRAD_DEAD_RATIO": {name: self._share() for name in names},
             "GRAD_UNITS": dict.fromkeys(names, 8.0),
+        }
+
+    def _weights(self, age: float) -> Metrics:
+        names = [(str(number),) for number in range(self._random.randint(1, 5))]
+        since = self._moment(LONG)
+        ratios: list[float | Course] = [0.0, 1e-3, lambda ago: 0.0 if ago <= since else 1e-3]
+        rates: list[float | Course] = [0.0, 1e-3, 1e-3, lambda ago: 1e-3 if ago <= since else 0.0]
+        return {
+            "WEIGHT_UPDATE_RATIO": {name: self._random.choice(ratios) for name in names},
+            "WEIGHT_CAPTURES": {name: self._rising(age, self._random.choice((0.0005, 0.01, 0.1))) for name in names},
+            "TRAIN_LEARNING_RATE": {("a", str(group)): self._random.choice(rates) for group in range(self._random.randint(1, 2))},
         }
 
     def _cuda(self, age: float) -> Metrics:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,15 @@ def vanishing(recent: float | Course, missing: float = 0.0) -> Metrics:
     """The layer `x` under a global norm of 1000, beside an optimizer whose norm is infinite."""
     norms = {("adam",): 1000.0, ("sgd",): np.inf}
     return {"GRAD_GLOBAL_NORM": norms, **layer(GRAD_NORM_RECENT_MAX=recent, GRAD_MISSING_PARAMETERS=missing)}
+
+
+RATES: Rows = MappingProxyType({("a", "0"): 1e-3})
+
+
+def updating(ratio: float | Course, captures: Course | None = None, rates: Rows = RATES, **others: float | Course) -> Metrics:
+    """The layer `x`, whose weights are measured each minute, and learning rates by optimizer and group."""
+    of_layer = layer(WEIGHT_UPDATE_RATIO=ratio, WEIGHT_CAPTURES=captures or grows(1 / 60), **others)
+    return {**of_layer, "TRAIN_LEARNING_RATE": rates}
 
 
 def budget(ratio: float, lately: float, budget: float = 0.01) -> Metrics:
@@ -416,6 +425,28 @@ CASES = {
         ],
         layer="x",
     ),
+    "not updating": case(
+        "LayerNotUpdating",
+        "warning",
+        [
+            run(**updating(0.0)),
+            run(**updating(jump(0.0, before=1e-3, ago=1860))),
+            run(**updating(0.0, GRAD_CAPTURES=grows(1.0))),
+            run(**updating(0.0, rates={("a", "0"): 0.0, ("a", "1"): 1e-9})),
+            run("evaluating", **updating(0.0)),
+        ],
+        [
+            run(**updating(1e-12)),
+            run(**updating(jump(0.0, before=1e-3, ago=1440))),
+            run(**updating(0.0, captures=jump(2))),
+            run(**updating(0.0, LAYER_FROZEN=1.0)),
+            run(**updating(0.0, rates={("a", "0"): 0.0})),
+            run(**updating(0.0, rates={("a", "0"): jump(1e-3, ago=1440)})),
+            run(**updating(0.0, rates={})),
+            run("finished", **updating(0.0)),
+        ],
+        layer="x",
+    ),
     "out of memory": case(
         "CudaOutOfMemory",
         "critical",
@@ -630,6 +661,7 @@ NOT_HERE = {
     "StragglerRank": "compares ranks",
     "RankDesync": "compares ranks",
     "LossNotImproving": "compares 12 hours",
+    "ModelsOutOfBalance": "compares hours",
     "ThroughputRegression": "compares hours, and is wrong at each checkpoint without its waiting time",
 }
 """Alerts that one process cannot judge from what it remembers, and why."""
@@ -659,6 +691,7 @@ NUMBERS: Mapping[tuple[str, str], tuple[tuple[float, ...], int]] = {
     ("LayerDead", "warning"): ((LIMIT,), 2),
     ("LayerDead", "info"): ((gradients.HALF_DEAD,), 2),
     ("LayerWithoutGradient", "warning"): ((), 2),
+    ("LayerNotUpdating", "warning"): ((M30, M30, LIMIT, M30), 5),
     ("CudaMemoryNearLimit", "warning"): ((LIMIT, M10), 2),
     ("CudaAllocRetries", "warning"): ((M10,), 1),
     ("CudaOutOfMemory", "critical"): ((M10, context.YOUNG), 3),
@@ -925,7 +958,7 @@ def test_a_counter_is_forgotten_after_the_alerts_window(metrics: dict[str, Any],
 
 
 def test_the_memories_are_bounded() -> None:
-    """A day of two memories in 15 seconds keeps what rules ask for and no more; of each layer 400 bytes."""
+    """A day of two memories in 15 seconds keeps what rules ask for and no more; of each layer 600 bytes, its weights included."""
     watch, count = Watch(), 1000
     names = LabelRows(tuple((f"layer{place}",) for place in range(count)))
     kinds = LabelRows(tuple((name, kind) for kind in ("nan", "inf") for (name,) in names.rows))
@@ -940,7 +973,7 @@ def test_the_memories_are_bounded() -> None:
         assert len(kept._moments) <= memory.REMEMBERED[spec] / (60 if spec in layers else 15) + 2
         assert kept._moments[0][0] >= NOW + 86_400 - memory.REMEMBERED[spec] - 2 * 60
     tables = [table for spec in layers for _, table in watch._memories[spec]._moments]
-    assert sum(table.numbers.nbytes for table in tables) <= 400 * count
+    assert sum(table.numbers.nbytes for table in tables) <= 600 * count
     assert all(table.rows is names.rows or table.rows is kinds.rows for table in tables)
 
 

@@ -34,6 +34,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import root_of_squares
 from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.statistics.magnitudes import WIDTH
 from torch_grad_exporter.transfer.events import Outcome, Weights
 
 MOST_UNTRACKED = 1000
@@ -244,8 +245,15 @@ class LayerTotals:
         recent[rows, place] = np.fmax(recent[rows, place], norms)
 
     def weigh(self, event: Weights) -> None:
-        """Takes the norms of weights around one step. With a closure it began before the table of its sample was known."""
-        norms = values(event.vector.ready()).reshape(-1, 3)
+        """Takes the norms of weights around one step. With a closure it began before the table of its sample was known.
+
+        A step that was left out is no update, so it is as if nobody had looked.
+        """
+        vector = values(event.vector.ready())
+        if event.told and vector[-1]:
+            return
+        norms, rest = np.split(vector, [3 * len(event.positions)])
+        norms = norms.reshape(-1, 3)
         layers, group = np.unique(event.table.layer_of[event.positions], return_inverse=True)
         before, after, update = (root_of_squares(norms[:, i], group, len(layers)) for i in range(3))
         row_of = {label: row for row, label in enumerate(self.table.layers)}
@@ -253,6 +261,20 @@ class LayerTotals:
         here = rows >= 0
         self._values["weight_norm"][rows[here]] = after[here]
         self._values["update_ratio"][rows[here]] = np.where(before > 0, update / before, np.nan)[here]
+        self._values["weight_captures"][rows[here]] += 1
+        self._spread(event, rest[: len(rest) - event.told].reshape(len(event.spread), WIDTH))
+
+    def _spread(self, event: Weights, found: FloatArray) -> None:
+        """Adds how the elements of weights spread. What would make a sum overflow is left out with its elements."""
+        row_of = {label: row for row, label in enumerate(self.table.layers)}
+        layers, group = np.unique(event.table.layer_of[event.spread], return_inverse=True)
+        added = np.zeros((len(layers), WIDTH))
+        np.add.at(added, group, found)
+        for layer, numbers in zip(layers.tolist(), added, strict=True):
+            row = row_of.get(event.table.layers[layer], -1)
+            if row >= 0 and np.isfinite(self._values["weight_sum"][row] + numbers[-1]):
+                self._values["weight_buckets"][row] += numbers[:-1]
+                self._values["weight_sum"][row] += numbers[-1]
 
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer of peaks, and of norms where it asks for them."""

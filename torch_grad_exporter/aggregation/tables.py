@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES, WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.transfer.events import Outcome
 
@@ -23,15 +23,19 @@ OF_A_SAMPLE = (
 )  # fmt: skip
 """What of a layer is that of its optimizer's last sample."""
 
-LAYER_TOTALS = ("squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum", "buckets")
+LAYER_TOTALS = (
+    "squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum", "buckets",
+    "weight_captures", "weight_sum", "weight_buckets",
+)  # fmt: skip
 """What of a layer only grows."""
 
 LAYER = np.dtype(
     [(name, np.float64) for name in (
         *OF_A_SAMPLE, "weight_norm", "update_ratio",
-        "squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum",
+        "squared_total", "captures", "spikes", "nans", "infs", "clipped", "bucket_sum", "weight_captures", "weight_sum",
     )]
-    + [("buckets", np.float64, (len(DECADES) + 1,)), ("recent", np.float64, (RECENT_SECONDS,))]
+    + [("buckets", np.float64, (len(DECADES) + 1,)), ("weight_buckets", np.float64, (len(WEIGHT_MAGNITUDES) + 1,))]
+    + [("recent", np.float64, (RECENT_SECONDS,))]
     + [(name, np.bool_) for name in ("read", "sized", "shown", "sharded", "summed")],
     align=True,
 )  # fmt: skip

@@ -48,6 +48,11 @@ class Capture:
         return self._parts.ladder.mode
 
     @property
+    def models(self) -> int:
+        """How many models are watched."""
+        return self._parts.index.models
+
+    @property
     def samples(self) -> int:
         """Rounds whose gradients were read."""
         return self._parts.rounds.samples

@@ -180,11 +180,12 @@ class TrainingLoop:
         start = clock.clock()
         self._forwards.step_over()
         sampled = self._rounds.current.sampled
+        left_out = self._steps.left_out_by(number)
         first = self._steps.ended(number)
         if first is None:
             return
         if sampled and self._weights is not None:
-            self._weights.after(number)
+            self._weights.after(number, left_out)
         self._observations.settings(start, sampled=sampled)
         if first:
             self._observations.round_over()

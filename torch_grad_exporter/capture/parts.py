@@ -33,7 +33,7 @@ from torch_grad_exporter.transfer.outcomes import Mode, Outcome
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What the user may ask for in addition: this rank's own gradients under DDP, and norms of weights and of their updates."""
+    """What the user may ask for in addition: this rank's own gradients under DDP, and what there is of weights."""
 
     local_norm: bool = False
     weights: bool = False

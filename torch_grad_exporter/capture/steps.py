@@ -96,6 +96,10 @@ class StepWatch:
         self.prepare_next()
         return first
 
+    def left_out_by(self, optimizer: int) -> torch.Tensor | None:
+        """What a fused optimizer was told of its step before it: not zero where it does nothing. Until `ended`."""
+        return self._found_inf.get(optimizer)
+
     def prepare_next(self) -> None:
         """A round may begin: what its backward needs is there."""
         self._preparation.step_over()

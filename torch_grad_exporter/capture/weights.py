@@ -1,4 +1,4 @@
-"""WeightProbe: norms of parameters and of their last update, for a rotating few layers per sample.
+"""WeightProbe: norms and magnitudes of parameters, and norms of their last update, for a rotating few layers per sample.
 
 An update is known only by a copy of the parameters from before it, so a sample copies a bounded part of the
 model; over the samples every layer gets its turn.
@@ -12,8 +12,9 @@ import torch
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
-from torch_grad_exporter.statistics.batches import dense_local
+from torch_grad_exporter.statistics.batches import batches, dense_local
 from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.statistics.magnitudes import Magnitudes
 from torch_grad_exporter.transfer.events import Weights
 from torch_grad_exporter.transfer.transfer import HostTransfer
 
@@ -32,6 +33,7 @@ class WeightProbe:
         self._parts = parts
         self._guard = parts.errors.boundary("weights")
         self._transfer = HostTransfer()
+        self._magnitudes = Magnitudes()
         self._next: dict[int, int] = {}
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}
         """By optimizer: the positions of some parameters, and their copies from before its step."""
@@ -47,12 +49,15 @@ class WeightProbe:
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
         self._copies[optimizer] = table, [(i, p, local(p).clone()) for i, p in chosen if p is not None]
 
-    def after(self, optimizer: int) -> None:
-        """It has stepped: measures the copied parameters against what the step made of them, and hands over."""
-        self._parts.cost.of(self._guard, self._after, optimizer)
+    def after(self, optimizer: int, left_out: torch.Tensor | None = None) -> None:
+        """It has stepped: measures the copied parameters against what the step made of them, and hands over.
+
+        `left_out`: on a device, one number, not zero where the optimizer was told to do nothing.
+        """
+        self._parts.cost.of(self._guard, self._after, optimizer, left_out)
 
     @torch.no_grad()
-    def _after(self, optimizer: int) -> None:
+    def _after(self, optimizer: int, left_out: torch.Tensor | None) -> None:
         if optimizer not in self._copies:
             return
         table, copies = self._copies.pop(optimizer)
@@ -61,10 +66,24 @@ class WeightProbe:
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
             ]
-            ticket = self._transfer.send(torch.stack(norms))
+            spread, rows = self._spread(table, [(position, now) for position, now, _ in here])
+            told = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
+            ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *told]))
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
-                self._parts.mailbox.append(Weights(table, positions, ticket))
+                self._parts.mailbox.append(Weights(table, positions, ticket, spread, left_out is not None))
+
+    def _spread(self, table: ParameterTable, here: list[tuple[int, torch.Tensor]]) -> tuple[IntArray, list[torch.Tensor]]:
+        """How the elements spread of those parameters that count in sums over ranks: whose each row is, and the rows end to end."""
+        owners: list[int] = []
+        rows: list[torch.Tensor] = []
+        counted = [(position, now, table.tracked[position].flat) for position, now in here if table.counts[position]]
+        # FSDP1's padding is no element of the model.
+        for batch in batches(table, ((position, now if flat is None else flat.of(now)) for position, now, flat in counted)):
+            found = self._magnitudes.of(batch, wide(batch.tensors[0].device))
+            owners += batch.positions * (len(found) // len(batch.positions))
+            rows.append(found.reshape(-1))
+        return np.array(owners, dtype=np.int64), rows
 
     def _choose(self, table: ParameterTable, optimizer: int, owners: IntArray) -> list[int]:
         layers = np.unique(table.layer_of[owners == optimizer])

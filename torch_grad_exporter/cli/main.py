@@ -99,6 +99,9 @@ def _add_plot(commands: _Commands) -> None:
     add("source", metavar="SOURCE", help="address of a running exporter, such as http://localhost:9100, or a saved history")
     add("--out", type=_picture, required=True, metavar="FILE", help="a .png, which needs matplotlib, or a .html")
     add("--quantity", choices=QUANTITIES, default="norm", help="what the heatmap of a PNG shows (default norm)")
+    add("--moments", action="append", default=[], metavar="LAYER",
+        help="a panel with mean and standard deviation of a layer's gradient, in a PNG of a run with moments=True; may be given "
+        "several times")  # fmt: skip
     add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
     parser.set_defaults(options=lambda values: _chosen(plot.Options, values))

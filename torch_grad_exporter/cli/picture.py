@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.outputs.live import saved
-from torch_grad_exporter.outputs.live.saved import Grid, Lines, Saved, Status
+from torch_grad_exporter.outputs.live.saved import Grid, Lines, Moments, Saved, Status
 
 DPI = 150
 WIDTH = 11.0
@@ -99,26 +99,30 @@ _PANELS = (
 )
 
 
-def draw(found: Saved, quantity: str, view: str, out: Path) -> None:
-    """Writes the picture of a history that has been checked. Raises `OSError`."""
+def draw(found: Saved, quantity: str, view: str, out: Path, moments: Sequence[str] = ()) -> None:
+    """Writes the picture of a history that has been checked. `moments`: layers that have such. Raises `OSError`."""
     grid, lines, status = saved.grid(found, quantity, view), saved.lines(found, view), saved.status(found)
     grid, lines, ends = _within(grid, lines, view)
+    of_layers = [saved.moments(found, name, view) for name in moments]
     panels = [(title, names) for title, names in _PANELS if any(_any(lines, name) for name in names)]
     high = min(max(BROAD * len(grid.layers), LOWEST), HIGHEST)
     high = max(high, min(len(grid.layers) / DPI, TALLEST))
     with mpl.rc_context({"font.size": 9, "axes.titlesize": 10, "xtick.labelsize": 8, "ytick.labelsize": 8}):
-        figure = Figure(figsize=(WIDTH, FRAME + high + PANEL * len(panels)), dpi=DPI, layout="constrained")
-        ratios = [high, *(PANEL for _ in panels)]
+        figure = Figure(figsize=(WIDTH, FRAME + high + PANEL * (len(panels) + len(moments))), dpi=DPI, layout="constrained")
+        ratios = [high, *(PANEL for _ in [*panels, *moments])]
         axes: list[Axes] = list(
             figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[:, 0]
         )
         _steps(axes[-1], ends)
         notes = list(_heatmap(figure, axes[0], grid, _QUANTITIES[quantity], high)) if grid.values.size else _nothing(axes[0])
         marks = [one for one in saved.actions(found) if ends[0] <= one.step <= ends[1]]
-        for below, (title, names) in zip(axes[1:], panels, strict=True):
+        for below, (title, names) in zip(axes[1:], panels, strict=False):
             _panel(below, lines, title, names)
+        for below, layer, spread in zip(axes[1 + len(panels) :], moments, of_layers, strict=True):
+            _spread(below, layer, spread)
+        for below in axes[1:]:
             _acted(below, marks)
-        notes += _told(marks) if panels else []
+        notes += _told(marks) if len(axes) > 1 else []
         figure.align_ylabels(axes[1:])
         figure.suptitle(_title(status), fontsize=11)
         said = "".join(f"{note}. " for note in (*_about(grid, view), *notes, *_absent(grid, ends)))
@@ -299,6 +303,22 @@ def _panel(axes: Axes, lines: Lines, title: str, names: dict[str, str]) -> None:
     axes.set_ylabel(title)
     axes.grid(alpha=0.3)
     _values(axes, np.concatenate([lines.values[name] for name in shown]), log="norm" in names)
+
+
+def _spread(axes: Axes, layer: str, found: Moments) -> None:
+    """Mean and standard deviation over the elements of a layer's gradient: a line, and a band of one deviation around it."""
+    known = np.isfinite(found.mean) & np.isfinite(found.stddev)
+    steps, mean, stddev = found.steps[known], found.mean[known], found.stddev[known]
+    axes.plot(steps, mean, linewidth=1.0, marker="." if len(steps) == 1 else "", label="mean")
+    axes.fill_between(steps, mean - stddev, mean + stddev, alpha=0.25, linewidth=0, label="one standard deviation around it")
+    if found.nonfinite.any():
+        _bars(axes, [((step, 0.88), (step, 1)) for step in found.steps[found.nonfinite]], axes.get_xaxis_transform(), thick=1.5)
+        axes.plot([], [], color=MAGENTA, linewidth=1.5, label="NaN or Inf")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncol=3, fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0.2)
+    part = ",\nthis rank's part" if found.sharded else ""
+    axes.set_ylabel(f"Elements of\n{short(layer, 24)}{part}")
+    axes.grid(alpha=0.3)
+    _values(axes, np.concatenate([mean - stddev, mean + stddev]), log=False)
 
 
 def _acted(axes: Axes, marks: Sequence[Happened]) -> None:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_grad_exporter.outputs.live.pages import INDEX, SCRIPT, STYLE, source
-from torch_grad_exporter.outputs.live.saved import PlotError, Saved, loaded
+from torch_grad_exporter.outputs.live.saved import PlotError, Saved, has_moments, loaded
 
 __all__ = ["Options", "PlotError", "Saved", "loaded", "page", "run"]
 
 CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 """Of a file that has everything in it."""
 
+NAMED = 8
+"""Layers that an error names, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """`source`: the address of an exporter, or a file that `exporter.save` has written. `out`: ends in .png or .html.
 
-    `quantity`: of the heatmap in a PNG. `recent`: instead of the whole run. `cacert`: to trust in addition to the system's.
+    `quantity`: of the heatmap in a PNG. `moments`: layers whose mean and standard deviation a PNG shows. `recent`: instead of
+    the whole run. `cacert`: to trust in addition to the system's.
     """
 
     source: str
     out: Path
     quantity: str = "norm"
+    moments: Sequence[str] = ()
     recent: bool = False
     cacert: str | None = None
 
@@ -48,7 +54,19 @@ def _draw(saved: Saved, options: Options) -> None:
         from torch_grad_exporter.cli import picture  # noqa: PLC0415 - matplotlib is optional
     except ImportError:
         raise PlotError("a PNG needs matplotlib; pip install 'torch-grad-exporter[plot]', or write a .html") from None
-    picture.draw(saved, options.quantity, "recent" if options.recent else "whole", options.out)
+    _check_moments(saved, options.moments)
+    picture.draw(saved, options.quantity, "recent" if options.recent else "whole", options.out, options.moments)
+
+
+def _check_moments(saved: Saved, layers: Sequence[str]) -> None:
+    if not layers:
+        return
+    if not has_moments(saved):
+        raise PlotError(f"--moments {layers[0]}: this run has no means and deviations; it takes start_exporter(moments=True)")
+    known = saved["layer"]
+    for name in layers:
+        if name not in known:
+            raise PlotError(f"--moments {name}: no such layer; there is {', '.join(list(known)[:NAMED]) or 'none yet'}")
 
 
 def page(saved: Saved) -> str:

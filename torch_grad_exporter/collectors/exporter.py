@@ -25,6 +25,7 @@ EXPORTER_TIMING_INTERVAL = METRICS.gauge(
     "torch_grad_exporter_timing_interval_steps",
     "Steps from one that is timed to the next: 1, unless steps are so short that timing each would take up the overhead budget.",
 )
+EXPORTER_MODELS = METRICS.gauge("torch_grad_exporter_models", "Models that start_exporter was given.")
 EXPORTER_LAYERS = METRICS.gauge("torch_grad_exporter_layers", "Layers shown.")
 EXPORTER_LAYERS_FOLDED = METRICS.gauge(
     "torch_grad_exporter_layers_folded", "Layers of the model that are shown only as part of a group, because of max_layers."
@@ -94,6 +95,7 @@ class ExporterCollector:
         yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
         yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.interval)
         yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
+        yield scalar(EXPORTER_MODELS, capture.models)
         yield scalar(EXPORTER_LAYERS, len(table.layers))
         yield scalar(EXPORTER_LAYERS_FOLDED, table.folded)
         yield self._rows.family(EXPORTER_CAPTURE_MODE, {(mode.value,): float(mode is capture.mode) for mode in Mode})

@@ -14,7 +14,7 @@ from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES, WEIGHT_MAGNITUDES
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache
 from torch_grad_exporter.transfer.events import Outcome
@@ -145,6 +145,19 @@ WEIGHT_NORM = WEIGHTS.gauge(
 WEIGHT_UPDATE_RATIO = WEIGHTS.gauge(
     "torch_weight_update_ratio",
     "L2 norm of the layer's last sampled update over the L2 norm of its parameters before it; of a sharded layer, over this rank's part.",
+    "layer",
+    opt_in="weights",
+)
+WEIGHT_DISTRIBUTION = WEIGHTS.histogram(
+    "torch_weight_distribution",
+    "Magnitudes of the elements of the layer's parameters: each time that the layer is measured, each element is one observation; of this rank's part where they are sharded. Elements that are not finite are left out.",
+    WEIGHT_MAGNITUDES,
+    "layer",
+    opt_in="weights",
+)
+WEIGHT_CAPTURES = WEIGHTS.counter(
+    "torch_weight_captures_total",
+    "Sampled updates of the layer around which its parameters were measured, a few layers at each sample; steps that were left out do not count.",
     "layer",
     opt_in="weights",
 )
@@ -334,6 +347,9 @@ class GradientCollector:
             for spec, column in _WEIGHTS.items():
                 known = ~np.isnan(layer_values[column])
                 yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
+            of_weights, elements = counted.values["weight_sum"], counted.values["weight_buckets"]
+            yield Family(WEIGHT_DISTRIBUTION, elements, counted.layers, sums=of_weights)
+            yield Family(WEIGHT_CAPTURES, counted.values["weight_captures"], counted.layers)
         if self._frozen.in_use:
             exist = {layer for (layer,) in counted.layers.rows}
             acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}

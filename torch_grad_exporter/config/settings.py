@@ -73,7 +73,7 @@ class Settings:
         "samples of exactly zero gradient after which an output unit counts as dead",
     )
     moments: bool = option(kinds.switch(), False, "metrics of mean, deviation and extremes of gradients")
-    weights: bool = option(kinds.switch(), False, "metrics of the norms of weights and of their updates")
+    weights: bool = option(kinds.switch(), False, "metrics of weights: their norms, their updates and how their elements spread")
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
     collectors: frozenset[str] = option(
         kinds.collectors(),

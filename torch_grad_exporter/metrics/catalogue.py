@@ -34,9 +34,9 @@ class Section:
         """Declares a value that only goes up. `older`: it began before the exporter did."""
         return self._declare(Spec(name, Kind.COUNTER, help_, labels, unit, opt_in=opt_in, older=older))
 
-    def histogram(self, name: str, help_: str, buckets: tuple[float, ...], *labels: str, unit: str = "") -> Spec:
+    def histogram(self, name: str, help_: str, buckets: tuple[float, ...], *labels: str, unit: str = "", opt_in: str = "") -> Spec:
         """Declares a distribution, counted in buckets with these upper bounds and one without."""
-        return self._declare(Spec(name, Kind.HISTOGRAM, help_, labels, unit, buckets))
+        return self._declare(Spec(name, Kind.HISTOGRAM, help_, labels, unit, buckets, opt_in))
 
     @property
     def specs(self) -> tuple[Spec, ...]:

@@ -21,6 +21,7 @@ THRESHOLDS: Mapping[str, float] = {
     "GradientExploding": 3,
     "GradientVanishing": 1e-7,
     "LayerDead": 0.9,
+    "LayerNotUpdating": 3,
     "CudaMemoryNearLimit": 0.95,
     "CudaMemoryFragmented": 0.3,
     "GpuThrottled": 0.1,

@@ -1,4 +1,4 @@
-"""Rules on gradients."""
+"""Rules on gradients; `weights.py` has that on weights."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, 
 from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
 from torch_grad_exporter.rules.values import Table
+from torch_grad_exporter.rules.weights import not_updating
 
 OF_SAMPLES, OF_LAYERS, FEW_LAYERS = 0.01, 0.25, 3
 """`GradientExploding`: a layer does if more than so many of its samples spiked; so many of the layers; of more than so few."""
@@ -360,7 +361,7 @@ def _frozen(context: RuleContext, layers: Table) -> BoolArray:
     return found
 
 
-RULES = (nonfinite, exploding, vanishing, dead, without_gradient)
+RULES = (nonfinite, exploding, vanishing, dead, without_gradient, not_updating)
 
 GROUP = Group(
     "gradients",

@@ -30,6 +30,10 @@ REMEMBERED: Mapping[Spec, float] = {
         MINUTES_10,
     ),
     **dict.fromkeys(
+        (gradients.WEIGHT_UPDATE_RATIO, gradients.WEIGHT_CAPTURES, training.TRAIN_LEARNING_RATE),
+        MINUTES_30,
+    ),
+    **dict.fromkeys(
         (
             training.TRAIN_STEPS, training.TRAIN_SKIPPED_STEPS, gradients.GRAD_NONFINITE_STEPS, gpu.GPU_ECC_ERRORS,
             exporter.EXPORTER_CAPTURES, exporter.EXPORTER_CAPTURES_SKIPPED,

@@ -14,6 +14,7 @@ from torch_grad_exporter.collectors.training import (
     TRAIN_SLOWEST_STEP,
     TRAIN_START_TIMESTAMP,
 )
+from torch_grad_exporter.rules.balance import MODELS_OUT_OF_BALANCE
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, times
 from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rule
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
@@ -566,6 +567,7 @@ RULES = (
     STRAGGLER_RANK,
     RANK_DESYNC,
     TRAINING_RESTARTING,
+    MODELS_OUT_OF_BALANCE,
 )
 
 GROUP = Group(

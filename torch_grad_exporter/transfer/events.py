@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
@@ -104,13 +106,16 @@ class AfterClip:
 class Weights:
     """Norms of a few layers' parameters around one optimizer step.
 
-    `vector`: shape (3 * positions,): for each parameter its norm before, its norm after, and the norm of the
-    difference.
+    `vector`: shape (3 * positions + WIDTH * rows + told,). For each parameter its norm before, its norm after, and the norm of the
+    difference; then rows of `statistics.magnitudes`, of the parameters at the positions `spread`, shape (rows,); if `told`, a last
+    value that is not zero if the optimizer was told to leave the step out.
     """
 
     table: ParameterTable
     positions: IntArray
     vector: Ticket
+    spread: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

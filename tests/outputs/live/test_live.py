@@ -15,6 +15,8 @@ import socket
 import threading
 import time
 import tracemalloc
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -350,6 +352,38 @@ def test_a_layer_is_what_metrics_say(trained: Trained) -> None:
             rtol, atol = (3 * half, 0.0) if together["scale"] == "log" else (0.0, half)
             np.testing.assert_allclose(mine, decoded(together)[:, 1], rtol=rtol + 1e-5, atol=atol)
             assert (answer[view]["steps"], answer[view]["stride"]) == (together["steps"], together["stride"])
+
+
+def test_means_and_deviations_are_what_metrics_say() -> None:
+    """With moments on the history has them of each layer, as `/metrics` has; without, neither an answer nor a file does."""
+    for moments in (True, False):
+        model = Perceptron()
+        with start_exporter(model, 0, addr="127.0.0.1", every=1, moments=moments) as exporter:
+            model(torch.randn(8, model.first.in_features)).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+            address = (exporter.url or "").removesuffix("metrics")
+
+            def json_of(path: str, address: str = address) -> dict[str, Any]:
+                with urllib.request.urlopen(address + path) as answer:
+                    return dict(json.load(answer))
+
+            assert eventually(lambda: json_of("api/v1/status")["samples"] == 1)
+            of_layer, kept = json_of("api/v1/layer?name=first")["recent"], json_of("api/v1/saved")
+            if not moments:
+                assert "mean" not in of_layer
+                assert "mean" not in kept["layers"]
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    json_of("api/v1/layers?quantity=mean")
+                continue
+            elements = torch.cat([p.grad.double().flatten() for p in model.first.parameters() if p.grad is not None])
+            expected = {"mean": elements.mean(), "stddev": elements.std(correction=0)}
+            for name, number_ in expected.items():
+                assert of_layer[name][-1] == pytest.approx(float(number_), rel=1e-4, abs=1e-9)
+                grid = json_of(f"api/v1/layers?quantity={name}")
+                cells = np.frombuffer(base64.b64decode(grid["codes"]), dtype="<f4")
+                assert grid["scale"] == "raw"
+                assert cells[grid["layers"].index("first")] == pytest.approx(float(number_), rel=1e-4, abs=1e-9)
+                assert kept["layers"][name]["recent"]["codes"] == grid["codes"]
 
 
 def test_what_is_saved_is_all_of_it(trained: Trained) -> None:

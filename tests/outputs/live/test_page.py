@@ -417,6 +417,31 @@ def test_a_layer(training: Callable[..., Run], open_page: Callable[..., Visit]) 
     assert len({tuple(buckets(run, name)) for name in ("first", "second")}) == 2
 
 
+def test_means_and_deviations_of_a_layer(training: Callable[..., Run], open_page: Callable[..., Visit], tmp_path: Path) -> None:
+    """With moments on the layer has a chart of each, whose last values are those of `/metrics`, as has the page in a file.
+
+    Without, it says what they need.
+    """
+    run = training(Perceptron(), moments=True)
+    run.train(3)
+    assert eventually(lambda: recorded(run) > 0 and run.total("torch_grad_captures_total") == 6)
+    file = tmp_path / "moments.html"
+    file.write_text(plot.page(json.loads(json.dumps(run.exporter._view.live.everything()))), encoding="utf-8")
+    for address in (run.page, file.as_uri()):
+        page = open_page(f"{address}#layer=first&view=recent").page
+        page.locator("#layer:not(.waiting)[data-layer=first]").wait_for()
+        for moment in ("mean", "stddev"):
+            shown = page.locator(f"#layer-{moment} .value").inner_text()
+            assert float(shown) == pytest.approx(run.total(f"torch_grad_{moment}", layer="first"), rel=6e-3)
+    plain = training(Perceptron())
+    plain.train(3)
+    assert eventually(lambda: recorded(plain) > 0 and plain.total("torch_grad_captures_total") == 6)
+    page = open_page(f"{plain.page}#layer=first&view=recent").page
+    page.locator("#layer:not(.waiting)[data-layer=first]").wait_for()
+    for moment in ("mean", "stddev"):
+        assert page.locator(f"#layer-{moment} .nothing").inner_text() == "Needs start_exporter(moments=True)"
+
+
 def buckets(run: Run, layer: str) -> list[int]:
     """The counts of a layer's norms by bucket, by their upper bounds."""
     name = "torch_grad_norm_distribution_bucket"

@@ -19,7 +19,7 @@ from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, History, Part, Window
+from torch_grad_exporter.outputs.live.history import MOMENTS, SCALARS, History, Part, Window
 from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
@@ -156,7 +156,6 @@ class Live:
     def layers(self, quantity: str, window: Window) -> Json:
         """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
         names, part = self._history.grid(quantity, window)
-        codes, low, high = encoded(part.values, log=quantity in LOG)
         flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
         sharded = self._history.sharded
         return {
@@ -164,10 +163,7 @@ class Live:
             **_frame(part, window),
             "layers": names,
             "sharded": [name for name in names if name in sharded],
-            "scale": "log" if quantity in LOG else "linear",
-            "low": low,
-            "high": high,
-            "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode(),
+            **_cells(part, quantity),
             "nonfinite": base64.b64encode(flags).decode(),
         }
 
@@ -178,7 +174,12 @@ class Live:
         except KeyError:
             raise UnknownLayerError from None
         series = {
-            view: {"stride": part.stride, "times": part.times.tolist(), "steps": part.steps.tolist(), **_columns(part, QUANTITIES)}
+            view: {
+                "stride": part.stride,
+                "times": part.times.tolist(),
+                "steps": part.steps.tolist(),
+                **_columns(part, self.quantities),
+            }
             for view, part in parts.items()
         }
         return {**self._of_layer(self._latest(), name), **series}
@@ -191,9 +192,14 @@ class Live:
             "version": VERSION,
             "status": self.status(),
             "run": {view: self.run(window) for view, window in VIEWS.items()},
-            "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in QUANTITIES},
+            "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
             "layer": {name: self._of_layer(values, name) for name in self._history.layers},
         }
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What there is of each layer."""
+        return self._history.quantities
 
     def _clipped(self, part: Part) -> Part:
         """The same, with norms that are no smaller than those after clipping, unless what is there makes gradients longer.
@@ -307,6 +313,15 @@ def _number(value: float | None) -> float | str | None:
 def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
     """A column of the history: NaN means there that there is no value."""
     return [None if math.isnan(value) else _number(float(f"{value:.6g}")) for value in column.tolist()]
+
+
+def _cells(part: Part, quantity: str) -> Json:
+    """The values of a grid: codes of 16 bits, or 32 bits of a number where those of one layer are far below those of another."""
+    if quantity in MOMENTS:
+        return {"scale": "raw", "low": 0.0, "high": 0.0, "codes": base64.b64encode(part.values.astype("<f4").tobytes()).decode()}
+    codes, low, high = encoded(part.values, log=quantity in LOG)
+    scale = "log" if quantity in LOG else "linear"
+    return {"scale": scale, "low": low, "high": high, "codes": base64.b64encode(codes.astype("<u2").tobytes()).decode()}
 
 
 NOTHING = {False: (0.0, 1.0), True: (-46.0, -45.0)}

@@ -15,7 +15,7 @@ from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
 from torch_grad_exporter.transfer.events import Outcome
 
 REMEMBER_SECONDS = 15.0
@@ -50,11 +50,14 @@ def recorder(
 class Moments:
     """The moment of a reading for the history. `dead_from`: samples from which on a layer's dead ratio means anything.
 
+    `quantities`: of the history.
+
     Values of samples are only there if there was one since the moment before: the largest norm and z-score, the last ratios.
     """
 
-    def __init__(self, dead_from: int) -> None:
+    def __init__(self, dead_from: int, quantities: Sequence[str] = QUANTITIES) -> None:
         self._dead_from = dead_from
+        self._quantities = quantities
         self._steps = (0.0, 0.0)
         self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
 
@@ -71,15 +74,21 @@ class Moments:
             "zero_ratio": np.where(new, layer_values["zero_ratio"], np.nan),
             "dead_ratio": np.where(new & (layer_values["captures"] >= self._dead_from), layer_values["dead_ratio"], np.nan),
             "zscore": zscore,
+            # Where an element is not finite neither is: the norm's flag says so.
+            **{
+                name: np.where(new & layer_values["sized"] & np.isfinite(layer_values[name]), layer_values[name], np.nan)
+                for name in MOMENTS
+            },
         }
-        nonfinite = np.zeros((len(names), len(QUANTITIES)), dtype=np.bool_)
-        nonfinite[:, QUANTITIES.index("norm")] = spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"]))
+        nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
+        flagged = [place for place, name in enumerate(self._quantities) if name in ("norm", *MOMENTS)]
+        nonfinite[:, flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
         scalars, of_the_run = self._scalars(reading)
         return Moment(
             gradients.samples,
             steps,
             names,
-            _narrowed([values[name] for name in QUANTITIES]).T,
+            _narrowed([values[name] for name in self._quantities]).T,
             _narrowed([scalars[name] for name in SCALARS]),
             nonfinite,
             of_the_run,

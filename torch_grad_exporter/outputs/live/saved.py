@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, SCALARS
 from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
 
 TIMEOUT = 30.0
@@ -166,6 +166,20 @@ class Grid:
     sharded: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Mean and standard deviation over the elements of a layer's gradient, each of shape (n,), NaN where there is none.
+
+    `nonfinite`: where any record was not finite. `sharded`: they are of this rank's part.
+    """
+
+    steps: FloatArray
+    mean: FloatArray
+    stddev: FloatArray
+    nonfinite: BoolArray
+    sharded: bool
+
+
 def status(saved: Saved) -> Status:
     """Raises `KeyError`, `TypeError` or `ValueError` where it is damaged, as the others do."""
     found = saved["status"]
@@ -215,6 +229,42 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     answer = saved["layers"][quantity][view]
     steps, layers = _steps(answer), [_text(name) for name in _list(answer["layers"], "layers")]
     shape = len(steps), len(layers)
+    values, infinite = _raw(answer, shape) if quantity in MOMENTS else _decoded(answer, shape)
+    return Grid(
+        layers,
+        steps,
+        values,
+        infinite | _flags(answer.get("nonfinite") or "", shape),
+        int(answer["stride"]),
+        answer["scale"] == "log",
+        frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded")),
+    )
+
+
+def moments(saved: Saved, layer: str, view: str) -> Moments:
+    """Those of a layer, which has been recorded with them."""
+    mean, stddev = (grid(saved, name, view) for name in MOMENTS)
+    if layer not in mean.layers or layer not in stddev.layers or len(mean.steps) != len(stddev.steps):
+        nothing = np.zeros(0)
+        return Moments(nothing, nothing, nothing, np.zeros(0, dtype=bool), sharded=False)
+    at, other = mean.layers.index(layer), stddev.layers.index(layer)
+    flagged = mean.nonfinite[at] | stddev.nonfinite[other]
+    return Moments(mean.steps, mean.values[at], stddev.values[other], flagged, sharded=layer in mean.sharded)
+
+
+def has_moments(saved: Saved) -> bool:
+    """Whether means and standard deviations were kept: where `moments` was on."""
+    return all(name in saved["layers"] for name in MOMENTS)
+
+
+def _raw(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
+    """Cells that are numbers of 32 bits, shape (layers, n): the finite ones, and which are infinite."""
+    values = np.frombuffer(_bytes(answer["codes"], 4 * shape[0] * shape[1]), dtype="<f4").reshape(shape).T.astype(np.float64)
+    return np.where(np.isfinite(values), values, np.nan), np.isinf(values)
+
+
+def _decoded(answer: Saved, shape: tuple[int, int]) -> tuple[FloatArray, BoolArray]:
+    """Cells that are codes, shape (layers, n): the finite ones, and which are not."""
     codes = np.frombuffer(_bytes(answer["codes"], 2 * shape[0] * shape[1]), dtype="<u2").reshape(shape).T
     low, high = _finite([answer["low"], answer["high"]], "low and high")
     log = {"log": True, "linear": False}[answer["scale"]]
@@ -224,15 +274,7 @@ def grid(saved: Saved, quantity: str, view: str) -> Grid:
     values = np.where((codes == 0) | (codes == NONFINITE), np.nan, 10**values if log else values)
     if log:
         values[codes == ZERO] = 0
-    return Grid(
-        layers,
-        steps,
-        values,
-        (codes == NONFINITE) | _flags(answer.get("nonfinite") or "", shape),
-        int(answer["stride"]),
-        log,
-        frozenset(_text(name) for name in _list(answer.get("sharded") or [], "sharded")),
-    )
+    return values, codes == NONFINITE
 
 
 def _check(saved: Saved) -> None:
@@ -242,7 +284,7 @@ def _check(saved: Saved) -> None:
     known = set(saved["layer"].keys())
     for view in VIEWS:
         lines(saved, view)
-        for quantity in QUANTITIES:
+        for quantity in QUANTITIES + MOMENTS * has_moments(saved):
             if not known.issuperset(grid(saved, quantity, view).layers):
                 raise ValueError("a layer of the heatmaps has no entry of its own")
 

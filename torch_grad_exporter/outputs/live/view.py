@@ -12,7 +12,7 @@ from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import History
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import Moments, recorder
@@ -25,7 +25,7 @@ class View:
     """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
     `steps`: of the optimizer that took the most. `scrape`: all metrics. `happened`: what actions have done. `now`: Unix time.
-    `dead_from`: samples from which on a dead ratio means anything.
+    `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they are measured.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class View:
         dead_from: int,
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
+        moments: bool = False,
     ) -> None:
-        moments, cursor = Moments(dead_from), host.cursor()
-        self.history = History(lambda: moments.of(host.read(cursor), steps()), now=now)
+        quantities = QUANTITIES + MOMENTS * moments
+        present, cursor = Moments(dead_from, quantities), host.cursor()
+        self.history = History(lambda: present.of(host.read(cursor), steps()), now=now, quantities=quantities)
         self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now)
         self._pages = Pages(self.live)
         self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)

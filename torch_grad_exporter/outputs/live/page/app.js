@@ -291,7 +291,7 @@
       document.documentElement.dataset.connection = "saved";
       for (const view of page.history.VIEWS) {
         if (saved.run && saved.run[view]) history.addRun({ ...saved.run[view], view });
-        for (const quantity of page.history.QUANTITIES) {
+        for (const quantity of page.history.KEPT) {
           const grid = saved.layers && saved.layers[quantity] && saved.layers[quantity][view];
           if (grid) history.addLayers({ ...grid, view, quantity });
         }

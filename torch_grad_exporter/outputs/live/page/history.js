@@ -5,6 +5,9 @@
   const { parse } = page.numbers;
   const RUN_KEYS = ["loss", "norm", "norm_after_clip", "step_seconds", "learning_rate"];
   const QUANTITIES = ["norm", "zero_ratio", "dead_ratio", "zscore"];
+  // As well, of a run with moments on.
+  const MOMENTS = ["mean", "stddev"];
+  const KEPT = [...QUANTITIES, ...MOMENTS];
   const VIEWS = ["whole", "recent"];
   const MOST = { run: { recent: 1200, whole: 960 }, layers: { recent: 600, whole: 480 } };
 
@@ -24,6 +27,10 @@
   function decode(answer) {
     const width = answer.layers.length;
     const bytes = bytesOf(answer.codes);
+    if (answer.scale === "raw") {
+      const cells = new DataView(bytes.buffer);
+      return answer.times.map((time, i) => Float32Array.from({ length: width }, (none, j) => cells.getFloat32(4 * (i * width + j), true)));
+    }
     const low = parse(answer.low) || 0;
     const scale = ((parse(answer.high) || 0) - low) / 65533;
     const zero = answer.scale === "log" ? -Infinity : low;
@@ -93,7 +100,7 @@
       this.status = null;
       this.run = { whole: empty(), recent: empty() };
       this.layers = {};
-      for (const quantity of QUANTITIES) this.layers[quantity] = { whole: empty(), recent: empty() };
+      for (const quantity of KEPT) this.layers[quantity] = { whole: empty(), recent: empty() };
     }
 
     addRun(answer) {
@@ -126,12 +133,12 @@
     layer(name) {
       const found = {};
       for (const view of VIEWS) {
-        const grids = QUANTITIES.map((quantity) => this.layers[quantity][view]);
+        const grids = KEPT.map((quantity) => this.layers[quantity][view]);
         const known = grids.filter((kept) => kept.known && kept.layers.includes(name));
         if (!known.length) continue;
         const [{ times, steps, first, stride }] = known;
         found[view] = { times, steps, stride, nonfinite: {} };
-        QUANTITIES.forEach((quantity, k) => {
+        KEPT.forEach((quantity, k) => {
           const kept = grids[k];
           const place = known.includes(kept) ? kept.layers.indexOf(name) : -1;
           // By the numbers of the records: the grids need not have been written at the same moment.
@@ -149,5 +156,5 @@
     return value === Infinity ? Infinity : scale === "log" ? 10 ** value : value;
   }
 
-  page.history = { History, QUANTITIES, VIEWS, flagsOf };
+  page.history = { History, KEPT, QUANTITIES, VIEWS, flagsOf };
 })(window.TorchGrad = window.TorchGrad || {});

@@ -10,7 +10,12 @@
     { quantity: "zscore" },
     { quantity: "zero_ratio", fixed: [0, 0.01] },
     { quantity: "dead_ratio", fixed: [0, 1] },
+    { quantity: "mean", nothing: "Needs start_exporter(moments=True)" },
+    { quantity: "stddev", log: true, nothing: "Needs start_exporter(moments=True)" },
   ];
+  // Those that are of this rank's part where the layer is sharded.
+  const OF_PART = ["norm", "mean", "stddev"];
+  const specOf = (quantity) => quantities.ALL[quantity] || quantities.MOMENTS[quantity];
 
   const FACTS = [
     ["norm", "Norm", (value) => numbers.number(value, 3)],
@@ -62,12 +67,12 @@
 
     _build() {
       const tick = (value) => numbers.percent(value);
-      this.charts = SPECS.map(({ quantity, log, fixed }) => {
-        const spec = quantities.ALL[quantity];
+      this.charts = SPECS.map(({ quantity, log, fixed, nothing }) => {
+        const spec = specOf(quantity);
         const ratio = quantity.endsWith("ratio");
         const series = [{ label: spec.word, colour: "line-1" }];
         return new charts.Chart(byId("layer-charts"), {
-          id: `layer-${quantity}`, title: spec.title, log, fixed, series, format: spec.format, tick: ratio ? tick : null, nothing: "No value yet",
+          id: `layer-${quantity}`, title: spec.title, log, fixed, series, format: spec.format, tick: ratio ? tick : null, nothing: nothing || "No value yet",
         }, this.zoomed);
       });
     }
@@ -82,7 +87,10 @@
       const { sharded } = answer;
       text(byId("layer-note"), sharded ? `Sharded over ranks: the norm and its distribution are of ${quantities.PART}.` : "");
       text(byId("distribution-title"), `Distribution of the norm${sharded ? ` of ${quantities.PART}` : ""}`);
-      this.charts[0].setTitle(sharded ? `Norm of ${quantities.PART}` : quantities.ALL.norm.title);
+      SPECS.forEach(({ quantity }, k) => {
+        const { title } = specOf(quantity);
+        if (OF_PART.includes(quantity)) this.charts[k].setTitle(!sharded ? title : quantity === "norm" ? `Norm of ${quantities.PART}` : `${title}, ${quantities.PART}`);
+      });
       const part = answer[view] || {};
       const of = part.stride > 1 ? `largest of ${numbers.count(part.stride)} records` : "";
       const xs = (axis === "time" ? part.times : part.steps) || [];

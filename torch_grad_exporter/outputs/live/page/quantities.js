@@ -32,6 +32,12 @@
     },
   };
 
+  // Of a layer alone, and only with moments on: no heatmap, as those of one layer may be far below those of another.
+  const MOMENTS = {
+    mean: { title: "Mean of the gradient's elements", word: "mean", format: (value) => numbers.number(value, 3) },
+    stddev: { title: "Standard deviation of the gradient's elements", word: "standard deviation", format: (value) => numbers.number(value, 3) },
+  };
+
   // From the half decade below nearly all values to the one above: a single layer that has died does not flatten the rest.
   function ofNorms(sorted) {
     if (!sorted.length) return [-6, 0];
@@ -85,5 +91,5 @@
     return { low, high, least, most };
   }
 
-  page.quantities = { ALL, PART, extent, signed, title, word };
+  page.quantities = { ALL, MOMENTS, PART, extent, signed, title, word };
 })(window.TorchGrad = window.TorchGrad || {});
