@@ -254,6 +254,9 @@ UNREACHED = {
     "transfer.transfer._Buffer.clear": "accelerators, tests/transfer/test_transfer.py",
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
     "torch_compat.tell": "the start",
+    **dict.fromkeys(
+        ("torch_compat.runs_compiled", "torch_compat.uncompiled"), "explain, tests/inspection/explain/test_explain.py",
+    ),
     "torch_compat.follows_freezing": "Freeze, tests/actions/freeze/test_ranks.py",
     "torch_compat.never_compile": "the import",
     "torch_compat.has_scale": "a start with a gradient scaler, tests/config/test_bad_input.py",

@@ -10,6 +10,7 @@ It lies in the root of the package because folders above and below `capture` nee
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -116,6 +117,20 @@ def compiled_backwards() -> int:
     """How many backwards compiled autograd has compiled in this process. Those run no hook; a new set of hooks makes one more."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters["compiled_autograd"]["captures"]) if "compiled_autograd" in counters else 0
+
+
+def runs_compiled() -> bool:
+    """Whether functions of this process may run compiled, without a way to run them as they are written (before torch 2.6)."""
+    return "torch._dynamo" in sys.modules and not hasattr(torch.compiler, "set_stance")
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Lets compiled functions run as they are written, where that is possible."""
+    stance: Any = getattr(torch.compiler, "set_stance", None)
+    if stance is None or "torch._dynamo" not in sys.modules:  # importing it takes seconds
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[object] = stance("force_eager")
+    return found
 
 
 # The backward

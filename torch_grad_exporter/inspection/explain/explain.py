@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -21,7 +19,7 @@ from torch_grad_exporter.inspection.explain.watch import Watch
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import clean, layer_names
 from torch_grad_exporter.model.optimizers import has_copies
-from torch_grad_exporter.torch_compat import is_managed, parameters_in
+from torch_grad_exporter.torch_compat import is_managed, parameters_in, runs_compiled, uncompiled
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -46,9 +44,10 @@ def explain(
     Afterwards models (parameters, gradients, buffers, training mode, what is frozen), the optimizers that were given or that
     own a parameter of the models and stepped, and the random generators of PyTorch, NumPy and Python are exactly as before. That
     takes memory for a copy of all of these. What else the function does is its own: an iterator that has advanced, a scheduler
-    or a gradient scaler that has stepped. Without a `backward()` in the function, one is run that leaves `.grad` alone and calls
-    no hook of `DistributedDataParallel`, so that a single rank may call this; with a reentrant checkpoint in the graph it is a
-    usual one. The function's own collectives are its own matter. It reads values, so it waits for the device.
+    or a gradient scaler that has stepped. Without a `backward()` in the function, one is run that leaves `.grad` alone and
+    all-reduces nothing under `DistributedDataParallel`; with a reentrant checkpoint in the graph it is a usual one. The function's
+    own collectives remain, such as that of buffers in a wrapper's forward: let all ranks call it. It reads values, so it waits for
+    the device.
 
     What the function raises passes. Raises `TypeError` or `ValueError` that says what to change if an argument is wrong: a loss
     that is no scalar, that requires no gradient, or whose graph is freed; a function that returns no loss; a model without
@@ -72,7 +71,7 @@ def explain(
         else:
             watch = Watch(graph, Places(_modules(models)), gradients.begin)
             gradients.look()
-            with _uncompiled(), watch:
+            with uncompiled(), watch:
                 result = function()
             _finish(result, gradients)
         return _explanation(Judge(graph, gradients, watch, owners), parameters)
@@ -165,14 +164,6 @@ def _modules(models: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     return found
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Lets compiled functions run as they are written, where PyTorch can do that (2.6) and anything may be compiled."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    if stance is None or "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return cast("contextlib.AbstractContextManager[object]", stance("force_eager"))
-
-
 def _first_bad(judge: Judge, count: int) -> list[str]:
     """Where the backward first passed on a gradient that a parameter has in the end, and that is bad."""
     arrived = judge.gradients.arrived
@@ -201,7 +192,7 @@ def _notes(judge: Judge, parameters: Sequence[Named]) -> tuple[str, ...]:
             notes.append(
                 f"{kind} owns {strangers} parameters that are in no model here; was the model replaced or copied after it?"
             )
-    if not hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
+    if runs_compiled():
         notes.append("compiled parts ran compiled: what is in them cannot be seen before PyTorch 2.6")
     failures = [*judge.gradients.failures, *(judge.watch.failures if judge.watch is not None else ())]
     if failures:
