@@ -129,12 +129,17 @@ def _global_distribution() -> Panel:
 
 def _balance() -> Panel:
     text = (
-        "Of each optimizer, the median gradient norm of 15 minutes over that of the two hours before, where several models are "
-        "watched, as of a GAN. Lines that part by a factor of 10 are out of balance: one model no longer learns from the other."
+        "Gradient norm of each optimizer over that of all optimizers of the run, where several models are watched, as of a GAN. "
+        "What is healthy differs from run to run. A line that moves towards 0 is of a model that no longer learns from the other: "
+        "ModelsOutOfBalance fires where the norms part by a factor of 10 from what they were."
     )
-    query = Query(ask.recorded("run_optimizer:torch_grad_global_norm:change2h"), "{{run}} {{optimizer}}")
-    nothing = "Needs the recording rules, several models in start_exporter, and two hours of them"
-    return draw.logarithmic(draw.lines("Balance of the models", text, SCIENTIFIC, query, nothing=nothing))
+    norm = of_run("torch_grad_global_norm", 'optimizer!=""')
+    norms = highest(f"{norm} == {norm}", "run, optimizer")
+    several = f"max by (run) ({of_run('torch_grad_exporter_models')}) > 1"
+    share = f"{norms} / on (run) group_left () sqrt(sum by (run) ({norms} ^ 2) > 0) and on (run) {several}"
+    nothing = "Needs several models in start_exporter, and an optimizer of each"
+    panel = draw.lines("Balance of the models", text, "percentunit", Query(share, "{{run}} {{optimizer}}"), nothing=nothing)
+    return panel.min(0).max(1)
 
 
 def _clipping() -> Panel:

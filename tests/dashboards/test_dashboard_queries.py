@@ -100,7 +100,7 @@ def test_which_panels_need_hardware(prometheus: Prometheus) -> None:
     text = (REPOSITORY / "docs" / "dashboards.md").read_text()
     table = re.findall(r"^\| (.+?) \| (.+?) \|", text.partition("need hardware")[2], re.MULTILINE)
     documented = {(dashboard, panel) for dashboard, panel in table if dashboard in {query.dashboard for query in QUERIES}}
-    runs = "alone|replicas|shards"
+    runs = "alone|replicas|shards|adversaries"
     for panel in asked.keys() - documented:
         assert eventually(lambda panel=panel: any(found(prometheus, query, run=runs) for query in asked[panel])), panel
     assert documented <= asked.keys()
@@ -129,7 +129,7 @@ def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
 
         assert eventually(lambda values=values: bool(values())), query
         if name == "run":
-            assert eventually(lambda values=values: values() == {"alone", "replicas", "shards", GPU_RUN})
+            assert eventually(lambda values=values: values() == {"alone", "replicas", "shards", "adversaries", GPU_RUN})
         names.append(name)
     assert {"job", "run"} <= set(names)
 

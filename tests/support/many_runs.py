@@ -137,6 +137,20 @@ def shards(folder: str) -> None:
         exporter.observe(grad_norm=norm.full_tensor())  # type: ignore[attr-defined]
 
 
+def adversaries(folder: str) -> None:
+    """One process with two models that are trained in turn, each by an optimizer of its own."""
+    models = {"generator": torch.nn.Linear(16, 16), "discriminator": torch.nn.Linear(16, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    start_exporter(models, 0, optimizers=optimizers, **usual(folder, "adversaries"))
+    for x in batches():
+        for name, sign in (("discriminator", 1.0), ("generator", -1.0)):
+            optimizers[name].zero_grad()
+            made = models["generator"](x)
+            real, fake = models["discriminator"](x), models["discriminator"](made if name == "generator" else made.detach())
+            (sign * torch.nn.functional.softplus(fake).mean() + torch.nn.functional.softplus(-real).mean()).backward()
+            optimizers[name].step()
+
+
 def on_a_fake_gpu(folder: str) -> None:
     """One process with made hardware, a GPU that is held back for a twentieth of the time."""
     model, scaler = Net(), torch.amp.GradScaler("cpu")
@@ -173,7 +187,7 @@ def running(folder: Path) -> Iterator[int]:
     """All of them, until the end; how many targets there will be. `folder` is for Prometheus to watch."""
     processes = []
     with tempfile.TemporaryDirectory() as stores:
-        for kind, ranks in ((alone, 1), (replicas, 2), (shards, 2), (on_a_fake_gpu, 1)):
+        for kind, ranks in ((alone, 1), (replicas, 2), (shards, 2), (adversaries, 1), (on_a_fake_gpu, 1)):
             for rank in range(ranks):
                 arguments = (kind, str(folder), f"{stores}/{kind.__name__}", rank, ranks)
                 processes.append(CONTEXT.Process(target=_main, args=arguments, daemon=True))
