@@ -40,7 +40,7 @@ from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.rules import Problem
-from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, clipping, host_side, notifying, scrape
+from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, activations, clipping, host_side, notifying, scrape
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -77,6 +77,7 @@ class Exporter:
         self._act = acting(checked, self._training, self._host, errors, judge=self._judged, stop=self._stop)
         self._notify = notifying(checked, self._training, self._judged_for_both, errors)
         self._clip = clipping(checked, self._training, errors)
+        self._activations = activations(checked, self._training, errors)
         self._scrape = scrape(
             checked,
             self._training,
@@ -86,6 +87,7 @@ class Exporter:
             notified=None if self._notify is None else self._notify.totals,
             acted=self._act.totals,
             clip=None if self._clip is None else self._clip.reports,
+            activations=self._activations,
         )
         self._registry = RegistryCollector(
             self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=errors.count
@@ -392,6 +394,8 @@ class Exporter:
         self._act.after_fork_in_child()
         if self._clip is not None:
             self._clip.after_fork_in_child()
+        if self._activations is not None:
+            self._activations.after_fork_in_child()
         self._scrape.after_fork_in_child()
         self._training.hooks.disconnect()
         self._training.capture.release_witness()

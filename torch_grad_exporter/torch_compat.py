@@ -118,6 +118,33 @@ def compiled_backwards() -> int:
     return int(counters["compiled_autograd"]["captures"]) if "compiled_autograd" in counters else 0
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled as a whole, with all that is in it: hooks in there are traced away, or compile it anew."""
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    said = vars(module)  # and not `getattr`, which costs a microsecond where there is no such attribute
+    return (
+        said.get("_compiled_call_impl") is not None
+        or isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule, wrapper))
+        or hasattr(said.get("forward", type(module).forward), "_torchdynamo_orig_callable")
+    )
+
+
+def called_from_compiled(frame: types.FrameType | None) -> bool:
+    """Whether compiled code is among the callers, or what compiles it: modules called from here may be part of it."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    while frame is not None and compiler is not None:
+        if frame.f_globals is vars(compiler):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on, for which a hook at a node makes another graph of the backward."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(autograd, "compiled_autograd_enabled", False)) or compiled_backwards() > 0
+
+
 # The backward
 
 
@@ -160,6 +187,18 @@ _keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph")
 def within_transform() -> bool:
     """Whether `torch.func` transforms the running function: its gradients go into no `.grad`."""
     return _level is not None and _level() is not None
+
+
+def on_node_of(tensor: torch.Tensor, hook: Callable[[Sequence[torch.Tensor | None]], None]) -> bool:
+    """Calls `hook` with the gradients of the node that made a tensor, right before that node runs; `False` where none has.
+
+    A hook at the tensor itself would be shared with those that others add after the tensor was modified in place.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        return False
+    node.register_prehook(hook)
+    return True
 
 
 def graph_is_kept() -> bool:

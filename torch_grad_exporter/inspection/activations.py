@@ -1,0 +1,337 @@
+"""Activations: what `start_exporter(activations=)` asks for, the outputs of inner modules and their gradients in sampled rounds.
+
+A forward hook measures an output at once, since the next module may modify it in place, and hooks the node that made it for the
+gradient: never a full backward hook, which such a module would make raise. What forwards gave is pending until a backward of
+their round has ended, so that a forward without a backward counts for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.aggregation.activations import ActivationSample, ActivationTotals
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
+from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.inspection.modules import Chosen, InnerModules
+from torch_grad_exporter.inspection.tallies import Packed, Tally, measuring, packed
+from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.torch_compat import (
+    BACKWARDS_ARE_SEEN,
+    called_from_compiled,
+    compiles_backwards,
+    graph_task,
+    on_node_of,
+    within_transform,
+)
+from torch_grad_exporter.transfer.events import Inspected, Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+logger = logging.getLogger("torch_grad_exporter")
+
+SOURCE = "activations"
+
+TIMED = 16
+"""Calls of a sample that are timed on devices; each stands for as many as came since the one before."""
+
+TASKS = 4
+"""Backwards at most of which gradients are kept before it is known whether they are of the round."""
+
+COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it anew"
+
+
+class Key(NamedTuple):
+    """A module, by `id`, with the `id` of its model and its label; and the device of its output."""
+
+    module: int
+    root: int
+    label: str
+    device: torch.device
+
+
+Tallies = dict[Key, Tally]
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """What the backwards of a round have confirmed. `scale`: of the loss, if a gradient scaler is known that has one."""
+
+    number: int = -1
+    tallies: Tallies = field(default_factory=dict)
+    scale: torch.Tensor | None = None
+
+
+class Activations:
+    """An `Inspection`. Belongs to the training thread, and to that of the backward."""
+
+    def __init__(
+        self,
+        modules: InnerModules,
+        hooks: Hooks,
+        reader: GradientReader,
+        cost: SampleCost,
+        mailbox: Mailbox,
+        totals: ActivationTotals,
+    ) -> None:
+        self._modules, self._reader, self._cost = modules, reader, cost
+        self._mailbox, self.totals = mailbox, totals
+        self._hooks = _RoundHooks(modules, hooks, self._forward_ended)
+        self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
+        self._hooks_gradients = True
+        self._units = UnitDims()
+        self._scratch = Scratch()
+        self._transfer = HostTransfer()
+        self._pending: Tallies = {}
+        self._old: set[int] = set()
+        """Models whose pending outputs are from before the last step."""
+        self._gradients: dict[int, Tallies] = {}
+        """What backwards have shown that are not over, by autograd's number."""
+        self._round = _Round()
+        self._odd: set[int] = set()
+        """Modules, by `id`, whose last output could not be measured."""
+        self._pace = _Pace()
+        self._told = 0
+
+    # The moments of a round
+
+    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
+        """Hooks the model's modules for a sampled round, if this forward is not part of compiled code."""
+        if not sampled or not BACKWARDS_ARE_SEEN or within_transform():
+            self._hooks.disarm()
+            self._pending = {}
+            return
+        if id(root) in self._old:  # its forward before the step had no backward
+            self._old.discard(id(root))
+            self._pending = {key: tally for key, tally in self._pending.items() if key.root != id(root)}
+        self._hooks_gradients = not compiles_backwards()
+        chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
+        self._tell(chosen)
+
+    def backward_ended(self, number: int, *, sampled: bool) -> None:
+        """Confirms what is pending of the models that the backward has passed through; of all where that does not show."""
+        found, gradients = self._gradients, {}
+        self._gradients = {}
+        if not sampled:
+            self._pending = {}
+            return
+        if found:
+            gradients = found.get(graph_task(), found[max(found)])
+        if self._round.number != number:
+            self._round = _Round(number)
+        reached = {key.root for key in gradients}
+        confirmed = {key: tally for key, tally in self._pending.items() if not reached or key.root in reached}
+        self._pending = {key: tally for key, tally in self._pending.items() if key not in confirmed}
+        _include(self._round.tallies, confirmed)
+        _include(self._round.tallies, gradients)
+        scale = self._reader.scale
+        self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
+
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """Sends what the round has shown to the host."""
+        if number == self._round.number:
+            over, self._round = self._round, _Round()
+            if kept:
+                self._pace.sample_over()
+                with torch.no_grad():
+                    self._send(over)
+
+    def step_over(self, *, sampled: bool) -> None:
+        """Takes all hooks off; the next forward sets those that it needs."""
+        self._hooks.disarm()
+        self._gradients = {}
+        self._old = {key.root for key in self._pending} if sampled else set()
+        if not sampled:
+            self._pending = {}
+
+    def release(self) -> None:
+        """Takes all hooks off and forgets what is not sent; idempotent, from any thread."""
+        self._hooks.disarm()
+        self._pending, self._gradients, self._round = {}, {}, _Round()
+
+    # Hooks
+
+    def _forward_ended(self, inner: _Inner, output: object) -> None:
+        """An inner module has returned; outside of any backward, so it is no second forward of a checkpoint."""
+        if within_transform() or capturing_graph():
+            return
+        start = self._cost.now()
+        found = first_of(output)
+        values = None if found is None else dense(found)
+        if found is None or values is None:
+            self._odd.add(id(inner.module))
+            return
+        self._odd.discard(id(inner.module))
+        key = Key(id(inner.module), inner.root, inner.label, values.device)
+        with measuring(values.device.type):
+            self._timed(key, lambda: Tally.of_output(values, self._units.of(inner.module, values), self._scratch), self._pending)
+        if found.requires_grad and self._hooks_gradients:
+            on_node_of(found, functools.partial(self._on_gradient, key, found.output_nr))
+        self._cost.spent(start, sampled=True)
+
+    def _gradient_came(self, key: Key, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradient of an output is known: that at `place` of those of its node."""
+        gradient, task = gradients[place], graph_task()
+        if gradient is None or task == -1 or capturing_graph():
+            return
+        start = self._cost.now()
+        values = dense(gradient)
+        if values is not None:
+            if task not in self._gradients and len(self._gradients) >= TASKS:
+                del self._gradients[min(self._gradients)]
+            with measuring(values.device.type):
+                own = self._gradients.setdefault(task, {})
+                self._timed(key, lambda: Tally.of_gradient(values, self._scratch), own)
+        self._cost.spent(start, sampled=True)
+
+    def _timed(self, key: Key, measure: Callable[[], Tally], into: Tallies) -> None:
+        times = self._pace.next()
+        begun = self._cost.timer.begin((key.device,)) if times else []
+        _include(into, {key: measure()})
+        self._cost.timer.end(begun, times=times)
+
+    # The end of a round
+
+    def _send(self, over: _Round) -> None:
+        by_device: dict[torch.device, list[Key]] = {}
+        for key, tally in over.tallies.items():
+            if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
+                by_device.setdefault(key.device, []).append(key)
+        known = over.scale is not None or (self._reader.scale_known and not self._reader.knows_scaler)
+        sent, tickets = [], []
+        for device, keys in by_device.items():
+            begun = self._cost.timer.begin((device,))
+            packing, vector = packed([over.tallies[key] for key in keys])
+            tickets.append(self._transfer.send(vector))
+            sent.append((tuple(key.label for key in keys), packing))
+            self._cost.timer.end(begun)
+        if over.scale is not None:
+            tickets.append(self._transfer.send(over.scale.reshape(1)))
+        arriving = tuple(ticket for ticket in tickets if ticket is not None)
+        if sent and len(arriving) == len(tickets):
+            self._mailbox.append(Inspected(functools.partial(_take, self.totals, tuple(sent), known), arriving))
+
+    def _tell(self, chosen: Chosen) -> None:
+        """Keeps the totals informed of what is left out, and says once that modules are compiled."""
+        self.totals.modules(chosen.folded, {"compiled": chosen.compiled, "output": len(self._odd)})
+        if chosen.compiled > self._told:
+            say(logger, logging.WARNING, COMPILED, chosen.compiled)
+        self._told = max(self._told, chosen.compiled)
+
+
+def _include(into: Tallies, found: Mapping[Key, Tally]) -> None:
+    for key, tally in found.items():
+        if key in into:
+            into[key].include(tally)
+        else:
+            into[key] = tally
+
+
+def _take(
+    totals: ActivationTotals, sent: tuple[tuple[tuple[str, ...], Packed], ...], known: bool, values: tuple[FloatArray, ...]
+) -> None:
+    """On the worker: the vectors have arrived, one for each device, and the scale of the loss after them where there is one."""
+    scale = float(values[-1][0]) if len(values) > len(sent) else 1.0
+    packings = [packing for _, packing in sent]
+    totals.take(
+        ActivationSample(
+            tuple(label for labels, _ in sent for label in labels),
+            np.concatenate([one.elements for one in packings]),
+            np.concatenate([one.units for one in packings]),
+            np.concatenate([one.graded for one in packings]),
+            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
+            scale if known else float("nan"),
+        )
+    )
+
+
+class _Pace:
+    """Which calls of a sample are timed on devices: about `TIMED`, if the next sample has as many calls as the last."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._every = 1
+
+    def next(self) -> int:
+        """A call comes: for how many calls its time stands, 0 if it is not to be timed."""
+        self._calls += 1
+        return self._every if self._calls % self._every == 0 else 0
+
+    def sample_over(self) -> None:
+        """The next call is of another sample."""
+        self._every, self._calls = max(1, self._calls // TIMED), 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inner:
+    """A module that is hooked, while it runs. `root`: the `id` of its model."""
+
+    label: str
+    root: int
+    module: torch.nn.Module
+
+
+class _RoundHooks:
+    """The hooks of a round: on each model whose forward began, and on its modules. `ended`: an inner module has returned."""
+
+    def __init__(self, modules: InnerModules, hooks: Hooks, ended: Callable[[_Inner, object], None]) -> None:
+        self._modules, self._ended = modules, ended
+        self._make = functools.partial(InnerHooks, hooks, SOURCE, _nothing)
+        self._around = self._make(self._root_ended)
+        self._inner: dict[int, InnerHooks] = {}
+        self._armed: dict[int, Chosen] = {}
+        """By model, what is hooked."""
+        self._labels: dict[int, tuple[weakref.ref[torch.nn.Module], int, str]] = {}
+        self._inside = False
+
+    def arm(self, root: torch.nn.Module, *, compiled: bool) -> Chosen:
+        """The forward of a model begins: hooks its modules, unless it is compiled; what there is to hook now."""
+        chosen, number = self._modules.chosen(), id(root)
+        mine = [one for one in chosen.inner if one.root == number]
+        if compiled:
+            return Chosen(chosen.inner, chosen.folded, chosen.compiled + len(mine))
+        self._inside = True
+        self._around.arm([root])
+        if self._armed.get(number) is not chosen:
+            modules = [module for one in mine if (module := one.module()) is not None]
+            self._labels |= {id(one.module()): (one.module, one.root, one.label) for one in mine}
+            if number not in self._inner:
+                self._inner[number] = self._make(self._inner_ended)
+            self._inner[number].arm(modules)
+            self._armed[number] = chosen
+        return chosen
+
+    def disarm(self) -> None:
+        """Takes all hooks off; idempotent, from any thread."""
+        self._inside = False
+        self._around.disarm()
+        for hooks in [*self._inner.values()]:
+            hooks.disarm()
+        self._armed, self._labels = {}, {}
+
+    def _root_ended(self, _root: torch.nn.Module, _args: object, _kwargs: object, _output: object) -> None:
+        if graph_task() == -1:
+            self._inside = False
+
+    def _inner_ended(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
+        # Without gradients it is no training, but for what a model does so within its own forward, such as a checkpoint.
+        if graph_task() != -1 or not (self._inside or torch.is_grad_enabled()):
+            return
+        reference, root, label = self._labels.get(id(module), (None, 0, ""))
+        if reference is not None and reference() is module:
+            self._ended(_Inner(label, root, module), output)
+
+
+def _nothing(*_arguments: object) -> None:
+    """Before a forward there is nothing to do."""
