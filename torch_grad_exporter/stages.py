@@ -205,7 +205,14 @@ def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> A
     if checked.modules is None:
         return None
     totals = ActivationTotals(checked.settings.max_layers)
-    watch = Activations(checked.modules, training.hooks, training.reader, training.cost, training.mailbox, totals)
+    watch = Activations(
+        modules=checked.modules,
+        hooks=training.hooks,
+        reader=training.reader,
+        cost=training.cost,
+        mailbox=training.mailbox,
+        totals=totals,
+    )
     training.capture.inspect(watch, errors.boundary("activations"))
     return totals
 

@@ -139,6 +139,13 @@ def called_from_compiled(frame: types.FrameType | None) -> bool:
     return False
 
 
+def something_is_compiled() -> bool:
+    """Whether `torch.compile` was called in this process; what it made may have run already, or not."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends: Mapping[int, object] = getattr(compiler, "cached_backends", {0: compiler})
+    return any(backend is not None for backend in backends.values())  # `None` stands for what is not to be compiled
+
+
 def compiles_backwards() -> bool:
     """Whether compiled autograd is on, for which a hook at a node makes another graph of the backward."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")

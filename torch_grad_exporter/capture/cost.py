@@ -46,7 +46,7 @@ class DeviceTimer:
         return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
 
     def end(self, begun: Iterable[tuple[torch.device, torch.cuda.Event]], *, times: int = 1) -> None:
-        """All work that was begun is launched. `times`: for how many pieces of work it stands, of which the others are not timed."""
+        """All work that was begun is launched. `times`: for how many pieces of work it stands; the others are not timed."""
         self._pairs.extend((event, self._recorded(device), times) for device, event in begun)
 
     def taken(self) -> Pairs:

@@ -78,8 +78,8 @@ class Settings:
         kinds.activations(),
         False,
         "metrics of the outputs of inner modules and of their gradients",
-        "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of those modules in whose "
-        "name it is found. See docs/activations.md.",
+        "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of those modules in "
+        "whose name it is found. See docs/activations.md.",
     )
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
     collectors: frozenset[str] = option(

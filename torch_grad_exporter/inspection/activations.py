@@ -34,6 +34,7 @@ from torch_grad_exporter.torch_compat import (
     compiles_backwards,
     graph_task,
     on_node_of,
+    something_is_compiled,
     within_transform,
 )
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
@@ -47,21 +48,38 @@ TIMED = 16
 """Calls of a sample that are timed on devices; each stands for as many as came since the one before."""
 
 TASKS = 4
-"""Backwards at most of which gradients are kept before it is known whether they are of the round."""
+FORWARDS = 64
+"""Backwards and forwards at most of which something is kept before it is known whether they are of the round."""
 
 COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it anew"
 
 
 class Key(NamedTuple):
-    """A module, by `id`, with the `id` of its model and its label; and the device of its output."""
+    """A module, by `id`, with its label; and the device of its output."""
 
     module: int
-    root: int
     label: str
     device: torch.device
 
 
 Tallies = dict[Key, Tally]
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """What a forward of a model has shown. `hooked`: a backward through it shows; `old`: a step came since."""
+
+    tallies: Tallies = field(default_factory=dict)
+    hooked: bool = False
+    old: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Backward:
+    """What a backward has shown of gradients. `forwards`: the numbers of those that it passed through."""
+
+    tallies: Tallies = field(default_factory=dict)
+    forwards: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +96,7 @@ class Activations:
 
     def __init__(
         self,
+        *,
         modules: InnerModules,
         hooks: Hooks,
         reader: GradientReader,
@@ -93,15 +112,20 @@ class Activations:
         self._units = UnitDims()
         self._scratch = Scratch()
         self._transfer = HostTransfer()
-        self._pending: Tallies = {}
-        self._old: set[int] = set()
-        """Models whose pending outputs are from before the last step."""
-        self._gradients: dict[int, Tallies] = {}
-        """What backwards have shown that are not over, by autograd's number."""
+        self._forward = 0
+        """The number of the last forward of a model."""
+        self._pending: dict[int, _Forward] = {}
+        """By number, those of which no backward is known."""
+        self._backwards: dict[int, _Backward] = {}
+        """By autograd's number, those that are not over."""
         self._round = _Round()
         self._odd: set[int] = set()
         """Modules, by `id`, whose last output could not be measured."""
         self._pace = _Pace()
+        self._roots: set[int] = set()
+        self._new_roots: set[int] = set()
+        """By `id`, models that had a forward before this round, and those that had their first one in it."""
+        self._chosen = Chosen()
         self._told = 0
 
     # The moments of a round
@@ -112,36 +136,38 @@ class Activations:
             self._hooks.disarm()
             self._pending = {}
             return
-        if id(root) in self._old:  # its forward before the step had no backward
-            self._old.discard(id(root))
-            self._pending = {key: tally for key, tally in self._pending.items() if key.root != id(root)}
+        if not self._known(id(root)):
+            return
+        self._forward += 1
+        self._pending[self._forward] = _Forward()
+        if len(self._pending) > FORWARDS:
+            del self._pending[min(self._pending)]
         self._hooks_gradients = not compiles_backwards()
-        chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
-        self._tell(chosen)
+        self._chosen = self._hooks.arm(root, compiled=called_from_compiled(sys._getframe(1)))
+        self._tell()
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:
-        """Confirms what is pending of the models that the backward has passed through; of all where that does not show."""
-        found, gradients = self._gradients, {}
-        self._gradients = {}
+        """Confirms the forwards that the backward has passed through, and those of which that cannot show."""
+        found, self._backwards = self._backwards, {}
         if not sampled:
             self._pending = {}
             return
-        if found:
-            gradients = found.get(graph_task(), found[max(found)])
+        backward = found.get(graph_task(), found[max(found)]) if found else _Backward()
         if self._round.number != number:
             self._round = _Round(number)
-        reached = {key.root for key in gradients}
-        confirmed = {key: tally for key, tally in self._pending.items() if not reached or key.root in reached}
-        self._pending = {key: tally for key, tally in self._pending.items() if key not in confirmed}
-        _include(self._round.tallies, confirmed)
-        _include(self._round.tallies, gradients)
+        confirmed = [one for one, forward in self._pending.items() if one in backward.forwards or not forward.hooked]
+        for one in confirmed:
+            _include(self._round.tallies, self._pending.pop(one).tallies)
+        _include(self._round.tallies, backward.tallies)
         scale = self._reader.scale
         self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """Sends what the round has shown to the host."""
+        self._roots |= self._new_roots
         if number == self._round.number:
             over, self._round = self._round, _Round()
+            self._tell()
             if kept:
                 self._pace.sample_over()
                 with torch.no_grad():
@@ -149,16 +175,28 @@ class Activations:
 
     def step_over(self, *, sampled: bool) -> None:
         """Takes all hooks off; the next forward sets those that it needs."""
+        self._roots |= self._new_roots
         self._hooks.disarm()
-        self._gradients = {}
-        self._old = {key.root for key in self._pending} if sampled else set()
-        if not sampled:
-            self._pending = {}
+        self._backwards = {}
+        # One that came before the step may get its backward after it, as that of a generator; but not after two steps.
+        self._pending = {number: one for number, one in self._pending.items() if sampled and not one.old}
+        for one in self._pending.values():
+            one.old = True
 
     def release(self) -> None:
         """Takes all hooks off and forgets what is not sent; idempotent, from any thread."""
         self._hooks.disarm()
-        self._pending, self._gradients, self._round = {}, {}, _Round()
+        self._pending, self._backwards, self._round = {}, {}, _Round()
+
+    def _known(self, root: int) -> bool:
+        """Whether a model had a forward before this round; true of all where nothing is compiled.
+
+        In the first one functions are compiled that it calls: with the hooks that they then see, and anew without them.
+        """
+        if root in self._roots or not something_is_compiled():
+            return True
+        self._new_roots.add(root)
+        return False
 
     # Hooks
 
@@ -173,26 +211,29 @@ class Activations:
             self._odd.add(id(inner.module))
             return
         self._odd.discard(id(inner.module))
-        key = Key(id(inner.module), inner.root, inner.label, values.device)
+        key = Key(id(inner.module), inner.label, values.device)
+        forward = self._pending.setdefault(self._forward, _Forward())
         with measuring(values.device.type):
-            self._timed(key, lambda: Tally.of_output(values, self._units.of(inner.module, values), self._scratch), self._pending)
+            self._timed(key, lambda: Tally.of_output(values, self._units.of(inner.module, values), self._scratch), forward.tallies)
         if found.requires_grad and self._hooks_gradients:
-            on_node_of(found, functools.partial(self._on_gradient, key, found.output_nr))
+            hook = functools.partial(self._on_gradient, key, self._forward, found.output_nr)
+            forward.hooked |= on_node_of(found, hook)
         self._cost.spent(start, sampled=True)
 
-    def _gradient_came(self, key: Key, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradient of an output is known: that at `place` of those of its node."""
+    def _gradient_came(self, key: Key, forward: int, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradient of an output of a forward is known: that at `place` of those of its node."""
         gradient, task = gradients[place], graph_task()
         if gradient is None or task == -1 or capturing_graph():
             return
         start = self._cost.now()
         values = dense(gradient)
         if values is not None:
-            if task not in self._gradients and len(self._gradients) >= TASKS:
-                del self._gradients[min(self._gradients)]
+            if task not in self._backwards and len(self._backwards) >= TASKS:
+                del self._backwards[min(self._backwards)]
+            backward = self._backwards.setdefault(task, _Backward())
+            backward.forwards.add(forward)
             with measuring(values.device.type):
-                own = self._gradients.setdefault(task, {})
-                self._timed(key, lambda: Tally.of_gradient(values, self._scratch), own)
+                self._timed(key, lambda: Tally.of_gradient(values, self._scratch), backward.tallies)
         self._cost.spent(start, sampled=True)
 
     def _timed(self, key: Key, measure: Callable[[], Tally], into: Tallies) -> None:
@@ -222,8 +263,9 @@ class Activations:
         if sent and len(arriving) == len(tickets):
             self._mailbox.append(Inspected(functools.partial(_take, self.totals, tuple(sent), known), arriving))
 
-    def _tell(self, chosen: Chosen) -> None:
+    def _tell(self) -> None:
         """Keeps the totals informed of what is left out, and says once that modules are compiled."""
+        chosen = self._chosen
         self.totals.modules(chosen.folded, {"compiled": chosen.compiled, "output": len(self._odd)})
         if chosen.compiled > self._told:
             say(logger, logging.WARNING, COMPILED, chosen.compiled)
@@ -275,10 +317,9 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inner:
-    """A module that is hooked, while it runs. `root`: the `id` of its model."""
+    """A module that is hooked, while it runs."""
 
     label: str
-    root: int
     module: torch.nn.Module
 
 
@@ -292,11 +333,11 @@ class _RoundHooks:
         self._inner: dict[int, InnerHooks] = {}
         self._armed: dict[int, Chosen] = {}
         """By model, what is hooked."""
-        self._labels: dict[int, tuple[weakref.ref[torch.nn.Module], int, str]] = {}
+        self._labels: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._inside = False
 
     def arm(self, root: torch.nn.Module, *, compiled: bool) -> Chosen:
-        """The forward of a model begins: hooks its modules, unless it is compiled; what there is to hook now."""
+        """The forward of a model begins: hooks its modules, unless it is compiled; what is hooked, and what is left out."""
         chosen, number = self._modules.chosen(), id(root)
         mine = [one for one in chosen.inner if one.root == number]
         if compiled:
@@ -305,7 +346,7 @@ class _RoundHooks:
         self._around.arm([root])
         if self._armed.get(number) is not chosen:
             modules = [module for one in mine if (module := one.module()) is not None]
-            self._labels |= {id(one.module()): (one.module, one.root, one.label) for one in mine}
+            self._labels |= {id(one.module()): (one.module, one.label) for one in mine}
             if number not in self._inner:
                 self._inner[number] = self._make(self._inner_ended)
             self._inner[number].arm(modules)
@@ -328,9 +369,9 @@ class _RoundHooks:
         # Without gradients it is no training, but for what a model does so within its own forward, such as a checkpoint.
         if graph_task() != -1 or not (self._inside or torch.is_grad_enabled()):
             return
-        reference, root, label = self._labels.get(id(module), (None, 0, ""))
+        reference, label = self._labels.get(id(module), (None, ""))
         if reference is not None and reference() is module:
-            self._ended(_Inner(label, root, module), output)
+            self._ended(_Inner(label, module), output)
 
 
 def _nothing(*_arguments: object) -> None:

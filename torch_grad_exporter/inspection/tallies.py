@@ -111,15 +111,16 @@ def _on_host(values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> tu
     return _numbers(row[_COLUMNS]), peaks
 
 
-def _on_device(values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_device(values: torch.Tensor, unit_dim: int | None, _scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and peaks, without a read; temporaries are as bounded as for gradients."""
     values, accumulate = resolved(values), device.wide(values.device)
-    norms = [*single.norms(values, None, scratch)]
+    batch = Batch((0,), (values,), None)
+    found, _ = device.norms(batch, accumulate)
+    norm = found[:, 0] if found.shape[1] == 1 else found.prod(dim=1)  # without float64, times the scale
     counts = [
-        torch.stack([found.sum(dtype=accumulate) for found in (chunk == 0, chunk.isnan(), chunk.isinf())])
-        for chunk in device.chunks(Batch((0,), (values,), None), device.CHUNK_ELEMENTS)
+        torch.stack([flags.sum(dtype=accumulate) for flags in (chunk == 0, chunk.isnan(), chunk.isinf())])
+        for chunk in device.chunks(batch, device.CHUNK_ELEMENTS)
     ]
-    norm = torch.cat([one for one in norms if isinstance(one, torch.Tensor)])
     if len(counts) > 1:
         norm, counts = torch.linalg.vector_norm(norm).reshape(1), [torch.stack(counts).sum(dim=0)]
     others = None if unit_dim is None else [dim for dim in range(values.dim()) if dim != unit_dim]
