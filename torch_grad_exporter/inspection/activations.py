@@ -11,22 +11,20 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from torch_grad_exporter.aggregation.activations import ActivationSample, ActivationTotals
+from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
-from torch_grad_exporter.inspection.tallies import Packed, Tally, measuring, packed
+from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
+from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
-from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.torch_compat import (
     BACKWARDS_ARE_SEEN,
@@ -37,32 +35,16 @@ from torch_grad_exporter.torch_compat import (
     something_is_compiled,
     within_transform,
 )
-from torch_grad_exporter.transfer.events import Inspected, Mailbox
-from torch_grad_exporter.transfer.transfer import HostTransfer
+from torch_grad_exporter.transfer.events import Mailbox
 
 logger = logging.getLogger("torch_grad_exporter")
 
 SOURCE = "activations"
 
-TIMED = 16
-"""Calls of a sample that are timed on devices; each stands for as many as came since the one before."""
-
-TASKS = 4
 FORWARDS = 64
-"""Backwards and forwards at most of which something is kept before it is known whether they are of the round."""
+"""Forwards at most of which something is kept before it is known whether they are of the round."""
 
 COMPILED = "activations of %d modules are not shown, since they are compiled; a hook in compiled code would compile it anew"
-
-
-class Key(NamedTuple):
-    """A module, by `id`, with its label; and the device of its output."""
-
-    module: int
-    label: str
-    device: torch.device
-
-
-Tallies = dict[Key, Tally]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,23 +54,6 @@ class _Forward:
     tallies: Tallies = field(default_factory=dict)
     hooked: bool = False
     old: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Backward:
-    """What a backward has shown of gradients. `forwards`: the numbers of those that it passed through."""
-
-    tallies: Tallies = field(default_factory=dict)
-    forwards: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """What the backwards of a round have confirmed. `scale`: of the loss, if a gradient scaler is known that has one."""
-
-    number: int = -1
-    tallies: Tallies = field(default_factory=dict)
-    scale: torch.Tensor | None = None
 
 
 class Activations:
@@ -104,24 +69,19 @@ class Activations:
         mailbox: Mailbox,
         totals: ActivationTotals,
     ) -> None:
-        self._modules, self._reader, self._cost = modules, reader, cost
-        self._mailbox, self.totals = mailbox, totals
+        self._cost, self._totals = cost, totals
+        self._tallies = RoundTallies(reader, cost, mailbox)
         self._hooks = _RoundHooks(modules, hooks, self._forward_ended)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
         self._units = UnitDims()
         self._scratch = Scratch()
-        self._transfer = HostTransfer()
         self._forward = 0
         """The number of the last forward of a model."""
         self._pending: dict[int, _Forward] = {}
         """By number, those of which no backward is known."""
-        self._backwards: dict[int, _Backward] = {}
-        """By autograd's number, those that are not over."""
-        self._round = _Round()
         self._odd: set[int] = set()
         """Modules, by `id`, whose last output could not be measured."""
-        self._pace = _Pace()
         self._roots: set[int] = set()
         self._new_roots: set[int] = set()
         """By `id`, models that had a forward before this round, and those that had their first one in it."""
@@ -148,36 +108,26 @@ class Activations:
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:
         """Confirms the forwards that the backward has passed through, and those of which that cannot show."""
-        found, self._backwards = self._backwards, {}
         if not sampled:
+            self._tallies.forget_backwards()
             self._pending = {}
             return
-        backward = found.get(graph_task(), found[max(found)]) if found else _Backward()
-        if self._round.number != number:
-            self._round = _Round(number)
+        backward = self._tallies.backward_ended(number)
         confirmed = [one for one, forward in self._pending.items() if one in backward.forwards or not forward.hooked]
         for one in confirmed:
-            _include(self._round.tallies, self._pending.pop(one).tallies)
-        _include(self._round.tallies, backward.tallies)
-        scale = self._reader.scale
-        self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
+            self._tallies.confirm(self._pending.pop(one).tallies)
 
     def round_over(self, number: int, *, kept: bool) -> None:
         """Sends what the round has shown to the host."""
         self._roots |= self._new_roots
-        if number == self._round.number:
-            over, self._round = self._round, _Round()
-            self._tell()
-            if kept:
-                self._pace.sample_over()
-                with torch.no_grad():
-                    self._send(over)
+        self._tell()
+        self._tallies.round_over(number, self._totals.take if kept else None)
 
     def step_over(self, *, sampled: bool) -> None:
         """Takes all hooks off; the next forward sets those that it needs."""
         self._roots |= self._new_roots
         self._hooks.disarm()
-        self._backwards = {}
+        self._tallies.forget_backwards()
         # One that came before the step may get its backward after it, as that of a generator; but not after two steps.
         self._pending = {number: one for number, one in self._pending.items() if sampled and not one.old}
         for one in self._pending.values():
@@ -186,7 +136,8 @@ class Activations:
     def release(self) -> None:
         """Takes all hooks off and forgets what is not sent; idempotent, from any thread."""
         self._hooks.disarm()
-        self._pending, self._backwards, self._round = {}, {}, _Round()
+        self._pending = {}
+        self._tallies.forget()
 
     def _known(self, root: int) -> bool:
         """Whether a model had a forward before this round; true of all where nothing is compiled.
@@ -214,7 +165,8 @@ class Activations:
         key = Key(id(inner.module), inner.label, values.device)
         forward = self._pending.setdefault(self._forward, _Forward())
         with measuring(values.device.type):
-            self._timed(key, lambda: Tally.of_output(values, self._units.of(inner.module, values), self._scratch), forward.tallies)
+            unit_dim = self._units.of(inner.module, values)
+            self._tallies.measure(key, lambda: Tally.of_output(values, unit_dim, self._scratch), forward.tallies)
         if found.requires_grad and self._hooks_gradients:
             hook = functools.partial(self._on_gradient, key, self._forward, found.output_nr)
             forward.hooked |= on_node_of(found, hook)
@@ -228,91 +180,19 @@ class Activations:
         start = self._cost.now()
         values = dense(gradient)
         if values is not None:
-            if task not in self._backwards and len(self._backwards) >= TASKS:
-                del self._backwards[min(self._backwards)]
-            backward = self._backwards.setdefault(task, _Backward())
+            backward = self._tallies.backward(task)
             backward.forwards.add(forward)
             with measuring(values.device.type):
-                self._timed(key, lambda: Tally.of_gradient(values, self._scratch), backward.tallies)
+                self._tallies.measure(key, lambda: Tally.of_gradient(values, self._scratch), backward.tallies)
         self._cost.spent(start, sampled=True)
-
-    def _timed(self, key: Key, measure: Callable[[], Tally], into: Tallies) -> None:
-        times = self._pace.next()
-        begun = self._cost.timer.begin((key.device,)) if times else []
-        _include(into, {key: measure()})
-        self._cost.timer.end(begun, times=times)
-
-    # The end of a round
-
-    def _send(self, over: _Round) -> None:
-        by_device: dict[torch.device, list[Key]] = {}
-        for key, tally in over.tallies.items():
-            if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
-                by_device.setdefault(key.device, []).append(key)
-        known = over.scale is not None or (self._reader.scale_known and not self._reader.knows_scaler)
-        sent, tickets = [], []
-        for device, keys in by_device.items():
-            begun = self._cost.timer.begin((device,))
-            packing, vector = packed([over.tallies[key] for key in keys])
-            tickets.append(self._transfer.send(vector))
-            sent.append((tuple(key.label for key in keys), packing))
-            self._cost.timer.end(begun)
-        if over.scale is not None:
-            tickets.append(self._transfer.send(over.scale.reshape(1)))
-        arriving = tuple(ticket for ticket in tickets if ticket is not None)
-        if sent and len(arriving) == len(tickets):
-            self._mailbox.append(Inspected(functools.partial(_take, self.totals, tuple(sent), known), arriving))
 
     def _tell(self) -> None:
         """Keeps the totals informed of what is left out, and says once that modules are compiled."""
         chosen = self._chosen
-        self.totals.modules(chosen.folded, {"compiled": chosen.compiled, "output": len(self._odd)})
+        self._totals.modules(chosen.folded, {"compiled": chosen.compiled, "output": len(self._odd)})
         if chosen.compiled > self._told:
             say(logger, logging.WARNING, COMPILED, chosen.compiled)
         self._told = max(self._told, chosen.compiled)
-
-
-def _include(into: Tallies, found: Mapping[Key, Tally]) -> None:
-    for key, tally in found.items():
-        if key in into:
-            into[key].include(tally)
-        else:
-            into[key] = tally
-
-
-def _take(
-    totals: ActivationTotals, sent: tuple[tuple[tuple[str, ...], Packed], ...], known: bool, values: tuple[FloatArray, ...]
-) -> None:
-    """On the worker: the vectors have arrived, one for each device, and the scale of the loss after them where there is one."""
-    scale = float(values[-1][0]) if len(values) > len(sent) else 1.0
-    packings = [packing for _, packing in sent]
-    totals.take(
-        ActivationSample(
-            tuple(label for labels, _ in sent for label in labels),
-            np.concatenate([one.elements for one in packings]),
-            np.concatenate([one.units for one in packings]),
-            np.concatenate([one.graded for one in packings]),
-            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
-            scale if known else float("nan"),
-        )
-    )
-
-
-class _Pace:
-    """Which calls of a sample are timed on devices: about `TIMED`, if the next sample has as many calls as the last."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._every = 1
-
-    def next(self) -> int:
-        """A call comes: for how many calls its time stands, 0 if it is not to be timed."""
-        self._calls += 1
-        return self._every if self._calls % self._every == 0 else 0
-
-    def sample_over(self) -> None:
-        """The next call is of another sample."""
-        self._every, self._calls = max(1, self._calls // TIMED), 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
