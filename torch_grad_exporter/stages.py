@@ -20,6 +20,7 @@ from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.cost import SampleCost
@@ -39,6 +40,7 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.outputs.live.live import Judged
 from torch_grad_exporter.resources.devices import DeviceMemory
@@ -51,7 +53,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations",
+    "clip_dry_run", "clip_report", "activations", "watch",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -125,6 +127,7 @@ def scrape(
     acted: ActionTotals,
     clip: ClipReports | None,
     activations: ActivationTotals | None = None,
+    watched: WatchTotals | None = None,
 ) -> Scrape:
     """The collectors over these parts. `ended` and all after it: as of `CollectorContext`."""
     settings, snapshots = checked.settings, Snapshots(host.snapshot, training.clock.counts)
@@ -155,6 +158,7 @@ def scrape(
         clip=clip,
         frozen=training.frozen,
         activations=activations,
+        watched=watched or WatchTotals(),
     )
     return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
 
@@ -215,6 +219,21 @@ def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> A
     )
     training.capture.inspect(watch, errors.boundary("activations"))
     return totals
+
+
+def watching(training: TrainingSide, totals: WatchTotals, errors: ErrorLog) -> Watch:
+    """What watches the gradients of single tensors, from the first one on."""
+    watch = Watch(
+        hooks=training.hooks,
+        reader=training.reader,
+        cost=training.cost,
+        mailbox=training.mailbox,
+        totals=totals,
+        errors=errors,
+        sampled=training.capture.is_sampled,
+    )
+    training.capture.inspect(watch, errors.boundary("watch"))
+    return watch
 
 
 def clipping(checked: Checked, training: TrainingSide, errors: ErrorLog) -> ClipAtSteps | None:

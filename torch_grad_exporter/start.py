@@ -86,8 +86,8 @@ def start_exporter(
       docs/activations.md.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      activations, training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all
-      ranks, makes rank 0 show the samples of all ranks together.
+      activations, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on
+      all ranks, makes rank 0 show the samples of all ranks together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.
     - `rank` (from the launcher, or 0): rank in the job, on every series.

@@ -66,7 +66,13 @@ def shown(exporter: Exporter, layer: str) -> dict[str, float | None]:
 def convnet() -> nn.Sequential:
     """A convolution, an in-place ReLU after a norm, and a linear layer with a ReLU that leaves dead units."""
     model = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6 * 16, 12), nn.ReLU(), nn.Linear(12, 2)
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(6 * 16, 12),
+        nn.ReLU(),
+        nn.Linear(12, 2),
     )
     with torch.no_grad():
         model[0].bias[2] = -50.0
@@ -79,7 +85,7 @@ DIMS = {"0": 1, "1": 1, "2": 1, "3": 1, "4": 1, "5": 1, "6": 1}
 
 
 @contextmanager
-def watched(model: nn.Module, **options: Any) -> Iterator[Exporter]:
+def watched(model: nn.Module, **options: object) -> Iterator[Exporter]:
     """An exporter of every round that fails in nothing."""
     with start_exporter(model, None, **{"every": 1, "activations": True, **options}) as exporter:
         yield exporter
@@ -210,7 +216,7 @@ class Calls(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> object:
         return self.function(x)
 
 
@@ -375,8 +381,6 @@ class NoRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-
-
 @pytest.mark.parametrize("dims", [None, 0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_on_a_device_nothing_is_read(dims: int | None, dtype: torch.dtype) -> None:
@@ -409,10 +413,10 @@ def test_the_two_ways_to_measure_agree() -> None:
                 x.select(dim, 1).zero_()
                 x.select(dim, 2).zero_()
                 x.select(dim, 2)[(0,) * (x.dim() - 1)] = planted
-            for values in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.flip(0)):
+            for laid_out in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.flip(0)):
                 vectors = []
                 for way in (tallies._on_host, tallies._on_device):
-                    row, peaks = way(values, dim, tallies.Scratch())
+                    row, peaks = way(laid_out, dim, tallies.Scratch())
                     vectors.append(tallies.packed([tallies.Tally(1, 1, [row], peaks)])[1])
                 torch.testing.assert_close(vectors[0], vectors[1].double(), rtol=1e-6, atol=0, equal_nan=True)
 
@@ -484,7 +488,9 @@ def test_a_pattern_chooses_modules_by_name() -> None:
 def test_a_pattern_that_matches_nothing_raises_before_anything_is_registered() -> None:
     """It names the argument, its value and some of the modules that there are."""
     model = nn.Sequential(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"activations='conv': is found in the name of none of the 2 modules; there are 'model', '0'"):
+    with pytest.raises(
+        ValueError, match=r"activations='conv': is found in the name of none of the 2 modules; there are 'model', '0'"
+    ):
         start_exporter(model, None, activations="conv")
     assert not model._forward_hooks
 
