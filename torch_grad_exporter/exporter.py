@@ -140,6 +140,7 @@ class Exporter:
             dead_from=dead_from(self.settings.dead_window),
             now=time.time,
             on_error=functools.partial(self._errors.count, "history"),
+            activations=None if self._activations is None else self._activations.snapshot,
         )
 
     def _start(self, checked: Checked, announcement: Announcement) -> None:

@@ -22,7 +22,9 @@ from torch_grad_exporter.config.option import PREFIX, UNSET
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.model.replicas import Ranks
 
-DEFAULT = frozenset({"gradients", "training", "cuda_memory", "gpu", "process", "host", "container", "exporter"})
+DEFAULT = frozenset(
+    {"gradients", "activations", "watched", "training", "cuda_memory", "gpu", "process", "host", "container", "exporter"}
+)
 
 RIGHT: list[tuple[str, object, object]] = [
     ("port", 0, 0),

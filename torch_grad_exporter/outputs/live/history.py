@@ -209,6 +209,9 @@ def _mean(one: Values, other: Values, weight: Values, more: Values) -> tuple[Val
 QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
 """What is kept of each layer. A norm that is not finite is kept as infinity; NaN means that there is no value."""
 
+ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
+"""What is kept of the outputs of each inner module, in a history of their own."""
+
 SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
 """What is kept of the run: the first optimizer's norms, and its first learning rate."""
 
@@ -255,10 +258,11 @@ class Window:
 class History:
     """Records moments. `record_if_due` belongs to one thread, everything else to any.
 
-    `moment` gives the present values, `now` the time, in seconds since 1970.
+    `moment` gives the present values, `now` the time, in seconds since 1970. `quantities`: of each layer.
     """
 
-    def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float]) -> None:
+    def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float], quantities: Sequence[str] = QUANTITIES) -> None:
+        self._quantities = tuple(quantities)
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()
@@ -340,7 +344,7 @@ class History:
             self._column.setdefault(name, len(self._column))
         self._sharded = moment.sharded
         self._make_room()
-        shape, rows = (len(self._column), len(QUANTITIES)), [self._column[name] for name in moment.layers]
+        shape, rows = (len(self._column), len(self._quantities)), [self._column[name] for name in moment.layers]
         row, flags = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
         row[rows] = moment.values
         if moment.nonfinite is not None:
@@ -355,13 +359,13 @@ class History:
             return
         forgotten = frozenset(gone[: len(gone) - MOST_GONE // 2])
         kept = {name: column for name, column in self._column.items() if name not in forgotten}
-        columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * len(QUANTITIES) + np.arange(len(QUANTITIES))
+        columns = np.array(list(kept.values()), dtype=np.int64)[:, None] * len(self._quantities) + np.arange(len(self._quantities))
         self._layers.arrange(columns.ravel())
         self._column = {name: column for column, name in enumerate(kept)}
 
     def _make_room(self) -> None:
         """Gives each layer a place in the track."""
-        width = len(QUANTITIES) * len(self._column)
+        width = len(self._quantities) * len(self._column)
         fit = max(LEAST, LAYER_BYTES // max(4 * width + -(-width // 8), 1))
         recent, whole = min(RECENT, fit // 2), min(WHOLE, fit // 2 // 2 * 2)
         if self._layers.width < width:
@@ -384,14 +388,14 @@ class History:
 
         Another record may forget layers: names and values that are read separately may not match.
         """
-        place = QUANTITIES.index(name)
+        place = self._quantities.index(name)
         with self._lock:
             part = window.of(self._layers)
-            return list(self._column), part.columns(slice(place, None, len(QUANTITIES)))
+            return list(self._column), part.columns(slice(place, None, len(self._quantities)))
 
     def layer(self, name: str, window: Window) -> Part:
         """All quantities of one layer: values of shape (n, quantities). Raises `KeyError` where there is no such layer."""
         with self._lock:
             column = self._column[name]
             part = window.of(self._layers)
-        return part.columns(slice(column * len(QUANTITIES), (column + 1) * len(QUANTITIES)))
+        return part.columns(slice(column * len(self._quantities), (column + 1) * len(self._quantities)))

@@ -6,14 +6,14 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
 from urllib.parse import parse_qs
 
 from torch_grad_exporter.outputs.http.message import Request, Response, plain
-from torch_grad_exporter.outputs.live.history import QUANTITIES, Window
+from torch_grad_exporter.outputs.live.history import Window
 from torch_grad_exporter.outputs.live.live import VIEWS, Json, Live, UnknownLayerError
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip
 
@@ -95,7 +95,7 @@ class Pages:
         self._answers: Mapping[str, Callable[[Mapping[str, str]], Json]] = {
             "status": lambda _: live.status(),
             "run": lambda query: live.run(_window(query)),
-            "layers": lambda query: live.layers(_quantity(query), _window(query)),
+            "layers": lambda query: live.layers(_quantity(query, live.quantities), _window(query)),
             "saved": lambda _: live.everything(),
             "layer": lambda query: live.layer(query.get("name", "")),
         }
@@ -138,10 +138,10 @@ def _query(text: str) -> Mapping[str, str]:
         raise WrongQueryError(error) from None
 
 
-def _quantity(query: Mapping[str, str]) -> str:
+def _quantity(query: Mapping[str, str], there_are: Sequence[str]) -> str:
     quantity = query.get("quantity", "norm")
-    if quantity not in QUANTITIES:
-        raise WrongQueryError("quantity is one of " + ", ".join(QUANTITIES))
+    if quantity not in there_are:
+        raise WrongQueryError("quantity is one of " + ", ".join(there_are))
     return quantity
 
 

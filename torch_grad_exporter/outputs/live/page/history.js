@@ -4,7 +4,9 @@
 
   const { parse } = page.numbers;
   const RUN_KEYS = ["loss", "norm", "norm_after_clip", "step_seconds", "learning_rate"];
-  const QUANTITIES = ["norm", "zero_ratio", "dead_ratio", "zscore"];
+  const OF_GRADIENTS = ["norm", "zero_ratio", "dead_ratio", "zscore"];
+  const OF_ACTIVATIONS = ["activation_rms", "activation_zero_ratio", "activation_dead_ratio"];
+  const QUANTITIES = [...OF_GRADIENTS, ...OF_ACTIVATIONS];
   const VIEWS = ["whole", "recent"];
   const MOST = { run: { recent: 1200, whole: 960 }, layers: { recent: 600, whole: 480 } };
 
@@ -122,16 +124,16 @@
       return view === "recent" ? `&since=${next}` : `&since=${next - 1}&stride=${kept.stride}`;
     }
 
-    // One layer's history out of the grids, for a saved file.
+    // One layer's history out of the grids, for a saved file; activations have records of their own.
     layer(name) {
       const found = {};
       for (const view of VIEWS) {
-        const grids = QUANTITIES.map((quantity) => this.layers[quantity][view]);
+        const grids = OF_GRADIENTS.map((quantity) => this.layers[quantity][view]);
         const known = grids.filter((kept) => kept.known && kept.layers.includes(name));
         if (!known.length) continue;
         const [{ times, steps, first, stride }] = known;
         found[view] = { times, steps, stride, nonfinite: {} };
-        QUANTITIES.forEach((quantity, k) => {
+        OF_GRADIENTS.forEach((quantity, k) => {
           const kept = grids[k];
           const place = known.includes(kept) ? kept.layers.indexOf(name) : -1;
           // By the numbers of the records: the grids need not have been written at the same moment.
@@ -149,5 +151,5 @@
     return value === Infinity ? Infinity : scale === "log" ? 10 ** value : value;
   }
 
-  page.history = { History, QUANTITIES, VIEWS, flagsOf };
+  page.history = { History, QUANTITIES, OF_ACTIVATIONS, VIEWS, flagsOf };
 })(window.TorchGrad = window.TorchGrad || {});
