@@ -327,6 +327,19 @@ def test_a_first_sample_whose_scaler_is_not_known_shows_no_gradient() -> None:
         assert shown(exporter, "0")["grad_norm"] is None
 
 
+def test_a_scaler_that_is_disabled_hides_no_gradient() -> None:
+    """As in scripts that switch it off on the CPU: the norm is there from the first step on."""
+    model = nn.Sequential(nn.Linear(4, 6))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    with watched(model) as exporter:
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert (shown(exporter, "0")["grad_norm"] is not None) or step == 0
+
+
 def test_a_gradient_penalty_counts_once() -> None:
     """What `torch.autograd.grad` has passed before is not part of the gradient that the backward brings."""
     torch.manual_seed(0)

@@ -57,11 +57,12 @@ class Backward:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """What backwards have confirmed. `scale`: of the loss, if a gradient scaler is known that has one."""
+    """What backwards have confirmed. `scale`: of the loss, if a gradient scaler was known that has one; `scaler`: if one was."""
 
     number: int = -1
     tallies: Tallies = field(default_factory=dict)
     scale: torch.Tensor | None = None
+    scaler: bool = False
 
 
 class RoundTallies:
@@ -97,7 +98,7 @@ class RoundTallies:
         if self._round.number != number:
             self._round = _Round(number)
         self.confirm(backward.tallies)
-        scale = self._reader.scale
+        scale, self._round.scaler = self._reader.scale, self._reader.knows_scaler
         self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
         return backward
 
@@ -128,7 +129,8 @@ class RoundTallies:
         for key, tally in over.tallies.items():
             if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
                 by_device.setdefault(key.device, []).append(key)
-        known = over.scale is not None or (self._reader.scale_known and not self._reader.knows_scaler)
+        # A scaler that was found only after the backward has scaled its loss, unless it is disabled.
+        known = over.scaler or (self._reader.scale_known and self._reader.scale is None)
         sent, tickets = [], []
         for device, keys in by_device.items():
             begun = self._cost.timer.begin((device,))
