@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 
 from torch_grad_exporter.aggregation.activations import OfOutput
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
-from torch_grad_exporter.statistics import Column, device, host, single
+from torch_grad_exporter.statistics import Column, device, host, single, squares
 from torch_grad_exporter.statistics.batches import Batch, resolved
-from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS, Scratch
 from torch_grad_exporter.statistics.layout import ORDINARY
 
 HELD = 16
@@ -83,14 +84,12 @@ class Tally:
         return self.gradients[0] if len(self.gradients) == 1 else torch.linalg.vector_norm(torch.cat(self.gradients)).reshape(1)
 
 
-@contextlib.contextmanager
-def measuring(kind: str) -> Iterator[None]:
-    """Without graph, and without autocast, which would take copies in float32 on this kind of device."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def measuring(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Without autocast, which would take copies in float32 on other devices than the CPU. What is measured has no graph."""
+    return torch.autocast(kind, enabled=False) if kind != "cpu" and torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:
@@ -100,15 +99,30 @@ def _numbers(values: Sequence[float] | FloatArray) -> torch.Tensor:
 def _on_host(values: torch.Tensor, unit_dim: int | None, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and peaks. Of a unit that is not zero the peak is only known to be at most that of all, which stands in its place."""
     values = resolved(values)
-    columns, _, _ = host.measure((Batch((0,), (values,), None),), scratch, ORDINARY)
-    row = columns[0]
-    peak = float(np.maximum(abs(row[Column.MIN]), abs(row[Column.MAX])))
+    found = _fast(values)
+    if found is None:
+        columns, _, _ = host.measure((Batch((0,), (values,), None),), scratch, ORDINARY)
+        row = columns[0]
+        found = row[_COLUMNS], float(np.maximum(abs(row[Column.MIN]), abs(row[Column.MAX])))
+    row, peak = found
     units = 1 if unit_dim is None else values.shape[unit_dim]
-    peaks = torch.full((units,), peak, dtype=torch.float64, device="cpu")
-    if unit_dim is not None and row[Column.ZEROS] >= values.numel() // units:  # else no unit can be zero
+    peaks = _numbers([peak] * units)
+    if unit_dim is not None and row[1] >= values.numel() // units:  # else no unit can be zero
         others = [dim for dim in range(values.dim()) if dim != unit_dim]
         peaks.masked_fill_(~(values != 0).any(dim=others), 0.0)
-    return _numbers(row[_COLUMNS]), peaks
+    return _numbers(row), peaks
+
+
+def _fast(values: torch.Tensor) -> tuple[Sequence[float] | FloatArray, float] | None:
+    """The same of a small finite output at a third of the price; `None` where it cannot be had or trusted that way."""
+    if values.numel() > BLOCK_ELEMENTS or not values.is_contiguous() or values.dtype is torch.float64:
+        return None
+    flat = values.float().numpy().reshape(-1)
+    with np.errstate(all="ignore"):
+        total = float(squares.squares(flat.reshape(1, -1))[0])
+    if not flat.size * squares.FAITHFUL < total < np.inf:  # as well where there is a NaN
+        return None
+    return [math.sqrt(total), float(flat.size - np.count_nonzero(flat)), 0.0, 0.0], max(-float(flat.min()), float(flat.max()))
 
 
 def _on_device(values: torch.Tensor, unit_dim: int | None, _scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
