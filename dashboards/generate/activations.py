@@ -45,14 +45,14 @@ def _gradients() -> Panel:
 
 def _nonfinite() -> Panel:
     selector = of_run("torch_activation_nonfinite_elements_total", KEPT)
-    found = f"sum by (run, layer, kind) ({increase(selector)})"
+    found = f"round(sum by (run, layer, kind) ({increase(selector)}))"
     most = f"topk(20, sum by (run, layer, kind) (increase({selector}[$__range] @ end())))"
     text = (
         "Elements of outputs that were NaN or Inf, over sampled steps, the 20 modules with the most. The first in the order of the "
         "model is where it began."
     )
     query = Query(f"{found} and on (run, layer, kind) {most}", "{{layer}} {{kind}} {{run}}")
-    return draw.lines("NaN and Inf in outputs", text, "short", query, nothing=NOTHING, many=True).min(0)
+    return draw.lines("NaN and Inf in outputs", text, "short", query, nothing=NOTHING, many=True).min(0).decimals(0)
 
 
 def _watched() -> Panel:
