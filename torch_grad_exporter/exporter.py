@@ -52,6 +52,9 @@ logger = logging.getLogger("torch_grad_exporter")
 STORE_SECONDS = 0.4
 """How long the end waits for the job's store, at most."""
 
+_UNUSED: Watch | None = None
+"""Nothing is watched before the first `watch`."""
+
 _Batch = TypeVar("_Batch")
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
@@ -82,8 +85,7 @@ class Exporter:
         self._notify = notifying(checked, self._training, self._judged_for_both, errors)
         self._clip = clipping(checked, self._training, errors)
         self._activations = activations(checked, self._training, errors)
-        self._watched = WatchTotals()
-        self._watch: Watch | None = None
+        self._watched, self._watch = WatchTotals(), _UNUSED
         self._scrape = scrape(
             checked,
             self._training,

@@ -475,7 +475,10 @@ def test_activations_have_a_history_and_buttons_of_their_own(training: Callable[
         assert eventually(lambda quantity=quantity, wanted=wanted: abs(last(quantity) - wanted) <= 1e-6 * max(wanted, 1.0))
     page = open_page(run.page).page
     for quantity in quantities:
-        expect(page.get_by_test_id(f"quantity-{quantity}")).to_be_visible()
+        page.get_by_test_id(f"quantity-{quantity}").click()
+        assert f"quantity={quantity}" in page.url
+        expect(page.locator("#heatmap-title")).to_contain_text("Activation")
+        expect(page.get_by_test_id("layer-count")).to_have_text("2 layers")
 
 
 def test_without_activations_there_is_no_button_for_them(training: Callable[..., Run], open_page: Callable[..., Visit]) -> None:
