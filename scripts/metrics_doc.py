@@ -43,6 +43,8 @@ def switch(spec: Spec) -> str:
         return f"{spec.opt_in}=[...]"
     if spec.opt_in == "clip":
         return "clip=... or dry_run=[...]"
+    if spec.opt_in == "watch":
+        return "exporter.watch(...)"
     if spec.opt_in == "on":
         return "exporter.on(...)"
     if spec.opt_in == "freeze":

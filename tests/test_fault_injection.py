@@ -103,6 +103,13 @@ LEFT_OUT = {
         (*(f"actions.freeze.{room}" for room in ("freeze", "layers", "norms", "refusals")), "collectors.frozen_layers"),
         "behind the guard of each action, which only `on` makes, tests/actions/freeze/test_freeze.py",
     ),
+    **dict.fromkeys(
+        (
+            *(f"inspection.{room}" for room in ("activations", "modules", "rounds", "tallies", "tensors", "watch")),
+            "aggregation.activations", "aggregation.watched", "collectors.activations", "collectors.watched",
+        ),
+        "only with activations= or watch, tests/inspection/test_failures.py",
+    ),
     "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(
         (f"outputs.otlp.{room}" for room in ("delivery", "delivery_grpc", "delivery_http", "delta", "otlp", "protobuf")),
@@ -171,7 +178,16 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
-    "capture.build.Capture.inspect": "what is inspected, tests/capture/test_inspections.py",
+    **dict.fromkeys(
+        ("capture.build.Capture.inspect", "capture.build.Capture.is_sampled", "capture.cost.SampleCost.now"),
+        "what is inspected, tests/capture/test_inspections.py and tests/inspection",
+    ),
+    **dict.fromkeys(
+        (f"torch_compat.{name}" for name in (
+            "is_compiled", "called_from_compiled", "something_is_compiled", "compiles_backwards", "on_node_of",
+        )),
+        "behind the guard of each inspection, tests/inspection/test_failures.py",
+    ),
     "capture.inspections.Inspections.add": "what is inspected, tests/capture/test_inspections.py",
     **dict.fromkeys(
         (

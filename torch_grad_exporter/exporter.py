@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar, overload
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.data import DataLoader
 
 from torch_grad_exporter import lifecycle, torch_compat
@@ -22,6 +23,7 @@ from torch_grad_exporter.actions.act.between_steps import BetweenSteps
 from torch_grad_exporter.actions.act.event import Action
 from torch_grad_exporter.actions.act.trigger import Condition
 from torch_grad_exporter.actions.freeze.freeze import Freeze
+from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.capture.watched_data_loader import watched
 from torch_grad_exporter.capture.watched_loader import WatchedLoader
@@ -31,6 +33,7 @@ from torch_grad_exporter.collectors.process import STANDARD
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import hostname
 from torch_grad_exporter.errors import ErrorLog, Guard, say
+from torch_grad_exporter.inspection.watch import Watch, check
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement
@@ -40,13 +43,17 @@ from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.rules import Problem
-from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, clipping, host_side, notifying, scrape
+from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, activations, clipping, host_side, notifying, scrape, watching
+from torch_grad_exporter.torch_compat import is_tracing
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
 STORE_SECONDS = 0.4
 """How long the end waits for the job's store, at most."""
+
+_UNUSED: Watch | None = None
+"""Nothing is watched before the first `watch`."""
 
 _Batch = TypeVar("_Batch")
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
@@ -67,7 +74,7 @@ class Exporter:
         self.rank = checked.rank
         self._errors = errors = ErrorLog((*SOURCES, *REGISTRY.sources))
         # What may succeed the next time is never switched off.
-        self._guards = {source: errors.boundary(source, limit=None) for source in ("observe", "request", "close")}
+        self._guards = {source: errors.boundary(source, limit=None) for source in ("observe", "request", "close", "watch")}
         self._guards["step"] = errors.boundary("observe", "step")
         self._ending = lifecycle.Ending(checked.identity.world_size)
         self._store = checked.store
@@ -77,6 +84,8 @@ class Exporter:
         self._act = acting(checked, self._training, self._host, errors, judge=self._judged, stop=self._stop)
         self._notify = notifying(checked, self._training, self._judged_for_both, errors)
         self._clip = clipping(checked, self._training, errors)
+        self._activations = activations(checked, self._training, errors)
+        self._watched, self._watch = WatchTotals(), _UNUSED
         self._scrape = scrape(
             checked,
             self._training,
@@ -86,6 +95,8 @@ class Exporter:
             notified=None if self._notify is None else self._notify.totals,
             acted=self._act.totals,
             clip=None if self._clip is None else self._clip.reports,
+            activations=self._activations,
+            watched=self._watched,
         )
         self._registry = RegistryCollector(
             self._scrape, checked.labels, REGISTRY.catalogue.values(), common=STANDARD.specs, on_error=errors.count
@@ -132,6 +143,7 @@ class Exporter:
             moments=self.settings.moments,
             now=time.time,
             on_error=functools.partial(self._errors.count, "history"),
+            activations=None if self._activations is None else self._activations.snapshot,
         )
 
     def _start(self, checked: Checked, announcement: Announcement) -> None:
@@ -248,6 +260,26 @@ class Exporter:
         if self._clip is not None:
             self._guards["observe"](self._clip.observe, loss, epoch)
 
+    def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None = None) -> torch.Tensor:
+        """The tensor, whose gradient is measured in sampled rounds; go on with what this returns. In the forward or the loss.
+
+        `max_norm`: clips that gradient to this L2 norm in every backward, sampled or not, which changes the training; in units of
+        the loss before a gradient scaler's, if one is known. A norm that is not finite is left alone. Several tensors of one name
+        in a round count together, but each is clipped by itself. Beyond 100 names all others share one.
+
+        A tensor that needs no gradient, and any within compiled code or after `close()`, is returned as it is. Raises `TypeError`
+        or `ValueError` where an argument is wrong, as `on` does; what fails later is counted, and leaves the gradient as it is.
+        """
+        if is_compiling():
+            return tensor
+        check(name, tensor, max_norm)
+        if self._ending.closed or is_tracing():
+            return tensor
+        if self._watch is None:
+            self._watch = watching(self._training, self._watched, self._errors)
+        found = self._guards["watch"].result(self._watch.watch, name, tensor, max_norm)
+        return tensor if found is None else found
+
     def step(self, number: int | None = None) -> None:
         """Says that an optimizer step is done, where no hook can see it: a patched, wrapped or captured one.
 
@@ -325,6 +357,8 @@ class Exporter:
         training = self._training
         if self._clip is not None:
             yield self._clip.close
+        if self._watch is not None:
+            yield self._watch.close
         yield training.hooks.close
         yield training.capture.settle
         yield training.capture.close
@@ -393,6 +427,11 @@ class Exporter:
         self._act.after_fork_in_child()
         if self._clip is not None:
             self._clip.after_fork_in_child()
+        if self._activations is not None:
+            self._activations.after_fork_in_child()
+        self._watched.after_fork_in_child()
+        if self._watch is not None:
+            self._watch.close()
         self._scrape.after_fork_in_child()
         self._training.hooks.disconnect()
         self._training.capture.release_witness()

@@ -17,8 +17,10 @@ from torch_grad_exporter.actions.freeze.layers import FrozenLayers
 from torch_grad_exporter.actions.freeze.norms import LayerNorms
 from torch_grad_exporter.actions.notify import notify
 from torch_grad_exporter.actions.notify.job import Job
+from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
+from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.cost import SampleCost
@@ -37,6 +39,8 @@ from torch_grad_exporter.collectors.training import device_kinds
 from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup
 from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.outputs.live.live import Judged
 from torch_grad_exporter.resources.devices import DeviceMemory
@@ -49,7 +53,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report",
+    "clip_dry_run", "clip_report", "activations", "watch",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -92,6 +96,7 @@ class TrainingSide:
             periodic=self._look_at_devices if REGISTRY.reads_devices(settings.collectors) else None,
         )
         self.capture = Capture(parts)
+        self.cost, self.reader = cost, reader
 
     def _look_at_devices(self) -> None:
         self._look(self.memory.refresh)
@@ -121,6 +126,8 @@ def scrape(
     notified: NotifyTotals | None,
     acted: ActionTotals,
     clip: ClipReports | None,
+    activations: ActivationTotals | None = None,
+    watched: WatchTotals | None = None,
 ) -> Scrape:
     """The collectors over these parts. `ended` and all after it: as of `CollectorContext`."""
     settings, snapshots = checked.settings, Snapshots(host.snapshot, training.clock.counts)
@@ -150,6 +157,8 @@ def scrape(
         acted=acted,
         clip=clip,
         frozen=training.frozen,
+        activations=activations,
+        watched=watched or WatchTotals(),
     )
     return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
 
@@ -193,6 +202,38 @@ def acting(
     )
     sources = Sources(judge=judge, fed=bool(checked.arguments.alerts), metrics=lambda: REGISTRY.catalogue, step=training.steps)
     return Act(sources, steps, ActionTotals(), errors)
+
+
+def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> ActivationTotals | None:
+    """What looks at the outputs of inner modules, if the user wants it."""
+    if checked.modules is None:
+        return None
+    totals = ActivationTotals(checked.settings.max_layers)
+    watch = Activations(
+        modules=checked.modules,
+        hooks=training.hooks,
+        reader=training.reader,
+        cost=training.cost,
+        mailbox=training.mailbox,
+        totals=totals,
+    )
+    training.capture.inspect(watch, errors.boundary("activations"))
+    return totals
+
+
+def watching(training: TrainingSide, totals: WatchTotals, errors: ErrorLog) -> Watch:
+    """What watches the gradients of single tensors, from the first one on."""
+    watch = Watch(
+        hooks=training.hooks,
+        reader=training.reader,
+        cost=training.cost,
+        mailbox=training.mailbox,
+        totals=totals,
+        errors=errors,
+        sampled=training.capture.is_sampled,
+    )
+    training.capture.inspect(watch, errors.boundary("watch"))
+    return watch
 
 
 def clipping(checked: Checked, training: TrainingSide, errors: ErrorLog) -> ClipAtSteps | None:

@@ -37,6 +37,7 @@ def start_exporter(
     dead_window: int | Unset = UNSET,
     moments: bool | Unset = UNSET,
     weights: bool | Unset = UNSET,
+    activations: bool | str | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
@@ -80,10 +81,13 @@ def start_exporter(
     - `dead_window` (100): samples of exactly zero gradient after which an output unit counts as dead.
     - `moments` (off): metrics of mean, deviation and extremes of gradients.
     - `weights` (off): metrics of weights: their norms, their updates and how their elements spread.
+    - `activations` (off): metrics of the outputs of inner modules and of their gradients. `True`: of all modules without
+      children that `include` and `exclude` leave; a regular expression: of those modules in whose name it is found. See
+      docs/activations.md.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, makes rank
-      0 show the samples of all ranks together.
+      activations, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on
+      all ranks, makes rank 0 show the samples of all ranks together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.
     - `rank` (from the launcher, or 0): rank in the job, on every series.

@@ -133,6 +133,40 @@ def uncompiled() -> contextlib.AbstractContextManager[object]:
     return found
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled as a whole, with all that is in it: hooks in there are traced away, or compile it anew."""
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    said = vars(module)  # and not `getattr`, which costs a microsecond where there is no such attribute
+    return (
+        said.get("_compiled_call_impl") is not None
+        or isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule, wrapper))
+        or hasattr(said.get("forward", type(module).forward), "_torchdynamo_orig_callable")
+    )
+
+
+def called_from_compiled(frame: types.FrameType | None) -> bool:
+    """Whether compiled code is among the callers, or what compiles it: modules called from here may be part of it."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    while frame is not None and compiler is not None:
+        if frame.f_globals is vars(compiler):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def something_is_compiled() -> bool:
+    """Whether `torch.compile` was called in this process; what it made may have run already, or not."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends: Mapping[int, object] = getattr(compiler, "cached_backends", {0: compiler})
+    return any(backend is not None for backend in backends.values())  # `None` stands for what is not to be compiled
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on, for which a hook at a node makes another graph of the backward."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(autograd, "compiled_autograd_enabled", False)) or compiled_backwards() > 0
+
+
 # The backward
 
 
@@ -175,6 +209,18 @@ _keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph")
 def within_transform() -> bool:
     """Whether `torch.func` transforms the running function: its gradients go into no `.grad`."""
     return _level is not None and _level() is not None
+
+
+def on_node_of(tensor: torch.Tensor, hook: Callable[[Sequence[torch.Tensor | None]], None]) -> bool:
+    """Calls `hook` with the gradients of the node that made a tensor, right before that node runs; `False` where none has.
+
+    A hook at the tensor itself would be shared with those that others add after the tensor was modified in place.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        return False
+    node.register_prehook(hook)
+    return True
 
 
 def graph_is_kept() -> bool:

@@ -190,6 +190,11 @@ BY_LAYER: dict[str, list[Shows]] = {
     "Norm left by layer": [Shows(HEALTHY, 0, 1)],
     "Samples clipped by layer": [Shows(HEALTHY, 0, 1)],
     "Frozen layers": [Shows(frozenset({"explodes"}), 0, 1)],
+    "Size of every output": [Shows(HEALTHY, -4, 4)],
+    "Dead units of every output": [Shows(HEALTHY, 0, 1)],
+    "Gradient at the outputs": [Shows(HEALTHY, 1e-6, 10)],
+    "NaN and Inf in outputs": [Shows(HEALTHY, 0, 0)],
+    "Gradients of watched tensors": [Shows(HEALTHY, 1e-6, 10)],
 }
 
 RESOURCES: dict[str, list[Shows]] = {

@@ -65,6 +65,18 @@ def test_clipping_to_a_huge_norm(name: str) -> None:
     assert unchanged(run, plain) == []
 
 
+CHEAP = {"accumulation", "inplace_relu", "a_module_called_twice"}
+"""Regimes that are also looked into in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.full) for name in thinned() if isinstance(name, str)]
+)
+def test_looking_inside(name: str) -> None:
+    """With `activations=`, losses and what the model holds are the same as well, and nothing fails."""
+    assert unchanged(REGIMES[name].run(Way.INSIDE), without_exporter(name)) == []
+
+
 def unchanged(run: Run, plain: Run) -> list[str]:
     """Which losses, and which tensors that the model holds, are not the same in every bit."""
     losses, state = (zip(a, b, strict=True) for a, b in ((run.losses, plain.losses), (run.state, plain.state)))

@@ -54,12 +54,12 @@ def scrape() -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"run": "golden", "labels": {"team": "tests"}, "collectors": dict.fromkeys(RESOURCES, False)}
     options |= {"alerts": [Log()], "clip": MaxNorm(0.05), "dry_run": [MaxNorm(0.1)]}
-    with start_exporter(model, port=None, every=1, moments=True, weights=True, **options) as exporter:
+    with start_exporter(model, port=None, every=1, moments=True, weights=True, activations=True, **options) as exporter:
         exporter.on(lambda m: False, Stop())
         exporter.on(lambda m: False, Freeze(layers="0"))
         for step in range(24):
             optimizer.zero_grad()
-            loss = model(torch.randn(4, 6)).square().mean()
+            loss = exporter.watch("output", model(torch.randn(4, 6)), max_norm=1e30).square().mean()
             loss.backward()
             optimizer.step()
             exporter.observe(loss=loss, tokens=4, epoch=step // 12)

@@ -57,7 +57,7 @@ def train(model: torch.nn.Module, exporter: Exporter, scaler: torch.amp.GradScal
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for step, x in enumerate(exporter.watch_loader(batches())):
         optimizer.zero_grad()
-        loss = (model(x) - 1.0).square().mean() * (1e3 if step % 40 == 39 else 1.0)
+        loss = (exporter.watch("output", model(x), max_norm=1e6) - 1.0).square().mean() * (1e3 if step % 40 == 39 else 1.0)
         scaler.scale(loss * (float("nan") if step % 50 == 49 else 1.0)).backward()
         scaler.unscale_(optimizer)
         if clips:
@@ -108,6 +108,7 @@ def alone(folder: str) -> None:
     RULES.register(NOW_AND_THEN)
     model = Net()
     options = usual(folder, "alone") | {"moments": True, "weights": True, "max_layers": 2, "alerts": [Log()]}
+    options |= {"activations": True}
     options |= {"clip": MaxNorm(0.1), "dry_run": [MaxNorm(0.01), AGC()]}
     exporter = start_exporter(model, 0, **options)
     exporter.on(lambda m: m.last("torch_train_loss") > 0, print, name="tells", cooldown=2)

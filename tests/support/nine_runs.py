@@ -107,6 +107,7 @@ class Training:
         options = usual | {"collectors": collectors, "grad_scaler": self.scaler if hardware else None} | kind.options
         self.exporter: Exporter = start_exporter(wrapped, 0, **options)
         self.clipped = "clip" in kind.options
+        self.looks_inside = "activations" in kind.options
         for rule, action in kind.acts:
             self.exporter.on(rule, action)
         self.loader = iter(self.exporter.watch_loader(_batches()))
@@ -123,7 +124,10 @@ class Training:
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
         x = next(self.loader)
-        found = (self.wrapped(x) - x @ self.teacher).square().mean()
+        y = self.wrapped(x)
+        if self.looks_inside:
+            y = self.exporter.watch("output", y)
+        found = (y - x @ self.teacher).square().mean()
         self.scaler.scale(found).backward()
         self.scaler.unscale_(self.optimizer)
         if not all(torch.isfinite(parameter.grad).all() for parameter in self.model.parameters() if parameter.grad is not None):
@@ -237,7 +241,15 @@ def broken(event: Event) -> None:
 ANSWERS = (("GradientExploding", ScaleLearningRate(0.5)), ("GradientExploding", broken), (exploded, Freeze(layers=r"^second$")))
 LOCAL = {"local_norm": True}
 RUNS: Mapping[str, Kind] = {
-    "healthy": Kind(options={"moments": True, "weights": True, "clip": MaxNorm(CLIP), "dry_run": [MaxNorm(CLIP / 10), AGC()]}),
+    "healthy": Kind(
+        options={
+            "moments": True,
+            "weights": True,
+            "activations": True,
+            "clip": MaxNorm(CLIP),
+            "dry_run": [MaxNorm(CLIP / 10), AGC()],
+        }
+    ),
     "nan": Kind(nan_gradients, options={"alerts": [Log()]}),
     "explodes": Kind(exploding, acts=ANSWERS),
     "dead-layer": Kind(dead),

@@ -12,7 +12,7 @@ from torch_grad_exporter import Exporter
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def key(name: str, **labels: str) -> Key:
+def key(name: str, /, **labels: str) -> Key:
     """The key of a series in what `values` returns; empty labels do not count."""
     return name, tuple(sorted((k, v) for k, v in labels.items() if v))
 
@@ -43,7 +43,7 @@ def values(exporter: Exporter) -> dict[Key, float]:
     return found
 
 
-def value(exporter: Exporter, name: str, **labels: str) -> float | None:
+def value(exporter: Exporter, name: str, /, **labels: str) -> float | None:
     """One series of a scrape, `None` if it is absent."""
     return values(exporter).get(key(name, **labels))
 

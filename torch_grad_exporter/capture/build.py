@@ -43,6 +43,11 @@ class Capture:
         self._parts.inspections.add(inspection, guard)
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether the round of a forward that begins now is due to be sampled."""
+        return self._parts.rounds.next_is_sampled
+
+    @property
     def mode(self) -> Mode:
         """The rung that is in use."""
         return self._parts.ladder.mode

@@ -21,8 +21,8 @@ SAMPLES = 64
 """Samples at most whose device times are still outstanding; the cost of older ones stays unknown."""
 
 
-Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-"""Events before and after work."""
+Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event, int]]
+"""Events before and after work, and how often it counts."""
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event:
@@ -45,9 +45,9 @@ class DeviceTimer:
             return []
         return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
 
-    def end(self, begun: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
-        """All work that was begun is launched."""
-        self._pairs.extend((event, self._recorded(device)) for device, event in begun)
+    def end(self, begun: Iterable[tuple[torch.device, torch.cuda.Event]], *, times: int = 1) -> None:
+        """All work that was begun is launched. `times`: for how many pieces of work it stands; the others are not timed."""
+        self._pairs.extend((event, self._recorded(device), times) for device, event in begun)
 
     def taken(self) -> Pairs:
         """The pairs of all work since the last call."""
@@ -68,6 +68,10 @@ class SampleCost:
         self._seconds = 0.0
         self._unsettled: deque[tuple[float, Pairs]] = deque(maxlen=SAMPLES)
         """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
+
+    def now(self) -> float:
+        """The clock that `spent` asks."""
+        return self._clock.clock()
 
     def of(self, action: Callable[..., object], *arguments: object) -> None:
         """Runs a part of a sample. The time of the whole hook that it is in is counted by the loop."""
@@ -90,8 +94,8 @@ class SampleCost:
     def settle(self) -> None:
         """Reports to the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
         waiting = self._unsettled
-        while waiting and all(end.query() for _, end in waiting[0][1]):  # type: ignore[no-untyped-call]
+        while waiting and all(end.query() for _, end, _ in waiting[0][1]):  # type: ignore[no-untyped-call]
             seconds, pairs = waiting.popleft()
-            on_devices = sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            on_devices = sum(begin.elapsed_time(end) * times for begin, end, times in pairs) / 1000
             self._clock.spent_on_devices(on_devices)
             self._schedule.sampled(seconds + on_devices)

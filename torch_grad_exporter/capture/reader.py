@@ -135,6 +135,11 @@ class GradientReader:
         return self._scaler is not None and self._scaler() is not None
 
     @property
+    def scale_known(self) -> bool:
+        """Whether it is known if there is a gradient scaler, as it is from the first step on."""
+        return self._steps_seen or self.knows_scaler
+
+    @property
     def scale(self) -> torch.Tensor | None:
         """The loss scale now, if a scaler is known that has one."""
         return scale_of(None if self._scaler is None else self._scaler())
@@ -198,7 +203,7 @@ class GradientReader:
                     at=at,
                     likely_last=pattern.backwards is not None,
                     usual=pattern.steppers(current.models),
-                    scale_known=self._steps_seen or self.knows_scaler,
+                    scale_known=self.scale_known,
                     scale=scale,
                     again=current.again,
                     divisor=self.divisor,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch_grad_exporter.aggregation.activations import ActivationTotals
+from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.capture.build import Capture
 from torch_grad_exporter.capture.progress import Counts, StepClock
@@ -46,7 +48,8 @@ class CollectorContext:
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
     is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
-    actions freeze.
+    actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `watched`: of the
+    gradients of watched tensors.
     """
 
     snapshots: Snapshots
@@ -68,3 +71,5 @@ class CollectorContext:
     acted: ActionTotals = field(default_factory=ActionTotals)
     clip: ClipReports | None = None
     frozen: FrozenLabels = field(default_factory=FrozenLabels)
+    activations: ActivationTotals | None = None
+    watched: WatchTotals = field(default_factory=WatchTotals)

@@ -17,6 +17,7 @@ from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
+from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
@@ -34,7 +35,8 @@ logger = logging.getLogger("torch_grad_exporter")
 class Checked:
     """All choices, valid, and the objects that they are about. `run`, `rank`: as the series carry them.
 
-    `clip`: how gradients are clipped, `None` if the exporter only watches.
+    `clip`: how gradients are clipped, `None` if the exporter only watches. `modules`: those whose activations are shown, `None`
+    where that is not asked for.
     """
 
     models: Mapping[str, torch.nn.Module]
@@ -48,6 +50,7 @@ class Checked:
     web_config: WebConfigFile | None
     push: push_settings.PushSettings | None
     clip: Wanted | None = None
+    modules: InnerModules | None = None
 
     @property
     def labels(self) -> dict[str, str]:
@@ -90,6 +93,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
     rank = place.rank if settings.rank is None else settings.rank
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, chosen.optimizers)
+    modules = _modules(models, settings, given)
     return Checked(
         models=models,
         index=index,
@@ -102,6 +106,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         arguments=chosen,
         push=push,
         clip=_clip(settings, chosen, index),
+        modules=modules,
     )
 
 
@@ -113,6 +118,22 @@ def _clip(settings: Settings, chosen: Arguments, index: LayerIndex) -> Wanted | 
         raise ValueError(f"dry_run=[...]: {twice} is there twice; each policy is shown under its name")
     check_fits(wanted.policies, index.all_layers())
     return wanted if wanted.policies else None
+
+
+def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object]) -> InnerModules | None:
+    """The modules that `activations` asks for; raises where there are none."""
+    if settings.activations is False:
+        return None
+    wanted = None if settings.activations is True else settings.activations
+    found = InnerModules(models, wanted, LayerFilter(settings.include, settings.exclude), settings.max_layers)
+    chosen = found.chosen()
+    if not chosen.inner and not chosen.compiled:
+        names = found.names()
+        where = f"{source(arguments, 'activations')}={True if wanted is None else wanted.pattern!r}"
+        raise ValueError(
+            f"{where}: is found in the name of none of the {len(names)} modules; there are {', '.join(map(repr, names[:3]))}"
+        )
+    return found
 
 
 def _index(

@@ -106,11 +106,13 @@ def seconds(most: int) -> Kind[float]:
 # Choices
 
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
 def _on(text: str) -> bool:
-    on, off = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-    if text.lower() not in on + off:
+    if text.lower() not in _ON + _OFF:
         raise ValueError
-    return text.lower() in on
+    return text.lower() in _ON
 
 
 def switch() -> Kind[bool]:
@@ -231,6 +233,26 @@ def patterns(on: str) -> Kind[tuple[re.Pattern[str], ...]]:
         return tuple(map(compiled, items))
 
     return Kind("str | Sequence[str]", expected, check, spelled="one, as it is")
+
+
+def activations() -> Kind[bool | re.Pattern[str]]:
+    """On, off, or a regular expression on names of modules."""
+    expected = "expected True, False or a regular expression on names of modules"
+
+    def check(value: object) -> bool | re.Pattern[str]:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, str | re.Pattern) or isinstance(getattr(value, "pattern", ""), bytes) or value == "":
+            raise TypeError
+        try:
+            return re.compile(value)
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error}); {expected}") from None
+
+    def parse(text: str) -> bool | str:
+        return _on(text) if text.lower() in (*_ON, *_OFF) else text
+
+    return Kind("bool | str", expected, check, parse, "`on`, `off`, or a regular expression")
 
 
 def _pairs(text: str) -> dict[str, str]:

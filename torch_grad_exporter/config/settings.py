@@ -74,6 +74,13 @@ class Settings:
     )
     moments: bool = option(kinds.switch(), False, "metrics of mean, deviation and extremes of gradients")
     weights: bool = option(kinds.switch(), False, "metrics of weights: their norms, their updates and how their elements spread")
+    activations: bool | re.Pattern[str] = option(
+        kinds.activations(),
+        False,
+        "metrics of the outputs of inner modules and of their gradients",
+        "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of those modules in "
+        "whose name it is found. See docs/activations.md.",
+    )
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
     collectors: frozenset[str] = option(
         kinds.collectors(),

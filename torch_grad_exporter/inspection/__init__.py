@@ -1,1 +1,1 @@
-"""What looks inside of a training on request: why a parameter has no gradient, and the tensors of inner modules."""
+"""What the user asked to see of the inside of the models. `capture/inspections.py` tells of rounds, and knows nothing of it."""

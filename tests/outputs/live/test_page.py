@@ -483,6 +483,39 @@ def test_quantities(training: Callable[..., Run], open_page: Callable[..., Visit
     expect(page.get_by_test_id("quantity-zscore")).to_have_attribute("aria-pressed", "true")
 
 
+def test_activations_have_a_history_and_buttons_of_their_own(training: Callable[..., Run], open_page: Callable[..., Visit]) -> None:
+    """With `activations=` there are three more quantities, whose last records are what `/metrics` says, and a button for each."""
+    run = training(Perceptron(), activations=True)
+    inner = run.exporter._view.live._activations
+    assert inner is not None
+    run.train(20)
+    quantities = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
+
+    def last(quantity: str) -> float:
+        names, part = inner.grid(quantity, Window(whole=False))
+        return float(part.values[-1][names.index("first")]) if len(part.values) else float("nan")
+
+    for quantity in quantities:
+        wanted = run.total(f"torch_{quantity}", layer="first")
+        assert eventually(lambda quantity=quantity, wanted=wanted: abs(last(quantity) - wanted) <= 1e-6 * max(wanted, 1.0))
+    page = open_page(run.page).page
+    for quantity in quantities:
+        page.get_by_test_id(f"quantity-{quantity}").click()
+        assert f"quantity={quantity}" in page.url
+        expect(page.locator("#heatmap-title")).to_contain_text("Activation")
+        expect(page.get_by_test_id("layer-count")).to_have_text("2 layers")
+
+
+def test_without_activations_there_is_no_button_for_them(training: Callable[..., Run], open_page: Callable[..., Visit]) -> None:
+    """Nor does an address that names one of their quantities harm the page: it shows norms."""
+    run = training(Perceptron())
+    run.train(20)
+    page = open_page(f"{run.page}#quantity=activation_rms").page
+    expect(page.get_by_test_id("heatmap")).to_be_visible()
+    expect(page.get_by_test_id("activations")).to_be_hidden()
+    expect(page.get_by_test_id("quantity-norm")).to_have_attribute("aria-pressed", "true")
+
+
 def last_cell(page: Page) -> str:
     """The description of the first layer's last cell, reached by the keys."""
     page.get_by_test_id("heatmap-overlay").focus()

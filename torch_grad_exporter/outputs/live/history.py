@@ -211,6 +211,8 @@ QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
 
 MOMENTS = ("mean", "stddev")
 """What is kept of each layer as well where `moments` is on: over the elements of its gradient."""
+ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
+"""What is kept of the outputs of each inner module, in a history of their own."""
 
 SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
 """What is kept of the run: the first optimizer's norms, and its first learning rate."""
@@ -262,8 +264,8 @@ class History:
     in the order of the columns of a moment's values.
     """
 
-    def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float], quantities: tuple[str, ...] = QUANTITIES) -> None:
-        self.quantities = quantities
+    def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float], quantities: Sequence[str] = QUANTITIES) -> None:
+        self.quantities = tuple(quantities)
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import MOMENTS, SCALARS, History, Part, Window
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, SCALARS, History, Part, Window
 from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
@@ -28,7 +28,7 @@ MAX_AGE = 1.0
 FIRST_SECONDS = 1.0
 """How long a request waits for the first scrape, if another request runs it."""
 
-LOG = frozenset({"norm"})
+LOG = frozenset({"norm", "activation_rms"})
 """Quantities that are shown by their logarithm."""
 
 NONFINITE = 65535
@@ -75,6 +75,7 @@ class Live:
     """Answers of the page's interface, from any thread.
 
     `targets`: the ranks as http_sd has them. `happened`: what actions have done. `now` is Unix time.
+    `activations`: the history of the outputs of inner modules, if there is one.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Live:
         targets: Callable[[], bytes] = lambda: b"[]",
         happened: Callable[[], Sequence[Happened]] = tuple,
         now: Callable[[], float] = time.time,
+        activations: History | None = None,
     ) -> None:
         self._run = run
+        self._activations = activations
         self._happened = happened
         self._targets = targets
         self._history = history
@@ -143,6 +146,7 @@ class Live:
             "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
             "resources": list(_resources(values)),
             "problems": [_shown(one) for one in problems],
+            "quantities": list(self.quantities),
             "actions": [asdict(one) for one in self._happened()],
             "ranks": list(self._others()),
         }
@@ -153,11 +157,17 @@ class Live:
         part = self._history.run(window)
         return {**_frame(part, window), **_columns(self._clipped(part), SCALARS)}
 
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Those of layers that there are."""
+        return self._history.quantities + ACTIVATIONS * (self._activations is not None)
+
     def layers(self, quantity: str, window: Window) -> Json:
         """`api/v1/layers`. Raises `ValueError` where there is no such quantity."""
-        names, part = self._history.grid(quantity, window)
+        history = self._history if self._activations is None or quantity not in ACTIVATIONS else self._activations
+        names, part = history.grid(quantity, window)
         flags = np.packbits(part.nonfinite).tobytes() if part.nonfinite.any() else b""
-        sharded = self._history.sharded
+        sharded = history.sharded
         return {
             "quantity": quantity,
             **_frame(part, window),
@@ -178,7 +188,7 @@ class Live:
                 "stride": part.stride,
                 "times": part.times.tolist(),
                 "steps": part.steps.tolist(),
-                **_columns(part, self.quantities),
+                **_columns(part, self._history.quantities),
             }
             for view, part in parts.items()
         }
@@ -195,11 +205,6 @@ class Live:
             "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
             "layer": {name: self._of_layer(values, name) for name in self._history.layers},
         }
-
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """What there is of each layer."""
-        return self._history.quantities
 
     def _clipped(self, part: Part) -> Part:
         """The same, with norms that are no smaller than those after clipping, unless what is there makes gradients longer.

@@ -8,14 +8,24 @@ from itertools import compress
 
 import numpy as np
 
+from torch_grad_exporter.aggregation.activations import ActivationSnapshot
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
 from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
-from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, RECORD_SECONDS, SCALARS, Flags, Moment, Values
+from torch_grad_exporter.metrics.families import REMOVED, FloatArray
+from torch_grad_exporter.outputs.live.history import (
+    ACTIVATIONS,
+    MOMENTS,
+    QUANTITIES,
+    RECORD_SECONDS,
+    SCALARS,
+    Flags,
+    Moment,
+    Values,
+)
 from torch_grad_exporter.transfer.events import Outcome
 
 REMEMBER_SECONDS = 15.0
@@ -130,6 +140,27 @@ class Moments:
         count, seconds = float(totals.duration_buckets.sum()), totals.duration_sum
         before, self._steps = self._steps, (count, seconds)
         return (seconds - before[1]) / (count - before[0]) if count > before[0] else np.nan
+
+
+class ActivationMoments:
+    """The moment of the activations for a history of theirs."""
+
+    def __init__(self, activations: Callable[[], ActivationSnapshot]) -> None:
+        self._activations = activations
+        self._nonfinite = _Growth()
+
+    def of(self, steps: int) -> Moment:
+        """The moment after so many steps; a layer without a value of the last sample has none."""
+        found = self._activations()
+        layers = {name: one for name, one in found.layers.items() if name != REMOVED}
+        last = [one if one.sample == found.samples else one.only_counts() for one in layers.values()]
+        columns = [[one.rms for one in last], [one.zero_ratio for one in last], [one.dead_ratio for one in last]]
+        values = [np.array([np.nan if one is None else one for one in column]) for column in columns]
+        names = list(layers)
+        nonfinite = np.zeros((len(names), len(ACTIVATIONS)), dtype=np.bool_)
+        nonfinite[:, 0] = self._nonfinite.since(names, np.array([one.nans + one.infs for one in layers.values()]))
+        nothing = np.full(len(SCALARS), np.nan, dtype=np.float32)
+        return Moment(found.samples, steps, names, _narrowed(values).T, nothing, nonfinite)
 
 
 class _Growth:

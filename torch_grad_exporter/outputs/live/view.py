@@ -8,14 +8,15 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from torch_grad_exporter.aggregation.activations import ActivationSnapshot
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import Moments, recorder
+from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
 
 CLOSE_SECONDS = 0.5
 """How long the end waits for the last record, at most."""
@@ -25,7 +26,8 @@ class View:
     """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
     `steps`: of the optimizer that took the most. `scrape`: all metrics. `happened`: what actions have done. `now`: Unix time.
-    `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they are measured.
+    `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they are measured. `activations`: what was
+    seen of inner modules, if anybody asks.
     """
 
     def __init__(
@@ -41,13 +43,28 @@ class View:
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
         moments: bool = False,
+        activations: Callable[[], ActivationSnapshot] | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
         present, cursor = Moments(dead_from, quantities), host.cursor()
         self.history = History(lambda: present.of(host.read(cursor), steps()), now=now, quantities=quantities)
-        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now)
+        self._histories = [self.history]
+        inner = None
+        if activations is not None:
+            of_activations = ActivationMoments(activations)
+            inner = History(lambda: of_activations.of(steps()), now=now, quantities=ACTIVATIONS)
+            self._histories.append(inner)
+        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner)
         self._pages = Pages(self.live)
-        self._recorder = recorder(self.history.record_if_due, self.live.remember, on_error=on_error, last=self.history.finish)
+        self._recorder = recorder(self._record, self.live.remember, on_error=on_error, last=self._finish)
+
+    def _record(self) -> None:
+        for history in self._histories:
+            history.record_if_due()
+
+    def _finish(self) -> None:
+        for history in self._histories:
+            history.finish()
 
     def start(self) -> None:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""

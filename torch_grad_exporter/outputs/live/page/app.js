@@ -174,6 +174,13 @@
 
     // Another run at the same address: nothing of the one before is kept.
     _renew(status) {
+      const activations = page.history.OF_ACTIVATIONS.some((quantity) => (status.quantities || []).includes(quantity));
+      byId("activations").hidden = !activations;
+      // An address may name what this run does not have.
+      if (!activations && page.history.OF_ACTIVATIONS.includes(this.state.quantity)) {
+        this.state.quantity = "norm";
+        this._buttons();
+      }
       const before = this.history.status;
       if (before && (before.run !== status.run || before.started !== status.started)) {
         this.history.reset();

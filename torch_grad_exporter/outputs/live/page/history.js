@@ -4,10 +4,13 @@
 
   const { parse } = page.numbers;
   const RUN_KEYS = ["loss", "norm", "norm_after_clip", "step_seconds", "learning_rate"];
-  const QUANTITIES = ["norm", "zero_ratio", "dead_ratio", "zscore"];
+  const OF_GRADIENTS = ["norm", "zero_ratio", "dead_ratio", "zscore"];
+  const OF_ACTIVATIONS = ["activation_rms", "activation_zero_ratio", "activation_dead_ratio"];
+  const QUANTITIES = [...OF_GRADIENTS, ...OF_ACTIVATIONS];
   // As well, of a run with moments on.
   const MOMENTS = ["mean", "stddev"];
-  const KEPT = [...QUANTITIES, ...MOMENTS];
+  const OF_LAYER = [...OF_GRADIENTS, ...MOMENTS];
+  const KEPT = [...OF_LAYER, ...OF_ACTIVATIONS];
   const VIEWS = ["whole", "recent"];
   const MOST = { run: { recent: 1200, whole: 960 }, layers: { recent: 600, whole: 480 } };
 
@@ -129,16 +132,16 @@
       return view === "recent" ? `&since=${next}` : `&since=${next - 1}&stride=${kept.stride}`;
     }
 
-    // One layer's history out of the grids, for a saved file.
+    // One layer's history out of the grids, for a saved file; activations have records of their own.
     layer(name) {
       const found = {};
       for (const view of VIEWS) {
-        const grids = KEPT.map((quantity) => this.layers[quantity][view]);
+        const grids = OF_LAYER.map((quantity) => this.layers[quantity][view]);
         const known = grids.filter((kept) => kept.known && kept.layers.includes(name));
         if (!known.length) continue;
         const [{ times, steps, first, stride }] = known;
         found[view] = { times, steps, stride, nonfinite: {} };
-        KEPT.forEach((quantity, k) => {
+        OF_LAYER.forEach((quantity, k) => {
           const kept = grids[k];
           const place = known.includes(kept) ? kept.layers.indexOf(name) : -1;
           // By the numbers of the records: the grids need not have been written at the same moment.
@@ -156,5 +159,5 @@
     return value === Infinity ? Infinity : scale === "log" ? 10 ** value : value;
   }
 
-  page.history = { History, KEPT, QUANTITIES, VIEWS, flagsOf };
+  page.history = { History, KEPT, QUANTITIES, OF_ACTIVATIONS, VIEWS, flagsOf };
 })(window.TorchGrad = window.TorchGrad || {});

@@ -1,4 +1,4 @@
-// The four quantities of a layer: what they are called, how they read, and which colours stand for which values.
+// The quantities of a layer: what they are called, how they read, and which colours stand for which values.
 (function (page) {
   "use strict";
 
@@ -37,6 +37,13 @@
     mean: { title: "Mean of the gradient's elements", word: "mean", format: (value) => numbers.number(value, 3) },
     stddev: { title: "Standard deviation of the gradient's elements", word: "standard deviation", format: (value) => numbers.number(value, 3) },
   };
+  ALL.activation_rms = {
+    title: "Activation RMS", word: "RMS", log: true, map: () => "viridis",
+    about: "Root mean square of each module's output, logarithmic.",
+    format: ALL.norm.format, tick: ALL.norm.tick, bounds: ofNorms,
+  };
+  ALL.activation_zero_ratio = { ...ALL.zero_ratio, title: "Activation zeros", about: "Share of the elements of a module's output that were exactly zero." };
+  ALL.activation_dead_ratio = { ...ALL.dead_ratio, title: "Activation dead ratio", about: "Share of a module's output units that were zero in every element of the sample." };
 
   // From the half decade below nearly all values to the one above: a single layer that has died does not flatten the rest.
   function ofNorms(sorted) {

@@ -1,0 +1,89 @@
+"""WatchTotals: what sampled rounds have shown of the gradients of watched tensors, by name."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torch_grad_exporter.aggregation.activations import ActivationSample, OfOutput
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.statistics.combine import length
+
+NAMES = 100
+"""Names that are shown, at most."""
+
+FOLDED = "(folded)"
+"""The name of all that come after those."""
+
+COUNTED = 10_000
+"""Folded names that are told apart, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedGradient:
+    """What is shown of a name; `None` where it is not known. `clipped`: gradients that were clipped, if they may be."""
+
+    nans: float = 0.0
+    infs: float = 0.0
+    norm: float | None = None
+    zero_ratio: float | None = None
+    clipped: float | None = None
+
+
+class WatchTotals:
+    """From any thread."""
+
+    def __init__(self) -> None:
+        # Reentrant: a signal's handler may close the exporter while its own thread is in here.
+        self._lock = threading.RLock()
+        self._found: dict[str, WatchedGradient] = {}
+        self._folded: set[str] = set()
+
+    def label(self, name: str) -> str:
+        """Under which name one is shown: its own, or that of the rest where there are too many."""
+        with self._lock:
+            if name in self._found:
+                return name
+            if len(self._found) - (FOLDED in self._found) < NAMES and name != FOLDED:
+                self._found[name] = WatchedGradient()
+                return name
+            self._found.setdefault(FOLDED, WatchedGradient())
+            if len(self._folded) < COUNTED:
+                self._folded.add(name)
+            return FOLDED
+
+    def take(self, sample: ActivationSample) -> None:
+        """Counts the gradients of a sampled round, in which a name may have had several."""
+        with self._lock:
+            for label in dict.fromkeys(sample.layers):
+                own = np.array([one == label for one in sample.layers])
+                values: FloatArray = sample.values[own]
+                known, before = not np.isnan(sample.scale), self._found.get(label, WatchedGradient())
+                self._found[label] = replace(
+                    before,
+                    nans=before.nans + float(values[:, OfOutput.NANS].sum()),
+                    infs=before.infs + float(values[:, OfOutput.INFS].sum()),
+                    norm=length(values[:, OfOutput.NORM]) / sample.scale if known else None,
+                    zero_ratio=float(values[:, OfOutput.ZEROS].sum() / sample.elements[own].sum()),
+                )
+
+    def clipped(self, labels: tuple[tuple[str, ...], ...], counts: tuple[FloatArray, ...]) -> None:
+        """Takes how often each was clipped since the start: for each device the labels, and a count for each of them."""
+        totals: dict[str, float] = {}
+        for of_device, vector in zip(labels, counts, strict=True):
+            for label, count in zip(of_device, vector.tolist(), strict=True):
+                totals[label] = totals.get(label, 0.0) + count
+        with self._lock:
+            for label, total in totals.items():
+                self._found[label] = replace(self._found.get(label, WatchedGradient()), clipped=total)
+
+    def snapshot(self) -> tuple[dict[str, WatchedGradient], int]:
+        """What there is by name, and how many names are folded."""
+        with self._lock:
+            return dict(self._found), len(self._folded)
+
+    def after_fork_in_child(self) -> None:
+        """The child has none of the threads that may hold the lock."""
+        self._lock = threading.RLock()

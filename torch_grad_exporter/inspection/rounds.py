@@ -1,0 +1,161 @@
+"""RoundTallies: what the backwards of a sampled round have confirmed, until it is sent to the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.aggregation.activations import ActivationSample
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.reader import GradientReader
+from torch_grad_exporter.inspection.tallies import Packed, Tally, packed
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.torch_compat import graph_task
+from torch_grad_exporter.transfer.events import Inspected, Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+TASKS = 4
+"""Backwards at most of which something is kept before it is known whether they are of the round."""
+
+TIMED = 16
+"""Measurements of a sample that are timed on devices; each stands for as many as came since the one before."""
+
+
+class Key(NamedTuple):
+    """What a tally is of: a module by `id`, or whatever tells it from others; its label; and the device of its tensors."""
+
+    of: Hashable
+    label: str
+    device: torch.device
+
+
+Tallies = dict[Key, Tally]
+Take = Callable[[ActivationSample], object]
+
+
+def include(into: Tallies, found: Mapping[Key, Tally]) -> None:
+    """Adds these to those."""
+    for key, tally in found.items():
+        if key in into:
+            into[key].include(tally)
+        else:
+            into[key] = tally
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """What a backward has shown. `forwards`: the numbers of those that it passed through."""
+
+    tallies: Tallies = field(default_factory=dict)
+    forwards: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """What backwards have confirmed. `scale`: of the loss, if a gradient scaler was known that has one; `scaler`: if one was."""
+
+    number: int = -1
+    tallies: Tallies = field(default_factory=dict)
+    scale: torch.Tensor | None = None
+    scaler: bool = False
+
+
+class RoundTallies:
+    """Belongs to the training thread and to that of the backward."""
+
+    def __init__(self, reader: GradientReader, cost: SampleCost, mailbox: Mailbox) -> None:
+        self._reader, self._cost, self._mailbox = reader, cost, mailbox
+        self._transfer = HostTransfer()
+        self._backwards: dict[int, Backward] = {}
+        """By autograd's number, those that are not over."""
+        self._round = _Round()
+        self._measured = 0
+        self._every = 1
+
+    def backward(self, task: int) -> Backward:
+        """The backward of this number, which runs."""
+        if task not in self._backwards and len(self._backwards) >= TASKS:
+            del self._backwards[min(self._backwards)]
+        return self._backwards.setdefault(task, Backward())
+
+    def measure(self, key: Key, how: Callable[[], Tally], into: Tallies) -> None:
+        """Measures, and times some of it on devices: about `TIMED`, if this sample has as many measurements as the last."""
+        self._measured += 1
+        times = self._every if self._measured % self._every == 0 else 0
+        begun = self._cost.timer.begin((key.device,)) if times else []
+        include(into, {key: how()})
+        self._cost.timer.end(begun, times=times)
+
+    def backward_ended(self, number: int) -> Backward:
+        """A backward of this sampled round has ended, which this returns: what it has shown is confirmed."""
+        found, self._backwards = self._backwards, {}
+        backward = found.get(graph_task(), found[max(found)]) if found else Backward()
+        if self._round.number != number:
+            self._round = _Round(number)
+        self.confirm(backward.tallies)
+        scale, self._round.scaler = self._reader.scale, self._reader.knows_scaler
+        self._round.scale = None if scale is None else scale.detach().clone()  # the scaler changes it in place
+        return backward
+
+    def confirm(self, tallies: Tallies) -> None:
+        """These are of the round."""
+        include(self._round.tallies, tallies)
+
+    def forget_backwards(self) -> None:
+        """No backward is under way."""
+        self._backwards = {}
+
+    def forget(self) -> None:
+        """Nothing is to be sent."""
+        self._backwards, self._round = {}, _Round()
+
+    def round_over(self, number: int, take: Take | None) -> None:
+        """Sends what the round of this number has shown, for `take` to have it on the host; `None`: it is not to be shown."""
+        if number != self._round.number:
+            return
+        over, self._round = self._round, _Round()
+        self._every, self._measured = max(1, self._measured // TIMED), 0
+        if take is not None:
+            with torch.no_grad():
+                self._send(over, take)
+
+    def _send(self, over: _Round, take: Take) -> None:
+        by_device: dict[torch.device, list[Key]] = {}
+        for key, tally in over.tallies.items():
+            if tally.peaks is not None:  # else there are gradients only, of outputs that an earlier round has confirmed
+                by_device.setdefault(key.device, []).append(key)
+        # A scaler that was found only after the backward has scaled its loss, unless it is disabled.
+        known = over.scaler or (self._reader.scale_known and self._reader.scale is None)
+        sent, tickets = [], []
+        for device, keys in by_device.items():
+            begun = self._cost.timer.begin((device,))
+            packing, vector = packed([over.tallies[key] for key in keys])
+            tickets.append(self._transfer.send(vector))
+            sent.append((tuple(key.label for key in keys), packing))
+            self._cost.timer.end(begun)
+        if over.scale is not None:
+            tickets.append(self._transfer.send(over.scale.reshape(1)))
+        arriving = tuple(ticket for ticket in tickets if ticket is not None)
+        if sent and len(arriving) == len(tickets):
+            self._mailbox.append(Inspected(functools.partial(_arrived, take, tuple(sent), known), arriving))
+
+
+def _arrived(take: Take, sent: tuple[tuple[tuple[str, ...], Packed], ...], known: bool, values: tuple[FloatArray, ...]) -> None:
+    """On the worker: the vectors have arrived, one for each device, and the scale of the loss after them where there is one."""
+    scale = float(values[-1][0]) if len(values) > len(sent) else 1.0
+    packings = [packing for _, packing in sent]
+    take(
+        ActivationSample(
+            tuple(label for labels, _ in sent for label in labels),
+            np.concatenate([one.elements for one in packings]),
+            np.concatenate([one.units for one in packings]),
+            np.concatenate([one.graded for one in packings]),
+            np.concatenate([one.values(vector) for one, vector in zip(packings, values, strict=False)]),
+            scale if known else float("nan"),
+        )
+    )

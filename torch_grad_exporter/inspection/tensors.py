@@ -1,0 +1,116 @@
+"""Which tensor of a module's output is measured, and along which dimension its units lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from torch_grad_exporter.capture.module_outputs import VISITED
+from torch_grad_exporter.model.sharding import is_partial
+from torch_grad_exporter.torch_compat import local
+
+_SPATIAL: dict[type[torch.nn.Module], int] = {
+    kind: dims
+    for dims, kinds in enumerate(
+        (
+            (torch.nn.Conv1d, torch.nn.ConvTranspose1d, torch.nn.MaxPool1d, torch.nn.AvgPool1d, torch.nn.AdaptiveAvgPool1d),
+            (torch.nn.Conv2d, torch.nn.ConvTranspose2d, torch.nn.MaxPool2d, torch.nn.AvgPool2d, torch.nn.AdaptiveAvgPool2d),
+            (torch.nn.Conv3d, torch.nn.ConvTranspose3d, torch.nn.MaxPool3d, torch.nn.AvgPool3d, torch.nn.AdaptiveAvgPool3d),
+        ),
+        start=1,
+    )
+    for kind in kinds
+}
+"""Modules whose channels come before so many dimensions of space."""
+
+_CHANNELS_SECOND = (
+    torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, torch.nn.GroupNorm,
+    torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d, torch.nn.LocalResponseNorm,
+)  # fmt: skip
+_FEATURES_LAST = (
+    torch.nn.Linear, torch.nn.Bilinear, torch.nn.LayerNorm, torch.nn.Embedding, torch.nn.EmbeddingBag,
+    torch.nn.MultiheadAttention, torch.nn.RNNBase,
+)  # fmt: skip
+
+
+def measured(output: object) -> torch.Tensor | None:
+    """This rank's part of the first floating-point or complex tensor in a module's output, without its graph.
+
+    `None` where there is none, it is empty, or its elements are not to be had: sparse, quantised or nested tensors, subclasses
+    other than a DTensor, and a DTensor of partial sums.
+    """
+    tensor = first_of(output)
+    return None if tensor is None else dense(tensor)
+
+
+def first_of(output: object) -> torch.Tensor | None:
+    """The first floating-point or complex tensor in a module's output; containers are searched level by level."""
+    level: deque[object] = deque([output])
+    for _ in range(VISITED):
+        if not level:
+            return None
+        item = level.popleft()
+        if isinstance(item, torch.Tensor):
+            if item.is_floating_point() or item.is_complex():
+                return item
+        else:
+            level.extend(_inside(item))
+    return None
+
+
+def _inside(item: object) -> Iterator[object]:
+    if isinstance(item, dict):
+        return itertools.islice(item.values(), VISITED)
+    if isinstance(item, list | tuple):
+        return itertools.islice(item, VISITED)
+    # A dataclass, or an object of the user's own; not those of torch, which have a module's parameters or a store in them.
+    return itertools.islice(getattr(item, "__dict__", {}).values(), VISITED)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a tensor as a plain one; `None` as of `measured`."""
+    if is_partial(tensor):
+        return None
+    part = local(tensor).detach()
+    if type(part) not in (torch.Tensor, torch.nn.Parameter) or part.layout is not torch.strided:
+        return None
+    if part.is_quantized or part.device.type == "meta" or part.numel() == 0:
+        return None
+    return part.abs() if part.is_complex() else part
+
+
+class UnitDims:
+    """Along which dimension the units of outputs lie. What a module does not say, an output of the same shape before it does.
+
+    So the ReLU after a convolution has channels, and the one after a linear layer features, whatever their dimensions.
+    """
+
+    MOST = 256
+    """Shapes that are remembered, at most."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.Size, int] = {}
+
+    def of(self, module: torch.nn.Module, output: torch.Tensor) -> int | None:
+        """The dimension, `None` where the output has fewer than two, so that its elements may be examples."""
+        dims = output.dim()
+        if dims < 2:
+            return None
+        said = self._said(module, dims)
+        if said is None:
+            return self._known.get(output.shape, 1 if dims >= 4 else dims - 1)
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        self._known[output.shape] = said
+        return said
+
+    def _said(self, module: torch.nn.Module, dims: int) -> int | None:
+        for kind, spatial in _SPATIAL.items():
+            if isinstance(module, kind):
+                return max(0, dims - 1 - spatial)
+        if isinstance(module, _CHANNELS_SECOND):
+            return 1
+        return dims - 1 if isinstance(module, _FEATURES_LAST) else None

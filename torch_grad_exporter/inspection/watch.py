@@ -1,0 +1,199 @@
+"""Watch: the gradients of single tensors, which `exporter.watch` was given; clipped on request, which changes the training.
+
+Measured are those of sampled rounds. Clipped is in every backward, by a tensor hook that returns the gradient times a factor; the
+factor stays on the device, and is exactly 1 where nothing is to be clipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.compiler import is_compiling
+
+from torch_grad_exporter.aggregation.watched import WatchTotals
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
+from torch_grad_exporter.capture.torch_hooks import Hooks
+from torch_grad_exporter.errors import ErrorLog
+from torch_grad_exporter.inspection.rounds import Key, RoundTallies
+from torch_grad_exporter.inspection.tallies import Tally, measuring
+from torch_grad_exporter.inspection.tensors import dense
+from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.torch_compat import graph_task, is_tracing, never_compile, on_node_of, set_eval_frame, within_transform
+from torch_grad_exporter.transfer.events import Inspected, Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+SOURCE = "watch"
+
+
+class PartOfGradientError(RuntimeError):
+    """This rank has only a part of a gradient, so that it cannot know by what to clip it."""
+
+
+class Watch:
+    """An `Inspection`, and what `exporter.watch` calls. Belongs to the training thread, and to that of the backward.
+
+    `sampled`: whether the gradients of what is watched now are to be measured. A gradient for which the clipping fails stays as
+    it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        hooks: Hooks,
+        reader: GradientReader,
+        cost: SampleCost,
+        mailbox: Mailbox,
+        totals: WatchTotals,
+        errors: ErrorLog,
+        sampled: bool,
+    ) -> None:
+        self._reader, self._cost, self._mailbox = reader, cost, mailbox
+        self._totals = totals
+        self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
+        self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
+        self._tallies = RoundTallies(reader, cost, mailbox)
+        self._transfer = HostTransfer()
+        self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
+        self._scratch = Scratch()
+        self._sampled = sampled
+        self._counts: dict[tuple[str, torch.device], torch.Tensor] = {}
+        """How often gradients were clipped, shape (1,), on their device."""
+        self._closed = False
+
+    def watch(self, name: str, tensor: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+        """The tensor, or where it is a leaf and has to be hooked one that stands for it; the arguments are right."""
+        if self._closed or not tensor.requires_grad or not torch.is_grad_enabled() or within_transform():
+            return tensor
+        if not self._sampled and max_norm is None:
+            return tensor
+        if tensor.grad_fn is None:
+            # A hook at a leaf would stay there for good. Not `view_as`, whose backward takes no sparse gradient.
+            tensor = torch.ops.aten.alias(tensor)
+        label = self._totals.label(name)
+        if max_norm is None:
+            on_node_of(tensor, functools.partial(self._on_gradient, label, tensor.output_nr))
+        else:
+            hook = functools.partial(self._clip_hook, label, max_norm, self._sampled)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    # The moments of a round
+
+    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:  # noqa: ARG002 - of any model
+        """What is watched from here on is of this round."""
+        self._sampled = sampled
+
+    def backward_ended(self, number: int, *, sampled: bool) -> None:
+        """Confirms what the backward has shown."""
+        if sampled:
+            self._tallies.backward_ended(number)
+        else:
+            self._tallies.forget_backwards()
+
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """Sends what the round has shown, and the counts, to the host."""
+        self._tallies.round_over(number, self._totals.take if kept else None)
+        sent = [(labels, self._transfer.send(torch.cat([*counts]))) for labels, counts in self._counts_by_device()]
+        arriving = [(labels, ticket) for labels, ticket in sent if ticket is not None]
+        if arriving and len(arriving) == len(sent):
+            names, tickets = zip(*arriving, strict=True)
+            self._mailbox.append(Inspected(functools.partial(self._totals.clipped, names), tickets))
+
+    def step_over(self, *, sampled: bool) -> None:
+        """What is watched from here on is of the next round."""
+        self._sampled = sampled
+        self._tallies.forget_backwards()
+
+    def release(self) -> None:
+        """Measures and clips nothing any more of what was watched; idempotent, from any thread. The next round begins anew."""
+        self._sampled = False
+        self._tallies.forget()
+
+    def close(self) -> None:
+        """Watches nothing from here on; takes no lock."""
+        self._closed = True
+
+    def _counts_by_device(self) -> Iterator[tuple[tuple[str, ...], tuple[torch.Tensor, ...]]]:
+        for device in {device for _, device in self._counts}:
+            own = {label: count for (label, of), count in self._counts.items() if of == device}
+            yield tuple(own), tuple(own.values())
+
+    # Hooks
+
+    def _gradient_came(self, label: str, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradient of a watched tensor is known: that at `place` of those of its node."""
+        gradient, task = gradients[place], graph_task()
+        if gradient is not None and task != -1 and not capturing_graph():
+            self._measure(label, gradient, task)
+
+    def _measure(self, label: str, gradient: torch.Tensor, task: int) -> None:
+        start = self._cost.now()
+        values = dense(gradient)
+        if values is not None:
+            key = Key(label, label, values.device)
+            with measuring(values.device.type):
+                into = self._tallies.backward(task).tallies
+                self._tallies.measure(key, lambda: Tally.of_output(values, None, self._scratch), into)
+        self._cost.spent(start, sampled=True)
+
+    def _clip_hook(self, label: str, max_norm: float, measured: bool, gradient: torch.Tensor) -> torch.Tensor | None:
+        """For PyTorch: the clipped gradient, or `None`, for it to stay as it is. `measured`: before that it is to be measured."""
+        if is_compiling() or is_tracing() or self._closed:
+            return None
+        compiler = set_eval_frame(None)
+        try:
+            task = graph_task()
+            if measured and task != -1 and not capturing_graph():
+                self._measuring(self._measure, label, gradient, task)
+            factor = self._guard.result(self._factor, label, max_norm, gradient)
+            return None if factor is None else gradient * factor
+        finally:
+            if compiler is not None:
+                set_eval_frame(compiler)
+
+    def _factor(self, label: str, max_norm: float, gradient: torch.Tensor) -> torch.Tensor:
+        """By what to multiply a gradient, shape (): 1 where its norm is small enough, or is not finite."""
+        values = dense(gradient)
+        if values is None or values.shape != gradient.shape:
+            if gradient.numel() == 0:
+                return torch.ones((), dtype=gradient.dtype, device=gradient.device)
+            raise PartOfGradientError("the gradient of a watched tensor is sparse or sharded over ranks, so that it is not clipped")
+        with measuring(values.device.type):
+            norm = torch.linalg.vector_norm(values, dtype=wide(values.device))
+            scale = self._reader.scale
+            limit = max_norm if scale is None else max_norm * scale.to(norm.dtype)
+            within = (norm <= limit) | ~norm.isfinite()
+            factor = torch.where(within, torch.ones_like(norm), limit / norm)
+            self._count(label, values.device, within)
+            return factor
+
+    def _count(self, label: str, device: torch.device, within: torch.Tensor) -> None:
+        key = label, device
+        count = self._counts.get(key)
+        new = (~within).to(wide(device)).reshape(1)
+        # Never in place: on the CPU the host's side reads the memory of what was sent.
+        self._counts[key] = new if count is None else count + new
+
+
+never_compile(Watch._clip_hook)
+
+
+def check(name: object, tensor: object, max_norm: object) -> None:
+    """Raises `TypeError` or `ValueError` that names the argument of `watch`, its value and the fix."""
+    if not isinstance(name, str):
+        raise TypeError(f"watch(name={name!r}): expected a name")
+    if not 1 <= len(name) <= 200:
+        raise ValueError(f"watch(name={name[:20]!r}): expected a name of 1 to 200 characters")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"watch({name!r}, tensor={type(tensor).__name__}): expected a tensor")
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+        raise TypeError(f"watch({name!r}, max_norm={max_norm!r}): expected a number, or None")
+    if not 0 < max_norm < math.inf:
+        raise ValueError(f"watch({name!r}, max_norm={max_norm!r}): expected a finite number above 0, or None to clip nothing")
