@@ -38,6 +38,7 @@ def start_exporter(
     moments: bool | Unset = UNSET,
     weights: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
+    nan_origin: bool | Literal["always"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
     web_config_file: str | os.PathLike[str] | Unset = UNSET,
     run: str | Unset = UNSET,
@@ -81,9 +82,11 @@ def start_exporter(
     - `moments` (off): metrics of mean, deviation and extremes of gradients.
     - `weights` (off): metrics of the norms of weights and of their updates.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
+    - `nan_origin` (off): look for the place where a value became NaN or Inf, once there is one. "always" looks in every sampled
+      round, and so finds the first one. See docs/nan-origin.md.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all ranks, makes rank
-      0 show the samples of all ranks together.
+      nan_origin, training, whole_run, cuda_memory, gpu, process, host, container, exporter. `{"whole_run": True}`, on all
+      ranks, makes rank 0 show the samples of all ranks together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.
     - `rank` (from the launcher, or 0): rank in the job, on every series.

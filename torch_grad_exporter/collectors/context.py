@@ -11,6 +11,7 @@ from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import JobStore
@@ -46,7 +47,7 @@ class CollectorContext:
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
     is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
-    actions freeze.
+    actions freeze. `origins`: where values have become non-finite.
     """
 
     snapshots: Snapshots
@@ -68,3 +69,4 @@ class CollectorContext:
     acted: ActionTotals = field(default_factory=ActionTotals)
     clip: ClipReports | None = None
     frozen: FrozenLabels = field(default_factory=FrozenLabels)
+    origins: OriginPlaces = field(default_factory=OriginPlaces)

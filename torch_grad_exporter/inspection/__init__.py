@@ -1,0 +1,1 @@
+"""What the user asked to see of the inside of the models."""
