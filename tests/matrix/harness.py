@@ -31,6 +31,7 @@ class Way(enum.Enum):
     DEFAULTS = "with an exporter at its defaults"
     EVERYTHING = "with an exporter that measures all it can in every round"
     CLIPPING = "with one that also clips to a limit which leaves every bit as it is"
+    ORIGIN = "with one that looks in every round for the place where a value became non-finite"
 
 
 class Naive(enum.Flag):
@@ -67,6 +68,8 @@ EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "c
 
 CLIPPING = {"every": 1, "collectors": OTHERS, "clip": MaxNorm(1e30), "dry_run": [MaxNorm(0.1, scope="layer")]}
 
+ORIGIN = {"every": 1, "collectors": OTHERS, "nan_origin": "always"}
+
 
 @dataclass
 class Run:
@@ -95,7 +98,8 @@ class Run:
         """
         with contextlib.ExitStack() as stack:
             if self.way is not Way.PLAIN:
-                chosen = {Way.DEFAULTS: {"collectors": OTHERS}, Way.EVERYTHING: EVERYTHING, Way.CLIPPING: CLIPPING}[self.way]
+                ways = {Way.DEFAULTS: {"collectors": OTHERS}, Way.EVERYTHING: EVERYTHING, Way.CLIPPING: CLIPPING, Way.ORIGIN: ORIGIN}
+                chosen = ways[self.way]
                 target = model if watched is None else watched
                 self.exporter = stack.enter_context(start_exporter(target, port=None, **{**chosen, **options}))
             if self.way is Way.EVERYTHING:

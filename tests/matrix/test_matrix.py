@@ -65,6 +65,17 @@ def test_clipping_to_a_huge_norm(name: str) -> None:
     assert unchanged(run, plain) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in thinned() if isinstance(name, str)])
+def test_with_nan_origin(name: str) -> None:
+    """With `nan_origin="always"` in each round, losses and what the model holds are the same as well."""
+    kind = name.partition("[")[0]
+    run, plain = REGIMES[name].run(Way.ORIGIN), without_exporter(name)
+    if kind in BREAKS:
+        run, plain = replace(run, state=run.state[:-1]), replace(plain, state=plain.state[:-1])
+    assert unchanged(run, plain) == []
+
+
 def unchanged(run: Run, plain: Run) -> list[str]:
     """Which losses, and which tensors that the model holds, are not the same in every bit."""
     losses, state = (zip(a, b, strict=True) for a, b in ((run.losses, plain.losses), (run.state, plain.state)))

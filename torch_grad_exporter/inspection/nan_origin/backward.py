@@ -15,21 +15,14 @@ import torch
 
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.inspection.nan_origin.forward import Recording, value_of
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, Event, Node, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Event, Node, Value, operation
 from torch_grad_exporter.torch_compat import graph_task, number_of, started_from
 
 NODES = 1 << 15
 """Nodes of one recording, at most."""
 
-MOVES = frozenset((
-    "T", "View", "Transpose", "Permute", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone", "Alias", "Detach",
-    "AsStrided", "Contiguous",
-))  # fmt: skip
-"""Operations that move values only: what their gradient gives is what it gets."""
-
-
 class Graph:
-    """Walks and hooks the graphs of recordings. `guarded`: makes the boundary of a hook.
+    """Walks and hooks the graphs of recordings. `arrives`, `passes`: the boundaries of the hooks before and after a node.
 
     Belongs to the thread that trains, and to that of the backward.
     """
@@ -50,6 +43,10 @@ class Graph:
         for number, node in found:
             if number in ends or fans.get(number, 0) > 1:
                 node.register_prehook(functools.partial(self._arrives, recording, number))
+        self._hook_all(recording, found)
+
+    def _hook_all(self, recording: Recording, found: list[tuple[int, Any]]) -> None:
+        for number, node in found:
             if operation(recording.nodes[number].name) not in MOVES:
                 node.register_hook(functools.partial(self._passes, recording, number))
 
@@ -66,21 +63,20 @@ class Graph:
             return
         if recording.task != (task := graph_task()):
             recording.task = task
-            _find_losses(recording)
+            self._find_losses(recording)
         slots = [
             (at, slot) for at, one in enumerate(gradients)
             if isinstance(one, torch.Tensor) and (slot := recording.flags.add(one)) is not None
         ]  # fmt: skip
         recording.events.append(Event(number, arrives, tuple(slots)))
 
-
-def _find_losses(recording: Recording) -> None:
-    """A backward begins: flags what it started from, and walks the graph between that and the modules."""
-    for loss in started_from(sys._current_frames().get(recording.thread)):
-        slot = recording.flags.add(loss)
-        if slot is not None:
-            recording.losses.append((slot, value_of(loss)))
-            walk(recording, [] if loss.grad_fn is None else [loss.grad_fn])
+    def _find_losses(self, recording: Recording) -> None:
+        """A backward begins: flags what it started from, walks the graph from there to what is known, and hooks what is to come."""
+        for loss in started_from(sys._current_frames().get(recording.thread)):
+            slot = recording.flags.add(loss)
+            if slot is not None:
+                recording.losses.append((slot, value_of(loss)))
+                self._hook_all(recording, walk(recording, [] if loss.grad_fn is None else [loss.grad_fn]))
 
 
 def walk(recording: Recording, starts: list[Any]) -> list[tuple[int, Any]]:

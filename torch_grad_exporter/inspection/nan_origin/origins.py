@@ -43,6 +43,8 @@ class Origins:
         """By layer, the steps after which its gradients were first found non-finite."""
         self._finite_at: dict[str, int] = {}
         """By parameter, the steps after which it was last seen finite."""
+        self._told_at = -1
+        """The step of the last origin that was told."""
         self._lines = 0
 
     # What arms
@@ -75,7 +77,8 @@ class Origins:
         flagged = Flagged(tape, *sent.values(arrived))
         losses, self._losses = self._losses, 0
         origin = origin_of(flagged, loss_was_wrong=losses > 0)
-        if origin is not None:
+        if origin is not None and not self._follows(origin):
+            self._told_at = origin.step
             self._tell(self._dated(origin))
         self._remember(flagged)
 
@@ -87,6 +90,11 @@ class Origins:
                 self._finite_at[held.name] = flagged.tape.step
                 if held.layer not in wrong:
                     self._since.pop(held.layer, None)
+
+    def _follows(self, origin: Origin) -> bool:
+        """Whether it is a parameter that was finite until the step of an origin that was told: that step has made it so."""
+        finite = self._finite_at.get(origin.parameter)
+        return finite is not None and self._told_at >= finite and origin.step > self._told_at
 
     def _dated(self, origin: Origin) -> Origin:
         """Adds since when a parameter or buffer is not finite, as far as that is known."""
@@ -104,7 +112,8 @@ class Origins:
     def _tell(self, origin: Origin) -> None:
         if self._places.add((origin.layer, origin.stage, origin.kind), origin.step) and self._lines < LINES:
             self._lines += 1
-            say(logger, logging.WARNING, "nan_origin: at step %d %s", origin.step, origin.text)
+            level = logging.INFO if origin.routine else logging.WARNING
+            say(logger, level, "nan_origin: at step %d %s", origin.step, origin.text)
 
     @property
     def places(self) -> Mapping[tuple[str, str, str], int]:

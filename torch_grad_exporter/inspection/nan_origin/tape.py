@@ -17,6 +17,12 @@ LEAF = -1
 """In the place of a node: a leaf of the graph, such as a parameter."""
 
 
+MOVES = frozenset((
+    "T", "View", "Transpose", "Permute", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone", "Alias",
+))  # fmt: skip
+"""Operations that move values only: what their gradient gives is what it gets, and they are not looked at."""
+
+
 def operation(name: str) -> str:
     """The name of a node without what PyTorch adds: `Sqrt` of `SqrtBackward0`."""
     return re.sub(r"Backward\d*$", "", name)

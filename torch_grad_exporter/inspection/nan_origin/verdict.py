@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch_grad_exporter.inspection.nan_origin.tape import LEAF, Held, Place, Tape, Value, operation
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Held, Place, Tape, Value, operation
 from torch_grad_exporter.metrics.families import FloatArray
 
 FILLS = frozenset((
@@ -32,7 +32,8 @@ UNKNOWN = "unknown"
 class Origin:
     """Where it began. `layer`: the module, or "batch", "loss" or "unknown"; `stage`: the label `pass`; `kind`: "nan" or "inf".
 
-    `text`: a sentence. `parameter`: the full name of the parameter or buffer, if it is one.
+    `text`: a sentence. `parameter`: the full name of the parameter or buffer, if it is one. `routine`: a gradient scaler skips such
+    steps, and makes them by its search for the largest scale.
     """
 
     layer: str
@@ -41,6 +42,7 @@ class Origin:
     step: int
     text: str
     parameter: str = ""
+    routine: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,13 +255,27 @@ class _Search:
         return self._of_call(call, "backward", kind, f"gave {_NAMES[kind]} in the backward for finite gradients", name)
 
     def _arrived(self, node: int, kind: str) -> Origin:
-        """A gradient that is not finite has come to a node from none of those that gave only finite ones."""
-        tape = self._tape
-        nearest = [number for number, one in tape.nodes.items() for edge in one.edges if edge is not None and edge[0] == node]
-        if nearest and all(self._call_of(number) != -1 for number in nearest) and kind == "inf" and len(nearest) > 1:
+        """A gradient that is not finite has come to a node, and all that was seen to be given before was finite."""
+        givers = self._givers(node)
+        fired = {event.node for event in self._tape.events if not event.arrives}
+        silent = {self._call_of(giver) for giver in givers if giver not in fired}
+        if silent == {-1} or not (givers or self._tape.losses):
+            return self._outside("loss", kind, "the gradient that came back to the model was not finite, its outputs were")
+        if len(silent) == 1:
+            return self._of_call(silent.pop(), "backward", kind, f"gave {_NAMES[kind]} in the backward", "")
+        if not silent and kind == "inf" and len(givers) > 1:
             return self._of_call(self._call_of(node), "backward", kind, "got gradients whose sum overflows", "")
-        where = "the outputs of the model and the loss were finite, the gradient that came back to the model was not"
-        return self._outside("loss", kind, where if tape.losses else "the gradient that came to the model was not finite")
+        return self._unknown(kind, "a gradient came from operations that were not seen")
+
+    def _givers(self, node: int) -> list[int]:
+        """The nodes that give gradients to this one, with those behind operations that only move values."""
+        found, starts = [], [node]
+        while starts:
+            end = starts.pop()
+            for number, one in self._tape.nodes.items():
+                if any(edge is not None and edge[0] == end for edge in one.edges):
+                    (starts if operation(one.name) in MOVES else found).append(number)
+        return found
 
     def _reduced(self, new: list[str]) -> Origin:
         """Every gradient that this process has computed was finite, and what it has in the end is not."""
@@ -289,9 +305,8 @@ class _Search:
             parts.append("it is compiled, so its inside is not seen")
         elif call.hidden:
             parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
-        if stage == "backward" and self._tape.scaled:
-            parts.append("a gradient scaler skips such a step; where it is rare, it is routine")
-        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts))
+        routine = stage == "backward" and self._tape.scaled
+        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
 
     def _of_held(self, held: Held) -> Origin:
         kind, what = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
@@ -303,13 +318,15 @@ class _Search:
         return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
 
     def _outside(self, layer: str, kind: str, text: str, how: str = "") -> Origin:
-        return Origin(layer, "loss", kind, self._tape.step, f"{text}{f' ({how})' if how else ''}; outside of any module")
+        text = f"{text}{f' ({how})' if how else ''}; outside of any module"
+        return Origin(layer, "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
 
     def _unknown(self, kind: str, why: str) -> Origin:
         return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
 
 
 _NAMES = {"nan": "NaN", "inf": "Inf"}
+_SCALED = "; a gradient scaler skips such a step, which is routine as long as it is rare"
 
 
 def _ordinal(number: int) -> str:
