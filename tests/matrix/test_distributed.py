@@ -158,7 +158,9 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
+    "way",
+    [Way.EVERYTHING, *(pytest.param(way, marks=pytest.mark.full) for way in (Way.DEFAULTS, Way.ORIGIN))],
+    ids=lambda way: way.name.lower(),
 )
 @pytest.mark.parametrize("name", REGIMES)
 def test_regime(name: str, way: Way, findings: Findings) -> None:

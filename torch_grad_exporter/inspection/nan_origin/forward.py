@@ -127,7 +127,8 @@ class Recording:
         root = None if self._root is None else self._root()
         found = {}
         for name, parameter in () if root is None else root.named_parameters():
-            slot = None if parameter.grad is None else self.flags.add(parameter.grad)
+            gradient = parameter.grad if parameter.is_leaf else None  # within `functional_call` others are in their places
+            slot = None if gradient is None else self.flags.add(gradient)
             if slot is not None:
                 found[name] = slot
         return found
@@ -149,6 +150,10 @@ class Recording:
         self._stack.append((key, len(self._calls) - 1))
         self._began.append((next_sequence(), len(self._calls) - 1))
         self._flag(len(self._calls) - 1, args, kwargs, output=False)
+
+    def runs(self, module: torch.nn.Module) -> bool:
+        """Whether a module is the root that runs, and calls no other now."""
+        return [key for key, _ in self._stack] == [id(module)]
 
     def leave(self, module: torch.nn.Module, output: object) -> bool:
         """A module has returned; whether it was the root. Calls that have raised within it end with it."""

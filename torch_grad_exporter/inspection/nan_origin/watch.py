@@ -117,11 +117,12 @@ class NanOrigin:
 
     # Hooks
 
-    def _entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         recording = self._recording
-        if recording is not None and self._is_forward(recording):
+        # After a forward that has raised the root still has the hook of that one, whose keyword arguments PyTorch does not give.
+        if recording is not None and self._is_forward(recording) and not recording.runs(module):
             start = self._clock.clock()
-            recording.enter(module, args, kwargs)
+            recording.enter(module, args, kwargs or {})
             self._cost.spent(start, sampled=self._sampled)
 
     def _left(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
