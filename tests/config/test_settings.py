@@ -22,7 +22,7 @@ from torch_grad_exporter.config.option import PREFIX, UNSET
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.model.replicas import Ranks
 
-DEFAULT = frozenset({"gradients", "training", "cuda_memory", "gpu", "process", "host", "container", "exporter"})
+DEFAULT = frozenset({"gradients", "nan_origin", "training", "cuda_memory", "gpu", "process", "host", "container", "exporter"})
 
 RIGHT: list[tuple[str, object, object]] = [
     ("port", 0, 0),
@@ -42,7 +42,8 @@ RIGHT: list[tuple[str, object, object]] = [
     ("exclude", (), ()),
     ("max_layers", 1, 1),
     ("dead_window", 1, 1),
-    *[(name, value, value) for name in ("moments", "weights", "local_norm") for value in (True, False)],
+    *[(name, value, value) for name in ("moments", "weights", "local_norm", "nan_origin") for value in (True, False)],
+    ("nan_origin", "always", "always"), ("nan_origin", "Always", "always"),
     ("collectors", {}, DEFAULT),
     ("collectors", {"whole_run": True}, DEFAULT | {"whole_run"}),
     ("collectors", {"host": False, "gpu": True}, DEFAULT - {"host"}),
@@ -74,7 +75,7 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[(name, value, TypeError) for name in ("max_layers", "dead_window") for value in (None, "10", 10.0, True)],
     *[("max_layers", value, ValueError) for value in (0, -5, 100_001)],
     *[("dead_window", value, ValueError) for value in (0, -5, 1_000_001)],
-    *[(name, value, TypeError) for name in ("moments", "weights", "local_norm") for value in (None, 1, 0, "yes")],
+    *[(name, value, TypeError) for name in ("moments", "weights", "local_norm", "nan_origin") for value in (None, 1, 0, "yes")],
     *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
     *[("collectors", value, ValueError) for value in ({"hosts": False}, {3: True})],
     *[("web_config_file", value, TypeError) for value in (None, 3, b"web.yml")],
@@ -104,7 +105,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[("overhead_budget", text) for text in ("1%", "0", "1", "nan", "-0.1")],
     *[(name, text) for name in ("include", "exclude") for text in ("(", "a[")],
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
-    *[(name, text) for name in ("moments", "weights", "local_norm") for text in ("maybe", "2")],
+    *[(name, text) for name in ("moments", "weights", "local_norm", "nan_origin") for text in ("maybe", "2")],
     *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
     ("run", "x" * 201),
     *[("rank", text) for text in ("first", "-1", "0.0")],
@@ -132,6 +133,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("moments", "No", False),
     ("weights", "true", True),
     ("local_norm", "on", True),
+    ("nan_origin", "on", True), ("nan_origin", "ALWAYS", "always"),
     ("weights", "off", False),
     ("collectors", "host=off, gpu = on,cuda_memory=0", DEFAULT - {"host", "cuda_memory"}),
     ("web_config_file", "web.yml", "web.yml"),
@@ -163,7 +165,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
     assert found == {
         "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
-        "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "collectors": DEFAULT, "web_config_file": "",
+        "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "nan_origin": False, "collectors": DEFAULT, "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
         "advertise": "", "linger": 0.0, "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip
