@@ -133,9 +133,7 @@ def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Hos
     )
     totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
     gradients.use(checked.index.table)
-    return HostSide(
-        training.mailbox, gradients, totals, errors, periodic=training.capture.look, counting=training.clock.counting
-    )
+    return HostSide(training.mailbox, gradients, totals, errors, periodic=training.capture.look, counting=training.clock.counting)
 
 
 def scrape(

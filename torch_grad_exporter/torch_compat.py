@@ -205,20 +205,15 @@ _sequence = _find("torch._C._autograd._get_sequence_nr")
 
 def _sequence_of_a_new_node() -> int:
     with torch.enable_grad():
-        return sequence_of(torch.empty((), requires_grad=True).view(())) + 1
+        return number_of(torch.empty((), requires_grad=True).view(()).grad_fn) + 1
 
 
 next_sequence: Callable[[], int] = _sequence or _sequence_of_a_new_node
 """The number that the next node of the graph gets which this thread makes."""
 
 
-def sequence_of(tensor: torch.Tensor) -> int:
-    """The number of the node that gave a tensor, in the order in which its thread has made them; -1 of a leaf."""
-    return -1 if tensor.grad_fn is None else number_of(tensor.grad_fn)
-
-
 def number_of(node: Any) -> int:  # noqa: ANN401 - a node
-    """The number of a node, -1 of one that accumulates the gradient of a leaf."""
+    """The number of a node, in the order in which its thread has made them; -1 of one that accumulates the gradient of a leaf."""
     number: int = node._sequence_nr()
     return -1 if number == _ACCUMULATES else number
 

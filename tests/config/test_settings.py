@@ -43,7 +43,8 @@ RIGHT: list[tuple[str, object, object]] = [
     ("max_layers", 1, 1),
     ("dead_window", 1, 1),
     *[(name, value, value) for name in ("moments", "weights", "local_norm", "nan_origin") for value in (True, False)],
-    ("nan_origin", "always", "always"), ("nan_origin", "Always", "always"),
+    ("nan_origin", "always", "always"),
+    ("nan_origin", "Always", "always"),
     ("collectors", {}, DEFAULT),
     ("collectors", {"whole_run": True}, DEFAULT | {"whole_run"}),
     ("collectors", {"host": False, "gpu": True}, DEFAULT - {"host"}),
@@ -133,7 +134,8 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("moments", "No", False),
     ("weights", "true", True),
     ("local_norm", "on", True),
-    ("nan_origin", "on", True), ("nan_origin", "ALWAYS", "always"),
+    ("nan_origin", "on", True),
+    ("nan_origin", "ALWAYS", "always"),
     ("weights", "off", False),
     ("collectors", "host=off, gpu = on,cuda_memory=0", DEFAULT - {"host", "cuda_memory"}),
     ("web_config_file", "web.yml", "web.yml"),
@@ -165,7 +167,8 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
     assert found == {
         "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
-        "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "nan_origin": False, "collectors": DEFAULT, "web_config_file": "",
+        "dead_window": 100, "moments": False, "weights": False, "local_norm": False, "nan_origin": False, "collectors": DEFAULT,
+        "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
         "advertise": "", "linger": 0.0, "textfile_dir": "", "on_failure": OnFailure.CONTINUE,
     }  # fmt: skip

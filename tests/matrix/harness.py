@@ -98,7 +98,12 @@ class Run:
         """
         with contextlib.ExitStack() as stack:
             if self.way is not Way.PLAIN:
-                ways = {Way.DEFAULTS: {"collectors": OTHERS}, Way.EVERYTHING: EVERYTHING, Way.CLIPPING: CLIPPING, Way.ORIGIN: ORIGIN}
+                ways = {
+                    Way.DEFAULTS: {"collectors": OTHERS},
+                    Way.EVERYTHING: EVERYTHING,
+                    Way.CLIPPING: CLIPPING,
+                    Way.ORIGIN: ORIGIN,
+                }
                 chosen = ways[self.way]
                 target = model if watched is None else watched
                 self.exporter = stack.enter_context(start_exporter(target, port=None, **{**chosen, **options}))

@@ -105,7 +105,9 @@ def nonfinite(context: RuleContext) -> Iterator[Finding]:
         yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text, taken)
     elif _mostly_skipped(context):
         skipped, steps = context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(TRAIN_STEPS, MINUTES_10)
-        text = f"{origin(context)}Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
+        text = (
+            f"{origin(context)}Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
+        )
         yield _with_layers(context, context.increase(GRAD_NONFINITE_ELEMENTS, MINUTES_10), text, skipped)
 
 

@@ -52,7 +52,7 @@ class Cause:
 CAUSES: list[Cause] = []
 
 
-def cause(place: tuple[str, str], kind: str = "", **more: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+def cause(place: tuple[str, str], kind: str = "", **more: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:  # noqa: ANN401 - fields of `Cause`
     """Enters a function that makes a model."""
 
     def enter(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -119,7 +119,14 @@ def row_masked_by_a_module_of_its_own() -> nn.Module:
     return around(Attention())
 
 
-@cause(("3", "forward"), "nan", batch=lambda: (torch.randn(4, 8), torch.tensor([0.0, -INF, -INF, 0]).repeat(4, 1).index_fill(0, torch.tensor([1]), -INF)))  # fmt: skip
+def masked() -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch with a mask of which one row is -inf."""
+    mask = torch.tensor([0.0, -INF, -INF, 0.0]).repeat(4, 1)
+    mask[1] = -INF
+    return torch.randn(4, 8), mask
+
+
+@cause(("3", "forward"), "nan", batch=masked)
 def mask_in_the_batch() -> nn.Module:
     """A mask that the model is called with has a row of -inf."""
 
@@ -181,13 +188,13 @@ class Broken(torch.autograd.Function):
     """A function of the user's own. `where`: 0 for a NaN in the forward, 1 for one in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, where: int) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, data: torch.Tensor, where: int) -> torch.Tensor:
         """With a NaN, or none."""
         ctx.where = where
         return data * NAN if where == 0 else data * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """With a NaN, or none."""
         return gradient * NAN if ctx.where else gradient, None
 

@@ -53,7 +53,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(11, 8)
         self.attend = Attention(chance.choice(["fused", "module", "argument", "empty rows", "buffer"]))
         self.between = nn.Sequential(*chance.sample(
-            [nn.Linear(8, 8), nn.ReLU(inplace=not self.checkpointed), nn.Dropout(0.3), nn.LayerNorm(8), nn.GELU(), nn.LSTM(8, 8, batch_first=True)],
+            [
+                nn.Linear(8, 8), nn.ReLU(inplace=not self.checkpointed), nn.Dropout(0.3), nn.LayerNorm(8), nn.GELU(),
+                nn.LSTM(8, 8, batch_first=True),
+            ],
             4,
         ))  # fmt: skip
         self.norm, self.last, self.never = nn.BatchNorm1d(40), nn.Linear(40, 4), chance.random() < 0.3

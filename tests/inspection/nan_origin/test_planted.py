@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from tests.inspection.nan_origin.causes import CAUSES, Cause
 from tests.matrix.harness import OTHERS
 from tests.support.scrape import errors, values
 from torch_grad_exporter import Exporter, start_exporter
-
 
 Place = tuple[str, str, str]
 
@@ -23,7 +20,7 @@ def found(exporter: Exporter) -> dict[Place, float]:
     return {(labels["layer"], labels["pass"], labels["kind"]): number for labels, number in steps}
 
 
-def train(model: torch.nn.Module, cause: Cause, **options: Any) -> dict[Place, float]:
+def train(model: torch.nn.Module, cause: Cause, **options: object) -> dict[Place, float]:
     """The origins after one step from a planted cause."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with start_exporter(model, None, collectors=OTHERS, **options) as exporter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from torch_grad_exporter.inspection.nan_origin.watch import FORWARDS, ROUNDS, Na
 Step = Callable[[Exporter, nn.Module, torch.optim.Optimizer, int], object]
 
 
-def loop(model: nn.Module, step: Step, steps: int, **options: Any) -> dict[Place, float]:
+def loop(model: nn.Module, step: Step, steps: int, **options: object) -> dict[Place, float]:
     """What was found in so many calls of `step`, after each of which the worker has taken in what there is."""
     torch.manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -202,7 +202,7 @@ def test_without_an_alarm_a_round_costs_a_few_calls() -> None:
     """The inspection itself runs four functions of a few lines in each round, whatever the size of the model."""
     lines: list[str] = []
 
-    def trace(frame: Any, event: str, _argument: object) -> Any:
+    def trace(frame: types.FrameType, event: str, _argument: object) -> object:
         if "torch_grad_exporter/inspection/nan_origin/" in frame.f_code.co_filename:
             lines.append(f"{frame.f_code.co_name} {event}")
             return trace
@@ -220,7 +220,14 @@ def test_without_an_alarm_a_round_costs_a_few_calls() -> None:
         return None
 
     loop(around(*(nn.Linear(8, 8) for _ in range(50))), step, 4)
-    assert {line.split()[0] for line in lines} <= {"forward_began", "inputs", "backward_ended", "step_over", "round_over", "__init__"}
+    assert {line.split()[0] for line in lines} <= {
+        "forward_began",
+        "inputs",
+        "backward_ended",
+        "step_over",
+        "round_over",
+        "__init__",
+    }
     assert sum(line.endswith(" line") for line in lines) <= 12
 
 
@@ -246,9 +253,8 @@ def armed() -> Iterator[tuple[Exporter, nn.Module]]:
         yield exporter, model
 
 
-def test_a_model_can_be_freed_after_an_armed_round(armed: tuple[Exporter, nn.Module]) -> None:
+def test_a_model_can_be_freed_after_an_armed_round() -> None:
     """Neither a forward without a backward nor a finished round keeps a module or a parameter alive."""
-    exporter, _ = armed
     model = around()
     with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always"):
         model(torch.randn(4, 8)).sum().backward()

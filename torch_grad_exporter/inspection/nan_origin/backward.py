@@ -21,6 +21,7 @@ from torch_grad_exporter.torch_compat import graph_task, number_of, started_from
 NODES = 1 << 15
 """Nodes of one recording, at most."""
 
+
 class Graph:
     """Walks and hooks the graphs of recordings. `arrives`, `passes`: the boundaries of the hooks before and after a node.
 

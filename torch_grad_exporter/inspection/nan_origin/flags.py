@@ -63,7 +63,8 @@ class Flags:
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.dtype not in FLOATS:
             return None
-        self._found.append(tuple(torch.aminmax(tensor)))
+        low, high = torch.aminmax(tensor)
+        self._found.append((low, high))
         return len(self._found) - 1
 
     def send(self, transfer: HostTransfer) -> Sent | None:

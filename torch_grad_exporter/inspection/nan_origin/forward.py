@@ -207,7 +207,7 @@ class Recording:
 def value_of(tensor: torch.Tensor) -> Value | None:
     """Where a tensor is in the graph, `None` if it is a leaf or in none."""
     node = tensor.grad_fn
-    return None if node is None else (node._sequence_nr(), tensor.output_nr)  # type: ignore[attr-defined]
+    return None if node is None else (node._sequence_nr(), tensor.output_nr)
 
 
 def _kind(module: torch.nn.Module) -> str:

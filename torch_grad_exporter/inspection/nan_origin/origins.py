@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch_grad_exporter.collectors.origins import OriginPlaces
@@ -25,7 +25,7 @@ LINES = 64
 
 
 class Origins:
-    """Belongs to the worker, but for `steps`, which any thread may read.
+    """Belongs to the worker.
 
     `alarm`: is called where rounds are to be armed; `steps`: optimizer steps so far.
     """
@@ -114,8 +114,3 @@ class Origins:
             self._lines += 1
             level = logging.INFO if origin.routine else logging.WARNING
             say(logger, level, "nan_origin: at step %d %s", origin.step, origin.text)
-
-    @property
-    def places(self) -> Mapping[tuple[str, str, str], int]:
-        """What was found."""
-        return self._places.steps

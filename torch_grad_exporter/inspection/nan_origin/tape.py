@@ -1,4 +1,4 @@
-"""Tape: what the host needs to know of an armed forward and backward to find where a value became non-finite. Pure, without tensors.
+"""Tape: what the host needs to know of an armed forward and backward to find where a value became non-finite. Without tensors.
 
 A value of the autograd graph is known by the node that gives it and the number of that output; a node by its sequence number,
 which autograd counts up on each thread.

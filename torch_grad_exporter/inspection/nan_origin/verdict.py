@@ -54,7 +54,7 @@ class Flagged:
     high: FloatArray
 
     def kind(self, slot: int) -> str:
-        """ "nan", "inf", or empty where all values are finite."""
+        """What it has: "nan", "inf", or empty where all values are finite."""
         low, high = float(self.low[slot]), float(self.high[slot])
         if math.isnan(low) or math.isnan(high):
             return "nan"
@@ -150,7 +150,9 @@ class _Search:
             return None
         if not self._tape.losses:
             return self._unknown(kind, "the loss was not finite, and the model's outputs were")
-        return self._outside("loss", kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets")
+        return self._outside(
+            "loss", kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets"
+        )
 
     def _behind(self, ends: list[Value]) -> tuple[list[int], list[Held]]:
         """What is not finite and has led to these values: places in the order of execution, and parameters."""
@@ -210,12 +212,11 @@ class _Search:
     def _outside_of_graph(self, found: Place, call: int) -> Origin:
         """A call got something non-finite that no graph leads to: the first such thing, and where that came from."""
         tape = self._tape
-        inner = self._root_of(call)
-        for number, one in enumerate(tape.places):
-            if one.value is None and self._is_wrong(one) and self._root_of(one.call) == inner:
-                break
-        else:
-            number, one = tape.places.index(found), found
+        root = self._root_of(call)
+        all_of_it = enumerate(tape.places)
+        wrong = (at for at, one in all_of_it if one.value is None and self._is_wrong(one) and self._root_of(one.call) == root)
+        number = next(wrong, tape.places.index(found))
+        one = tape.places[number]
         if one.output or tape.calls[one.call].parent != -1:
             return self._blame(number)
         return self._batch(one)
@@ -269,7 +270,8 @@ class _Search:
 
     def _givers(self, node: int) -> list[int]:
         """The nodes that give gradients to this one, with those behind operations that only move values."""
-        found, starts = [], [node]
+        found: list[int] = []
+        starts = [node]
         while starts:
             end = starts.pop()
             for number, one in self._tape.nodes.items():

@@ -61,11 +61,6 @@ class NanOrigin:
         self._forwards = FORWARDS
         self._rounds = ROUNDS
 
-    @property
-    def armed(self) -> bool:
-        """Whether the next forward is recorded though it is not sampled."""
-        return self._rounds > 0
-
     # As of `Inspection`
 
     def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
