@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_grad_exporter import start_exporter
 
-STEPS, LEFT_OUT = 300, 20
+STEPS, LEFT_OUT = 200, 20
 OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 WAYS: dict[str, dict[str, object] | None] = {
     "without": None,

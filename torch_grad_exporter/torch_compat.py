@@ -347,11 +347,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
-def hides_its_inside(module: torch.nn.Module) -> bool:
-    """Whether modules below it are compiled or scripted with it, so that their hooks are not called."""
-    return isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in children_in(module) or compiles_its_call(module)
-
-
 def compiles_its_call(module: torch.nn.Module) -> bool:
     """Whether its hooks, too, are part of what is compiled, as after `module.compile()`."""
     return isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None

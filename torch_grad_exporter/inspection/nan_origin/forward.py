@@ -15,12 +15,12 @@ import torch
 
 from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
 from torch_grad_exporter.inspection.nan_origin.tape import Call, Event, Held, Node, Place, Tape, Value
-from torch_grad_exporter.model.names import clean
+from torch_grad_exporter.model.names import clean, uncompiled
 from torch_grad_exporter.torch_compat import (
     children_in,
     compiles_its_call,
-    hides_its_inside,
     next_sequence,
+    number_of,
     parameters_in,
     version_of,
 )  # fmt: skip
@@ -48,7 +48,7 @@ class Inside:
     def _add(self, module: torch.nn.Module, path: str, label: str) -> None:
         self.modules.append(module)
         self.names[id(module)] = label
-        if hides_its_inside(module):
+        if _hides_its_inside(module):
             return
         for attribute, child in children_in(module).items():
             if child is None or id(child) in self.names:
@@ -145,7 +145,9 @@ class Recording:
         parent = self._stack[-1][1] if self._stack else -1
         label = self._inside.names.get(key, type(module).__name__)
         hidden = tuple(self._inside.hidden.get(key, ()))
-        call = Call(label, _kind(module), parent, number, key, module.training, hidden, hides_its_inside(module))
+        call = Call(
+            label, type(uncompiled(module)).__name__, parent, number, key, module.training, hidden, hides_its_inside(module)
+        )
         self._calls.append(call)
         self._stack.append((key, len(self._calls) - 1))
         self._began.append((next_sequence(), len(self._calls) - 1))
@@ -207,9 +209,9 @@ class Recording:
 def value_of(tensor: torch.Tensor) -> Value | None:
     """Where a tensor is in the graph, `None` if it is a leaf or in none."""
     node = tensor.grad_fn
-    return None if node is None else (node._sequence_nr(), tensor.output_nr)
+    return None if node is None else (number_of(node), tensor.output_nr)
 
 
-def _kind(module: torch.nn.Module) -> str:
-    inner = children_in(module).get("_orig_mod")
-    return type(module if inner is None else inner).__name__
+def _hides_its_inside(module: torch.nn.Module) -> bool:
+    """Whether modules below it are compiled or scripted with it, so that their hooks are not called."""
+    return uncompiled(module) is not module or compiles_its_call(module)
