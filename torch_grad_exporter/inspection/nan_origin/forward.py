@@ -146,7 +146,7 @@ class Recording:
         label = self._inside.names.get(key, type(module).__name__)
         hidden = tuple(self._inside.hidden.get(key, ()))
         call = Call(
-            label, type(uncompiled(module)).__name__, parent, number, key, module.training, hidden, hides_its_inside(module)
+            label, type(uncompiled(module)).__name__, parent, number, key, module.training, hidden, _hides_its_inside(module)
         )
         self._calls.append(call)
         self._stack.append((key, len(self._calls) - 1))
