@@ -153,6 +153,16 @@ def test_private_names_are_in_one_module() -> None:
         assert private_names(path) & (known | hooks) - allowed == set(), path
 
 
+def test_the_number_of_the_next_node_is_known_without_the_private_name() -> None:
+    """A node that is made for it has the number, and the one after that is the next."""
+    parameter = torch.ones((), requires_grad=True)
+    torch_compat._sequence_of_a_new_node()
+    before = torch_compat._sequence_of_a_new_node()
+    found = torch_compat.number_of((parameter * 2).grad_fn)
+    assert before == found
+    assert torch_compat.next_sequence() == found + 1
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What was logged of names that are gone; as if nothing had been missed before."""

@@ -33,6 +33,7 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.collectors.scrape import Scrape
 from torch_grad_exporter.collectors.training import device_kinds
@@ -40,6 +41,8 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
 from torch_grad_exporter.inspection.watch import Watch
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.outputs.live.live import Judged
@@ -53,7 +56,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations", "watch",
+    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -68,7 +71,7 @@ class TrainingSide:
         self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
         self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
-        self.frozen = FrozenLabels()
+        self.frozen, self.origins = FrozenLabels(), OriginPlaces()
         cost = SampleCost(self.clock, self.schedule)
         reader = GradientReader(
             index=checked.index,
@@ -97,6 +100,23 @@ class TrainingSide:
         )
         self.capture = Capture(parts)
         self.cost, self.reader = cost, reader
+        self.nan_origin = self._nan_origin(checked, parts) if settings.nan_origin else None
+
+    def _nan_origin(self, checked: Checked, parts: Parts) -> NanOrigin:
+        """What looks for the place where a value became non-finite."""
+        inspection = NanOrigin(
+            parts.hooks,
+            parts.cost,
+            parts.clock,
+            parts.mailbox,
+            models=checked.models,
+            make_origins=functools.partial(Origins, self.origins, self.steps),
+            steps=self.steps,
+            scaled=lambda: parts.reader.knows_scaler,
+            always=checked.settings.nan_origin == "always",
+        )
+        self.capture.inspect(inspection, parts.errors.boundary("nan_origin"))
+        return inspection
 
     def _look_at_devices(self) -> None:
         self._look(self.memory.refresh)
@@ -109,11 +129,16 @@ class TrainingSide:
 def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:
     """The worker and what it adds up."""
     exponential = checked.push is not None and checked.push.exponential
-    gradients = GradientAggregation(training.layout, exponential=exponential, clipped=checked.clip is not None)
-    gradients.use(checked.index.table)
-    return HostSide(
-        training.mailbox, gradients, TrainingTotals(), errors, periodic=training.capture.look, counting=training.clock.counting
+    origins = None if training.nan_origin is None else training.nan_origin.origins
+    gradients = GradientAggregation(
+        training.layout,
+        exponential=exponential,
+        clipped=checked.clip is not None,
+        nonfinite=None if origins is None else origins.gradients_were_wrong,
     )
+    totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
+    gradients.use(checked.index.table)
+    return HostSide(training.mailbox, gradients, totals, errors, periodic=training.capture.look, counting=training.clock.counting)
 
 
 def scrape(
@@ -159,6 +184,7 @@ def scrape(
         frozen=training.frozen,
         activations=activations,
         watched=watched or WatchTotals(),
+        origins=training.origins,
     )
     return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
 

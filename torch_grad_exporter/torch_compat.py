@@ -261,6 +261,46 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
     attach(tensor)
 
 
+_sequence = _find("torch._C._autograd._get_sequence_nr")
+
+
+def _sequence_of_a_new_node() -> int:
+    with torch.enable_grad():
+        return number_of(torch.empty((), requires_grad=True).view(()).grad_fn) + 1
+
+
+next_sequence: Callable[[], int] = _sequence or _sequence_of_a_new_node
+"""The number that the next node of the graph gets which this thread makes."""
+
+
+def number_of(node: Any) -> int:  # noqa: ANN401 - a node
+    """The number of a node, in the order in which its thread has made them; -1 of one that accumulates the gradient of a leaf."""
+    number: int = node._sequence_nr()
+    return -1 if number == _ACCUMULATES else number
+
+
+_ACCUMULATES = 2**64 - 1
+
+
+def started_from(frame: types.FrameType | None) -> Sequence[torch.Tensor]:
+    """The tensors that the nearest backward among the callers has started from; none where that is not to be seen."""
+    code = torch.autograd.backward.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            tensors = frame.f_locals.get("tensors", ())
+            return [one for one in (tensors if isinstance(tensors, list | tuple) else [tensors]) if isinstance(one, torch.Tensor)]
+        frame = frame.f_back
+    return ()
+
+
+_dispatch_modes = _find("torch._C._len_torch_dispatch_stack")
+
+
+def dispatch_is_intercepted() -> bool:
+    """Whether a mode of the user's, such as that of a selective checkpoint, would see the operations of the calling function."""
+    return _dispatch_modes is not None and _dispatch_modes() > 0
+
+
 # Optimizers and gradient scalers
 
 
@@ -366,6 +406,16 @@ TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
 """The classes of transposed convolutions."""
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is an ordinary tensor or parameter, and no object of another class that stands for one."""
+    return type(tensor) in _PLAIN
+
+
+def compiles_its_call(module: torch.nn.Module) -> bool:
+    """Whether its hooks, too, are part of what is compiled, as after `module.compile()`."""
+    return isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

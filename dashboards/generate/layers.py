@@ -118,6 +118,23 @@ def _broken() -> Panel:
     return rows("NaN, Inf and missing gradients", text, [query], columns, nothing=nothing, order=["Run", "Layer"])
 
 
+def _origin() -> Panel:
+    place = "run, layer, pass, kind"
+    found = last_known(of_run("torch_nonfinite_origin_step"), place)
+    told = f"{last_known(of_run('torch_nonfinite_origin_info'), place)} * 0"
+    columns = [
+        RUN, LAYER, Column("pass", "Pass", width=180), Column("kind", "What", width=120),
+        Column("Value", "At step", "locale", width=120, decimals=0),
+    ]  # fmt: skip
+    text = (
+        "Where finite values have given NaN or Inf that reached the loss or a gradient, and the step at which that was last "
+        "found. With start_exporter(nan_origin=True)."
+    )
+    nothing = "Needs start_exporter(nan_origin=True), and a NaN or Inf"
+    query = Query(ask.top(50, f"{found} or {told}"))
+    return rows("Where a NaN began", text, [query], columns, nothing=nothing, order=["Run", "-At step"])
+
+
 def _global_distribution() -> Panel:
     query = Query(f"sum by (le) ({increase(of_rank('torch_grad_global_norm_distribution_bucket'))})", "{{le}}")
     text = (
@@ -285,6 +302,7 @@ def dashboard() -> Dashboard:
     whole = [_global_distribution().span(12), _clipping().span(12), _balance().span(24)]
     tables = [panel.span(12).height(10) for panel in (_largest(), _furthest(), _dead(), _broken())]
     more = [panel.span(12) for panel in (_updates(), _weights(), _elements_of_weights(), _moments(), _extremes())]
+    tables.append(_origin().span(24).height(6))
     content = [
         Row("All layers", _all_layers()),
         Row("Layers to look at", tables),

@@ -21,7 +21,7 @@ from torch_grad_exporter.collectors.registry import Collector, Declaration, Regi
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, scalar
 
-NO_COLLECTORS = {"__init__", "clip_reports", "context", "frozen_layers", "happened", "outcomes", "registry", "scrape"}
+NO_COLLECTORS = {"__init__", "clip_reports", "context", "frozen_layers", "happened", "origins", "outcomes", "registry", "scrape"}
 """Files of the package that hold none."""
 
 

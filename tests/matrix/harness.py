@@ -32,6 +32,7 @@ class Way(enum.Enum):
     EVERYTHING = "with an exporter that measures all it can in every round"
     CLIPPING = "with one that also clips to a limit which leaves every bit as it is"
     INSIDE = "with one that also looks inside of the models"
+    ORIGIN = "with one that looks in every round for the place where a value became non-finite"
 
 
 class Naive(enum.Flag):
@@ -69,6 +70,7 @@ EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "c
 CLIPPING = {"every": 1, "collectors": OTHERS, "clip": MaxNorm(1e30), "dry_run": [MaxNorm(0.1, scope="layer")]}
 
 INSIDE = {"every": 1, "collectors": OTHERS, "activations": True}
+ORIGIN = {"every": 1, "collectors": OTHERS, "nan_origin": "always"}
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Run:
                     Way.EVERYTHING: EVERYTHING,
                     Way.CLIPPING: CLIPPING,
                     Way.INSIDE: INSIDE,
+                    Way.ORIGIN: ORIGIN,
                 }
                 chosen = ways[self.way]
                 target = model if watched is None else watched

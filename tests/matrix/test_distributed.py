@@ -159,7 +159,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(
     "way",
-    [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full), pytest.param(Way.INSIDE, marks=pytest.mark.full)],
+    [Way.EVERYTHING, *(pytest.param(way, marks=pytest.mark.full) for way in (Way.DEFAULTS, Way.INSIDE, Way.ORIGIN))],
     ids=lambda way: way.name.lower(),
 )
 @pytest.mark.parametrize("name", REGIMES)

@@ -77,6 +77,13 @@ def test_looking_inside(name: str) -> None:
     assert unchanged(REGIMES[name].run(Way.INSIDE), without_exporter(name)) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in thinned() if isinstance(name, str)])
+def test_with_nan_origin(name: str) -> None:
+    """With `nan_origin="always"` in each round, losses and what the model holds are the same as well."""
+    assert unchanged(REGIMES[name].run(Way.ORIGIN), without_exporter(name)) == []
+
+
 def unchanged(run: Run, plain: Run) -> list[str]:
     """Which losses, and which tensors that the model holds, are not the same in every bit."""
     losses, state = (zip(a, b, strict=True) for a, b in ((run.losses, plain.losses), (run.state, plain.state)))

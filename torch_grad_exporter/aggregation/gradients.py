@@ -7,7 +7,8 @@ norms. Nothing that is not finite enters a histogram, a sum or a baseline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -76,10 +77,18 @@ class GradientAggregation:
     """Adds up samples. For one thread at a time.
 
     `layout`: of the samples; `exponential`: whether norms are counted by exponential bucket, too; `clipped`: whether gradients are
-    clipped as `clip=` asks for.
+    clipped as `clip=` asks for. `nonfinite`: is told of each sample with gradients that are not finite, and in which layers.
     """
 
-    def __init__(self, layout: Layout = ORDINARY, *, exponential: bool = False, clipped: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout = ORDINARY,
+        *,
+        exponential: bool = False,
+        clipped: bool = False,
+        nonfinite: Callable[[tuple[str, ...]], object] | None = None,
+    ) -> None:
+        self._nonfinite = nonfinite
         self._cursors: WeakSet[Cursor] = WeakSet()
         self._pending = PendingSample()
         self._settlement = Settlement(clipped)
@@ -127,6 +136,8 @@ class GradientAggregation:
         with np.errstate(all="ignore"):
             self._optimizers.observe(norm)
             self._pending.given(norm)
+            if self._nonfinite is not None and not math.isfinite(norm):
+                self._nonfinite(())
 
     def stepped(self, rounds: int) -> None:
         """So many rounds are over."""
@@ -150,6 +161,8 @@ class GradientAggregation:
         self._optimizers.publish(settled)
         self._local.publish(settled)
         self._pending.count(settled.shown, sized=settled.sample.sized)
+        if self._nonfinite is not None and settled.sample.nonfinite():
+            self._nonfinite(settled.sample.nonfinite_layers())
 
     def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.

@@ -59,6 +59,11 @@ class Sample:
         columns = self.columns if wanted is None else self.columns[wanted]
         return bool(columns[:, [Column.NANS, Column.INFS]].any())
 
+    def nonfinite_layers(self) -> tuple[str, ...]:
+        """The names of the layers whose gradients have a NaN or Inf."""
+        wrong = np.flatnonzero(self.columns[:, [Column.NANS, Column.INFS]].any(axis=1)).tolist()
+        return tuple(dict.fromkeys(self.captured.table.tracked[position].layer for position in wrong))
+
     def divide(self, divisor: float) -> None:
         """Divides what is proportional to the gradient."""
         if divisor != 1:

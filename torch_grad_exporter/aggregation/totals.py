@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
@@ -46,8 +47,9 @@ class TotalsSnapshot:
 
 @dataclass(slots=True)
 class TrainingTotals:
-    """Adds up what happens every step. Fed by `worker.HostSide`."""
+    """Adds up what happens every step. Fed by `worker.HostSide`. `nonfinite`: is told of each loss that is not finite."""
 
+    nonfinite: Callable[[], object] | None = None
     _totals: TotalsSnapshot = field(default_factory=TotalsSnapshot)
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATIO_STEPS))
     """Of the last steps, what the exporter took and how long each was."""
@@ -118,6 +120,8 @@ class TrainingTotals:
     def _judge_loss(self, value: float) -> None:
         if not math.isfinite(value):
             self._totals.loss_nonfinite += 1
+            if self.nonfinite is not None:
+                self.nonfinite()
             return
         for cursor in self._cursors:
             cursor.losses = cursor.losses.with_one(value)

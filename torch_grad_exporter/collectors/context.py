@@ -13,6 +13,7 @@ from torch_grad_exporter.capture.progress import Counts, StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import JobStore
@@ -49,7 +50,7 @@ class CollectorContext:
     is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
     actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `watched`: of the
-    gradients of watched tensors.
+    gradients of watched tensors. `origins`: where values have become non-finite.
     """
 
     snapshots: Snapshots
@@ -73,3 +74,4 @@ class CollectorContext:
     frozen: FrozenLabels = field(default_factory=FrozenLabels)
     activations: ActivationTotals | None = None
     watched: WatchTotals = field(default_factory=WatchTotals)
+    origins: OriginPlaces = field(default_factory=OriginPlaces)

@@ -120,6 +120,20 @@ def switch() -> Kind[bool]:
     return Kind("bool", "expected True or False", lambda value: _of(bool, value), _on, "`on` or `off`")
 
 
+def switch_or(word: str) -> Kind[bool | str]:
+    """On, off, or a word for more than on."""
+
+    def check(value: object) -> bool | str:
+        if isinstance(value, str) and value.lower() == word:
+            return word
+        return _of(bool, value)
+
+    def parse(text: str) -> bool | str:
+        return word if text.lower() == word else _on(text)
+
+    return Kind(f'bool | Literal["{word}"]', f"expected True, False or {word!r}", check, parse, f"`on`, `off` or `{word}`")
+
+
 def choice(of: type[_Choice]) -> Kind[_Choice]:
     """One of several words, in whatever case."""
     words = [str(one.value) for one in of]

@@ -82,6 +82,12 @@ class Settings:
         "whose name it is found. See docs/activations.md.",
     )
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
+    nan_origin: bool | str = option(
+        kinds.switch_or("always"),
+        False,
+        "look for the place where a value became NaN or Inf, once there is one",
+        '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.',
+    )
     collectors: frozenset[str] = option(
         kinds.collectors(),
         lambda: REGISTRY.on_by_default,

@@ -14,6 +14,12 @@ WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_chec
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """What was compiled to be a module; itself where that is nothing."""
+    inner: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
 def clean(name: str) -> str:
     """A module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_grad_exporter.model.names import uncompiled
 from torch_grad_exporter.torch_compat import active_wrapper, composed_wrapper, reduced_parameters, takes_the_mean
 
 MOST = 64
@@ -76,7 +77,7 @@ def around(root: torch.nn.Module) -> DistributedDataParallel | None:
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
     """The wrapper that a module is, or that replicates it in place; that one is made in the module's first forward."""
-    module = getattr(module, "_orig_mod", module)
+    module = uncompiled(module)
     if isinstance(module, DistributedDataParallel):
         return module
     wrapper: DistributedDataParallel | None = composed_wrapper(module)

@@ -27,6 +27,7 @@ from torch_grad_exporter.metrics.families import BoolArray
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, by_layer, either, times
 from torch_grad_exporter.rules.declaration import Alert, Group, rule
 from torch_grad_exporter.rules.memory import HOUR, MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.origin import ANNOTATION, origin
 from torch_grad_exporter.rules.values import Table
 from torch_grad_exporter.rules.weights import not_updating
 
@@ -78,12 +79,12 @@ SKIPPED = "skipped"
         description=(
             "In the last minutes the optimizer took a step on gradients that are NaN or infinite, or most steps "
             "were skipped because of such gradients. Affected layers: "
-            "run_layer:torch_grad_nonfinite_elements:increase5m."
+            "run_layer:torch_grad_nonfinite_elements:increase5m." + ANNOTATION
         ),
     ),
     first_steps=(
         "Stop the run and go back to a checkpoint from before the first such step; one written after it is "
-        "worthless. Of the affected layers, look at the one nearest to the loss."
+        'worthless. Start again with nan_origin="always", which names the module where it begins.'
     ),
     why=(
         "One step on NaN is enough. In the first 600 s of a process its whole count matters, since `increase` does "
@@ -101,11 +102,13 @@ def nonfinite(context: RuleContext) -> Iterator[Finding]:
     """Steps were taken on gradients that are not finite, or more were skipped for such than taken."""
     taken = _sum(context.lately(GRAD_NONFINITE_STEPS, MINUTES_5), skipped=False)
     if taken > 0:
-        text = f"Gradients were NaN or Inf in {times(taken, 'unskipped step')}, {context.since(MINUTES_5)}"
+        text = f"{origin(context)}Gradients were NaN or Inf in {times(taken, 'unskipped step')}, {context.since(MINUTES_5)}"
         yield _with_layers(context, context.lately(GRAD_NONFINITE_ELEMENTS, MINUTES_5), text, taken)
     elif _mostly_skipped(context):
         skipped, steps = context.growth(TRAIN_SKIPPED_STEPS, MINUTES_10), context.growth(TRAIN_STEPS, MINUTES_10)
-        text = f"Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
+        text = (
+            f"{origin(context)}Gradients were NaN or Inf: {times(skipped)} skipped and {steps:g} taken {context.within(MINUTES_10)}"
+        )
         yield _with_layers(context, context.increase(GRAD_NONFINITE_ELEMENTS, MINUTES_10), text, skipped)
 
 

@@ -18,6 +18,7 @@ from torch_grad_exporter.rules.balance import MODELS_OUT_OF_BALANCE
 from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, times
 from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rule
 from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
+from torch_grad_exporter.rules.origin import ANNOTATION, origin
 
 SLOW, SLOWEST = 5.0, 1800.0
 """`TrainingStalled`: the pause also exceeds so many times the slowest of the last steps, `SLOWEST` seconds at most.
@@ -96,12 +97,12 @@ def failed(_context: RuleContext) -> Iterator[Finding]:
         summary="The loss of run {{ $labels.run }} is NaN or infinite.",
         description=(
             "A loss observed in the last minutes is NaN or infinite. Unless the loop skips such steps, the weights "
-            "are lost, and all further steps are wasted."
+            "are lost, and all further steps are wasted." + ANNOTATION
         ),
     ),
     first_steps=(
         "Check whether it continues. One such loss with finite gradients is a bad batch or a skipped step; "
-        "otherwise stop the run and go back to a checkpoint."
+        'otherwise stop the run and go back to a checkpoint; nan_origin="always" names the module where it begins.'
     ),
     why=(
         "One is enough: the weights are next. In the first 600 s of a process its whole count matters, since "
@@ -113,7 +114,8 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
     """A loss was not finite."""
     losses = context.lately(TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
     if losses > 0:
-        yield Finding("critical", f"The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}.", value=losses)
+        text = f"{origin(context)}The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}."
+        yield Finding("critical", text, value=losses)
 
 
 @rule(

@@ -1,0 +1,58 @@
+"""Two ranks of which one makes a NaN: each tells what it can know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.inspection.nan_origin.causes import NAN, Function, around
+from tests.inspection.nan_origin.test_planted import found
+from tests.matrix.harness import OTHERS
+from tests.support.ranks import run_ranks
+from tests.support.scrape import errors
+from torch_grad_exporter import start_exporter
+
+WRAPPERS = ("ddp", "fsdp2")
+
+
+def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
+    """Two steps, in the second of which rank 1 makes a NaN: in its batch, or in the backward of a module."""
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    inner = around(Function(lambda x: x * 1))
+    if wrapper == "fsdp2":
+        fully_shard(inner[0])
+        model: nn.Module = fully_shard(inner)
+    else:
+        model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always", run="ranks") as exporter:
+        for step in range(2):
+            data = torch.randn(4, 8)
+            if step and rank and where == "batch":
+                data[0] = NAN
+            if step and rank and where == "backward":
+                inner[3].function = lambda x: (x * 0).sqrt()
+            model(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exporter._host.drain()
+        assert not errors(exporter)
+        Path(folder, f"{rank}.json").write_text(json.dumps([[*place] for place in found(exporter)]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("where", ["batch", "backward"])
+def test_a_nan_of_another_rank_is_told_as_such(wrapper: str, where: str, tmp_path: Path) -> None:
+    """The rank that has made it names the place; the other one says that it came with the reduction."""
+    run_ranks(rank_main, str(tmp_path), wrapper, where)
+    innocent, guilty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert [stage for _, stage, _ in innocent] == ["reduction"]
+    assert [one[:2] for one in guilty] == [["batch", "batch"] if where == "batch" else ["3", "backward"]]

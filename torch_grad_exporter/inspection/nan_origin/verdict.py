@@ -1,0 +1,336 @@
+"""The verdict: where the first value came from that is not finite, by a tape and its flags. Pure, without tensors.
+
+There is one only where something that is not finite has reached the loss or a gradient. In the forward the graph is followed from
+the loss backwards, through values that are not finite and those that were not flagged; what is finite ends the search, so a mask
+of -inf before a softmax is not met from behind it. Of what was met the first in the order of execution is the origin. In the
+backward the first operation is, by its order, that gave a gradient which is not finite.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Held, Place, Tape, Value, operation
+from torch_grad_exporter.metrics.families import FloatArray
+
+FILLS = frozenset((
+    "MaskedFill", "Where", "Add", "Sub", "IndexPut", "IndexFill", "MaskedScatter", "Scatter", "CopySlices", "Fill", "Tril", "Triu",
+    "ConstantPadNd", "Cat", "Stack", "Expand", "View", "UnsafeView", "Clone",
+))  # fmt: skip
+"""Operations by which a mask puts -inf where it wants it, or passes it on."""
+
+UNTIL_NOW = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that a module in training does not use."""
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where it began. `layer`: the module, or "batch", "loss" or "unknown"; `stage`: the label `pass`; `kind`: "nan" or "inf".
+
+    `text`: a sentence. `parameter`: the full name of the parameter or buffer, if it is one. `routine`: a gradient scaler skips such
+    steps, and makes them by its search for the largest scale.
+    """
+
+    layer: str
+    stage: str
+    kind: str
+    step: int
+    text: str
+    parameter: str = ""
+    routine: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flagged:
+    """A tape with the smallest and largest value of each slot."""
+
+    tape: Tape
+    low: FloatArray
+    high: FloatArray
+
+    def kind(self, slot: int) -> str:
+        """What it has: "nan", "inf", or empty where all values are finite."""
+        low, high = float(self.low[slot]), float(self.high[slot])
+        if math.isnan(low) or math.isnan(high):
+            return "nan"
+        return "inf" if math.isinf(low) or math.isinf(high) else ""
+
+    def is_mask(self, slot: int) -> bool:
+        """Whether it looks like a mask that is added: -inf, and nothing above zero."""
+        return self.low[slot] == -math.inf and self.high[slot] in (0.0, -math.inf)
+
+    def sinks(self, slot: int) -> bool:
+        """Whether its only values that are not finite are -inf."""
+        return self.low[slot] == -math.inf and self.high[slot] != math.inf and not math.isnan(self.high[slot])
+
+    def any_of(self, slots: Iterable[int]) -> str:
+        """The worst kind of these."""
+        kinds = {self.kind(slot) for slot in slots}
+        return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""
+
+
+def origin_of(flagged: Flagged, *, loss_was_wrong: bool = False) -> Origin | None:
+    """Where it began, `None` where nothing that is not finite is known to have reached the loss or a gradient.
+
+    `loss_was_wrong`: a loss that was not finite was observed since the tape before; asked only where there was no backward.
+    """
+    return _Search(flagged).origin(loss_was_wrong=loss_was_wrong)
+
+
+class _Search:
+    """One search through one tape."""
+
+    def __init__(self, flagged: Flagged) -> None:
+        self._flagged = flagged
+        self._tape = tape = flagged.tape
+        self._starts = [start for start, _ in tape.began]
+        self._by_value: dict[Value, list[int]] = {}
+        for number, place in enumerate(tape.places):
+            if place.value is not None:
+                self._by_value.setdefault(place.value, []).append(number)
+
+    # What has become non-finite
+
+    def origin(self, *, loss_was_wrong: bool) -> Origin | None:
+        tape, flagged = self._tape, self._flagged
+        losses = flagged.any_of(slot for slot, _ in tape.losses)
+        if losses:
+            return self._forward([value for _, value in tape.losses], losses)
+        if not tape.backward:
+            outputs = self._outputs()
+            return self._forward([place.value for place in outputs], self._worst(outputs)) if loss_was_wrong else None
+        new = self._new_gradients()
+        leaves = flagged.any_of(self._leaf_slots())
+        if not (new or (leaves and (not tape.after or flagged.any_of(tape.after.values())))):
+            return None
+        if not tape.losses and self._worst(self._outputs()) == "nan":
+            outputs = self._outputs()
+            return self._forward([place.value for place in outputs], "nan")
+        return self._backward(new, leaves)
+
+    def _outputs(self) -> list[Place]:
+        """What whole models have given that is not finite."""
+        roots = {*self._tape.roots}
+        return [one for one in self._tape.places if one.output and one.call in roots and self._flagged.kind(one.slot)]
+
+    def _worst(self, places: Iterable[Place]) -> str:
+        return self._flagged.any_of(place.slot for place in places)
+
+    def _new_gradients(self) -> list[str]:
+        """The parameters whose gradient has become non-finite."""
+        kind, before = self._flagged.kind, self._tape.before
+        return [name for name, slot in self._tape.after.items() if kind(slot) and not (name in before and kind(before[name]))]
+
+    def _leaf_slots(self) -> list[int]:
+        """What the backward has given to leaves, in its order."""
+        nodes = self._tape.nodes
+        return [
+            slot for event in self._tape.events if not event.arrives
+            for at, slot in event.slots if at < len(nodes[event.node].leaves) and nodes[event.node].leaves[at]
+        ]  # fmt: skip
+
+    # The forward
+
+    def _forward(self, ends: Iterable[Value | None], kind: str) -> Origin | None:
+        places, held = self._behind([end for end in ends if end is not None])
+        if held:
+            return self._of_held(held[0])
+        if places:
+            chosen = next((one for one in places if not self._is_intended(one)), places[0])
+            return self._blame(chosen)
+        outputs = self._outputs()
+        if outputs and not any(end is not None for end in ends):  # the graph is not to be seen
+            return self._blame(self._tape.places.index(min(outputs, key=self._tape.places.index)))
+        if not kind:
+            return None
+        if not self._tape.losses:
+            return self._unknown(kind, "the loss was not finite, and the model's outputs were")
+        return self._outside(
+            "loss", kind, "the outputs of the model were finite, the loss was not: look at the loss and its targets"
+        )
+
+    def _behind(self, ends: list[Value]) -> tuple[list[int], list[Held]]:
+        """What is not finite and has led to these values: places in the order of execution, and parameters."""
+        kind, tape = self._flagged.kind, self._tape
+        met: set[int] = set()
+        held: dict[int, Held] = {}
+        seen: set[Value] = set()
+        descended: set[int] = set()
+        while ends:
+            value = ends.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            node, number = value
+            if node == LEAF:
+                if number >= 0 and kind(tape.held[number].slot):
+                    held[number] = tape.held[number]
+                continue
+            here = self._by_value.get(value, [])
+            wrong = [place for place in here if kind(tape.places[place].slot)]
+            met.update(wrong)
+            if (here and not wrong) or node in descended or node not in tape.nodes:
+                continue
+            descended.add(node)
+            ends += [edge for edge in tape.nodes[node].edges if edge is not None]
+        return sorted(met), [held[number] for number in sorted(held)]
+
+    def _is_intended(self, number: int) -> bool:
+        """Whether it is the -inf of a mask, as far as the operation shows that gave it."""
+        place = self._tape.places[number]
+        return self._flagged.sinks(place.slot) and self._operation(place) in FILLS
+
+    def _operation(self, place: Place) -> str:
+        node = None if place.value is None else self._tape.nodes.get(place.value[0])
+        return "" if node is None else operation(node.name)
+
+    def _blame(self, number: int) -> Origin:
+        """A place that is not finite, and before which nothing was that led to it: whose work it is."""
+        tape = self._tape
+        place = tape.places[number]
+        if not place.output and tape.calls[place.call].parent == -1:
+            return self._batch(place)
+        call = place.call if place.output else tape.calls[place.call].parent
+        kind = self._flagged.kind(place.slot)
+        wrong = [one for one in tape.places if one.call == call and not one.output and one.value is None and self._is_wrong(one)]
+        if wrong and place.value is not None:
+            return self._outside_of_graph(wrong[0], call)
+        if (own := self._own(call)) is not None:
+            return self._of_held(own)
+        how = self._operation(place) if place.output else ""
+        return self._of_call(call, "forward", kind, f"gave {_NAMES[kind]} for finite inputs", how)
+
+    def _is_wrong(self, place: Place) -> bool:
+        """Whether it is not finite, and no mask."""
+        return bool(self._flagged.kind(place.slot)) and not self._flagged.is_mask(place.slot)
+
+    def _outside_of_graph(self, found: Place, call: int) -> Origin:
+        """A call got something non-finite that no graph leads to: the first such thing, and where that came from."""
+        tape = self._tape
+        root = self._root_of(call)
+        all_of_it = enumerate(tape.places)
+        wrong = (at for at, one in all_of_it if one.value is None and self._is_wrong(one) and self._root_of(one.call) == root)
+        number = next(wrong, tape.places.index(found))
+        one = tape.places[number]
+        if one.output or tape.calls[one.call].parent != -1:
+            return self._blame(number)
+        return self._batch(one)
+
+    def _root_of(self, call: int) -> int:
+        while self._tape.calls[call].parent != -1:
+            call = self._tape.calls[call].parent
+        return call
+
+    def _own(self, call: int) -> Held | None:
+        """A parameter or buffer of a call's module that is not finite and is used."""
+        one = self._tape.calls[call]
+        for held in self._tape.held:
+            unused = held.buffer and one.training and held.attribute in UNTIL_NOW
+            wrong = self._flagged.kind(held.slot) and not (held.buffer and self._flagged.is_mask(held.slot))
+            if held.module == one.module and wrong and not unused:
+                return held
+        return None
+
+    # The backward
+
+    def _backward(self, new: list[str], leaves: str) -> Origin | None:
+        for event in self._tape.events:
+            kind = self._flagged.any_of(slot for _, slot in event.slots)
+            if kind and event.arrives:
+                return self._arrived(event.node, kind)
+            if kind:
+                return self._gave(event.node, kind)
+        if not leaves and new:
+            return self._reduced(new)
+        return None
+
+    def _gave(self, node: int, kind: str) -> Origin:
+        call, name = self._call_of(node), operation(self._tape.nodes[node].name)
+        if call == -1:
+            return self._outside("loss", kind, "an operation after the model gave it in the backward", name)
+        return self._of_call(call, "backward", kind, f"gave {_NAMES[kind]} in the backward for finite gradients", name)
+
+    def _arrived(self, node: int, kind: str) -> Origin:
+        """A gradient that is not finite has come to a node, and all that was seen to be given before was finite."""
+        givers = self._givers(node)
+        fired = {event.node for event in self._tape.events if not event.arrives}
+        silent = {self._call_of(giver) for giver in givers if giver not in fired}
+        if silent == {-1} or not (givers or self._tape.losses):
+            return self._outside("loss", kind, "the gradient that came back to the model was not finite, its outputs were")
+        if len(silent) == 1:
+            return self._of_call(silent.pop(), "backward", kind, f"gave {_NAMES[kind]} in the backward", "")
+        if not silent and kind == "inf" and len(givers) > 1:
+            return self._of_call(self._call_of(node), "backward", kind, "got gradients whose sum overflows", "")
+        return self._unknown(kind, "a gradient came from operations that were not seen")
+
+    def _givers(self, node: int) -> list[int]:
+        """The nodes that give gradients to this one, with those behind operations that only move values."""
+        found: list[int] = []
+        starts = [node]
+        while starts:
+            end = starts.pop()
+            for number, one in self._tape.nodes.items():
+                if any(edge is not None and edge[0] == end for edge in one.edges):
+                    (starts if operation(one.name) in MOVES else found).append(number)
+        return found
+
+    def _reduced(self, new: list[str]) -> Origin:
+        """Every gradient that this process has computed was finite, and what it has in the end is not."""
+        kind = self._flagged.any_of(self._tape.after[name] for name in new)
+        if not self._tape.ranks or self._tape.full:
+            return self._unknown(kind, "a gradient is not finite, and nothing was seen that made it so")
+        layer = next((held.layer for held in self._tape.held if held.name == new[0]), new[0])
+        overflow = " or the sum over ranks overflows" if kind == "inf" else ""
+        text = f"{_NAMES[kind]} came with the reduction over ranks: the gradients of this rank were finite, another rank's were not"
+        return Origin(layer, "reduction", kind, self._tape.step, f"{text}{overflow}")
+
+    def _call_of(self, node: int) -> int:
+        """The innermost call that has made a node, -1 if none has."""
+        place = bisect.bisect_right(self._starts, node) - 1
+        return -1 if place < 0 else self._tape.began[place][1]
+
+    # What is told
+
+    def _of_call(self, number: int, stage: str, kind: str, what: str, how: str) -> Origin:
+        call = self._tape.calls[number]
+        parts = [f"{call.layer} ({call.kind}) {what}"]
+        if how and how not in call.kind:
+            parts.append(f"in {how}")
+        if call.number > 1:
+            parts.append(f"in its {_ordinal(call.number)} call")
+        if call.compiled:
+            parts.append("it is compiled, so its inside is not seen")
+        elif call.hidden:
+            parts.append(f"or it was {' or '.join(call.hidden)}, which is compiled")
+        routine = stage == "backward" and self._tape.scaled
+        return Origin(call.layer, stage, kind, self._tape.step, ", ".join(parts) + _SCALED * routine, routine=routine)
+
+    def _of_held(self, held: Held) -> Origin:
+        kind, what = self._flagged.kind(held.slot), "buffer" if held.buffer else "parameter"
+        text = f"{what} {held.name} was {_NAMES[kind]} before the forward"
+        return Origin(held.layer, what, kind, self._tape.step, text, held.name)
+
+    def _batch(self, place: Place) -> Origin:
+        kind, call = self._flagged.kind(place.slot), self._tape.calls[place.call]
+        return Origin("batch", "batch", kind, self._tape.step, f"input {place.name or 0} of {call.layer} had {_NAMES[kind]}")
+
+    def _outside(self, layer: str, kind: str, text: str, how: str = "") -> Origin:
+        text = f"{text}{f' ({how})' if how else ''}; outside of any module"
+        return Origin(layer, "loss", kind, self._tape.step, text + _SCALED * self._tape.scaled, routine=self._tape.scaled)
+
+    def _unknown(self, kind: str, why: str) -> Origin:
+        return Origin(UNKNOWN, UNKNOWN, kind, self._tape.step, f"it is not known where it began: {why}")
+
+
+_NAMES = {"nan": "NaN", "inf": "Inf"}
+_SCALED = "; a gradient scaler skips such a step, which is routine as long as it is rare"
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,159 @@
+"""NanOrigin: the inspection. It hooks inner modules in armed rounds only, and hands over a tape of each forward and backward."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.progress import StepClock
+from torch_grad_exporter.capture.reader import capturing_graph
+from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
+from torch_grad_exporter.inspection.nan_origin.backward import Graph
+from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
+from torch_grad_exporter.inspection.nan_origin.origins import Origins
+from torch_grad_exporter.torch_compat import compiles_its_call, graph_task, within_transform
+from torch_grad_exporter.transfer.events import Inspected, Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
+
+ROUNDS, FORWARDS = 4, 64
+"""Rounds that an alarm arms, and forwards at most, since a round that is skipped may not show its end."""
+
+TOGETHER = 8
+"""Forwards before one backward, at most; more are taken for forwards without any."""
+
+SOURCE = "nan_origin"
+
+
+class NanOrigin:
+    """Told of rounds by the capture. `always`: arms each sampled round, too. `scaled`: whether a gradient scaler is in use."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        cost: SampleCost,
+        clock: StepClock,
+        mailbox: Mailbox,
+        *,
+        models: Mapping[str, torch.nn.Module],
+        make_origins: Callable[[Callable[[], None]], Origins],
+        steps: Callable[[], int],
+        scaled: Callable[[], bool],
+        always: bool,
+    ) -> None:
+        self._cost, self._clock, self._mailbox = cost, clock, mailbox
+        self._names = [(weakref.ref(module), name) for name, module in models.items()]
+        self.origins = make_origins(self.arm)
+        self._steps, self._scaled, self._always = steps, scaled, always
+        self._transfer = HostTransfer()
+        self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
+        self._graph = Graph(hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed))
+        self._recording: Recording | None = None
+        self._rounds = self._forwards = 0
+        self._sampled = False
+
+    def arm(self) -> None:
+        """Arms the next rounds. From any thread: what the training thread looks at is set last."""
+        self._forwards = FORWARDS
+        self._rounds = ROUNDS
+
+    # As of `Inspection`
+
+    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
+        """Begins to record, where the round is armed."""
+        if not (self._rounds or (self._always and sampled)):
+            return
+        if capturing_graph() or within_transform() or compiles_its_call(root):
+            return
+        self._inner.disarm()
+        recording = self._recording
+        if recording is not None and len(recording.roots) >= TOGETHER:
+            self._hand_over(backward=False)
+        if self._recording is None or self._recording.thread != threading.get_ident():
+            self._recording = Recording(self._steps())
+        if self._rounds:
+            self._forwards -= 1
+            self._rounds = self._rounds if self._forwards > 0 else 0
+        self._sampled = sampled
+        inside = Inside.of(root, next((name for model, name in self._names if model() is root), ""))
+        with torch.no_grad():
+            self._recording.begin(inside)
+        self._inner.arm(inside.modules)
+
+    def inputs(self, _root: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """What the root is called with, whose forward has begun."""
+        if self._recording is not None and self._inner.armed:
+            self._recording.got(args, kwargs)
+
+    def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+        """Hands over what was recorded up to now."""
+        if self._recording is not None:
+            self._hand_over(backward=True)
+
+    def round_over(self, number: int, *, kept: bool) -> None:
+        """Nothing: what was seen is handed over after each backward."""
+
+    def step_over(self, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
+        """A step is over: what no backward was seen of is handed over as it is."""
+        self._rounds = max(0, self._rounds - 1)
+        if self._recording is not None:
+            self._hand_over(backward=False)
+
+    def release(self) -> None:
+        """As of `Inspection`."""
+        self._inner.disarm()
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.over = True
+
+    # Hooks
+
+    def _entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        recording = self._recording
+        # After a forward that has raised the root still has the hook of that one, whose keyword arguments PyTorch does not give.
+        if recording is not None and self._is_forward(recording) and not recording.runs(module):
+            start = self._clock.clock()
+            recording.enter(module, args, kwargs or {})
+            self._cost.spent(start, sampled=self._sampled)
+
+    def _left(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
+        recording = self._recording
+        if recording is None or not self._is_forward(recording):
+            return
+        start = self._clock.clock()
+        if recording.leave(module, output):
+            self._inner.disarm()
+            self._graph.hook(recording)
+        self._cost.spent(start, sampled=self._sampled)
+
+    def _is_forward(self, recording: Recording) -> bool:
+        """Whether a module is called by the forward, and neither by a checkpoint within the backward nor on another thread."""
+        return not recording.over and graph_task() == -1 and recording.thread == threading.get_ident()
+
+    def _arrived(self, recording: Recording, node: int, gradients: tuple[Any, ...]) -> None:
+        start = self._clock.clock()
+        self._graph.arrived(recording, node, gradients)
+        self._cost.spent(start, sampled=self._sampled)
+
+    def _passed(self, recording: Recording, node: int, given: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+        start = self._clock.clock()
+        self._graph.passed(recording, node, given, got)
+        self._cost.spent(start, sampled=self._sampled)
+
+    # What is handed over
+
+    def _hand_over(self, *, backward: bool) -> None:
+        self._inner.disarm()
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        after = recording.gradients() if backward else {}
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        tape = recording.tape(after, backward=backward, ranks=ranks, scaled=self._scaled())
+        sent = recording.flags.send(self._transfer)
+        if sent is not None:
+            self._mailbox.append(Inspected(self.origins.taker(tape, sent), sent.tickets))
