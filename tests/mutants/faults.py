@@ -88,8 +88,8 @@ CAPTURE = (
     Fault(
         "milliseconds of devices are seconds",
         "capture/cost.py",
-        "sum(begin.elapsed_time(end) for begin, end in pairs) / 1000",
-        "sum(begin.elapsed_time(end) for begin, end in pairs)",
+        "sum(begin.elapsed_time(end) * times for begin, end, times in pairs) / 1000",
+        "sum(begin.elapsed_time(end) * times for begin, end, times in pairs)",
         ("capture/test_cost.py",),
     ),
     Fault(
@@ -336,6 +336,14 @@ TRANSFER = (
 
 MODEL = (
     Fault(
+        "a model's name may not begin with another's",
+        "model/given.py",
+        'if any(other.startswith(f"{name}.") for other in models if name):',
+        "if any(other.startswith(name) for other in models if name and other != name):",
+        ("config/test_bad_input.py", "config/test_settings.py"),
+        ("model/test_layers.py", "capture/test_ordinary_model.py"),
+    ),
+    Fault(
         "a parameter that is initialised at last is not seen",
         "model/layers.py",
         "        [*map(type, parameters)],\n",
@@ -462,14 +470,6 @@ CONFIG = (
         'text = environment.get(one.variable, "") if one.read else ""',
         ("config/test_settings.py", "config/test_options.py"),
         ("config/test_bad_input.py",),
-    ),
-    Fault(
-        "a model's name may not begin with another's",
-        "config/kinds.py",
-        'if any(other.startswith(f"{name}.") for other in models if name):',
-        "if any(other.startswith(name) for other in models if name and other != name):",
-        ("config/test_bad_input.py", "config/test_settings.py"),
-        ("model/test_layers.py", "capture/test_ordinary_model.py"),
     ),
     Fault(
         "rank 0 is no rank that was given",
@@ -610,8 +610,48 @@ ACTIONS = (
     ),
 )
 
+INSPECTION = (
+    Fault(
+        "a frozen parameter is told as one that is not used",
+        "inspection/explain/rows.py",
+        "if not self.gradients.trained & bit:",
+        "if False:",
+        ("inspection/explain/test_verdicts.py",),
+    ),
+    Fault(
+        "a recording may be as large as it likes",
+        "inspection/recorded.py",
+        "if self.bytes + size > self._limit:",
+        "if size > self._limit:",
+        ("inspection/test_record.py",),
+    ),
+    Fault(
+        "what a forward has shown counts without a backward",
+        "inspection/rounds.py",
+        "        if self._round.number != number:\n            self._round = _Round(number)\n",
+        "        if self._round.number == -1:\n            self._round = _Round(number)\n        self._round.number = number\n",
+        ("inspection/test_activations.py", "inspection/test_watch.py"),
+    ),
+    Fault(
+        "a gradient that is not finite is clipped",
+        "inspection/watch.py",
+        "within = (norm <= limit) | ~norm.isfinite()",
+        "within = norm <= limit",
+        ("inspection/test_watch.py",),
+    ),
+    Fault(
+        "a mask of -inf is where a NaN began",
+        "inspection/nan_origin/verdict.py",
+        "return self.low[slot] == -math.inf and self.high[slot] in (0.0, -math.inf)",
+        "return False",
+        ("inspection/nan_origin/test_healthy.py",),
+        ("inspection/nan_origin/test_planted.py",),
+    ),
+)
+
 BY_FOLDER = {
     "actions": ACTIONS,
+    "inspection": INSPECTION,
     "capture": CAPTURE,
     "aggregation": AGGREGATION,
     "outputs": OUTPUTS,
