@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -124,7 +123,9 @@ def test_a_unit_is_dead_by_the_rounds_of_its_own_optimizer() -> None:
     """Backwards write gradients of both optimizers; those that the one that steps does not use are none of its units' past."""
     model = Halves()
     optimizers = {"one": sgd(model.one), "other": torch.optim.Adam(model.other.parameters(), lr=0.01)}
-    dead = functools.partial(value, name="torch_grad_dead_ratio", layer="other")
+
+    def dead(exporter: Exporter) -> float | None:
+        return value(exporter, "torch_grad_dead_ratio", layer="other")
 
     def train(*names: str, silent: bool) -> None:
         """Rounds in which these optimizers step."""

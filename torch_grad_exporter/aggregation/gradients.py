@@ -164,6 +164,11 @@ class GradientAggregation:
         if self._nonfinite is not None and settled.sample.nonfinite():
             self._nonfinite(settled.sample.nonfinite_layers())
 
+    @property
+    def samples(self) -> int:
+        """How many have been published."""
+        return self._pending.samples
+
     def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
 

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 # NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its imports
 # wait for a fork of the training, and a child that is forked meanwhile waits for them without end.
@@ -60,6 +62,7 @@ POLL_SECONDS = 0.005
 LOST_SECONDS = 60.0
 """After this time a vector that never arrived, as on a device that has failed, is given up."""
 
+_Kept = TypeVar("_Kept")
 _Ticketed = Inspected | Captured | Local | AfterClip | Closed | Divided | Withdrawn | OutcomeResolved | Weights | Observed
 
 
@@ -78,6 +81,25 @@ class Reading:
     snapshot: Snapshot
     gradients: NewGradients
     losses: Losses
+
+
+class EachSample(Generic[_Kept]):
+    """Of each of the next samples, as long as it is `left` to be wanted, what `of` makes of a reading, with its Unix time."""
+
+    def __init__(self, of: Callable[[Reading], _Kept], left: int) -> None:
+        self._of = of
+        self.left = left
+        self._found: list[tuple[float, _Kept]] = []
+
+    def add(self, at: float, reading: Reading) -> None:
+        """There is one more; on the thread that drains."""
+        self.left -= 1
+        self._found.append((at, self._of(reading)))
+
+    def take(self) -> list[tuple[float, _Kept]]:
+        """Those since the last call, within a read."""
+        found, self._found = self._found, []
+        return found
 
 
 class HostSide:
@@ -106,6 +128,9 @@ class HostSide:
         self._now = now
         self._counting = counting
         self._left_out = 0
+        self._samples = 0
+        self._each: WeakKeyDictionary[Cursor, EachSample[Any]] = WeakKeyDictionary()
+        """By cursor, who wants each sample by itself."""
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused instead of waiting for itself.
@@ -140,16 +165,28 @@ class HostSide:
             self._totals.follow(cursor)
         return cursor
 
+    def each_sample(self, cursor: Cursor, of: Callable[[Reading], _Kept], most: int) -> EachSample[_Kept]:
+        """Reads for the cursor at each of the next samples, so many at most. `of` runs one at a time, as that of `read_as`."""
+        found = EachSample(of, most)
+        self._each[cursor] = found
+        return found
+
     def read(self, cursor: Cursor) -> Reading:
         """All values as of now, and what is new since this cursor's last read; other cursors lose nothing by it.
 
         Raises as `snapshot`; what was new is then still new.
         """
+        return self.read_as(cursor, lambda reading: reading)
+
+    def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
+        """What `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            snapshot = self._snapshot()
-            gradients = self._gradients.read(cursor, snapshot.gradients)
-            losses, cursor.losses = cursor.losses, Losses()
-            return Reading(snapshot, gradients, losses)
+            return of(self._reading(cursor, self._snapshot()))
+
+    def _reading(self, cursor: Cursor, snapshot: Snapshot) -> Reading:
+        gradients = self._gradients.read(cursor, snapshot.gradients)
+        losses, cursor.losses = cursor.losses, Losses()
+        return Reading(snapshot, gradients, losses)
 
     def _snapshot(self) -> Snapshot:
         # Read first: what is over when the mailbox is drained has its record there.
@@ -239,6 +276,9 @@ class HostSide:
             self._gradients.give_up(event)
         elif not isinstance(event, Observed):
             self._gradients.apply(event)
+            if self._gradients.samples != self._samples:
+                self._samples = self._gradients.samples
+                self._read_for_each()
         else:
             value = event.value if isinstance(event.value, float) else float(samples.values(event.value.ready())[0])
             if event.name == "grad_norm":
@@ -247,6 +287,15 @@ class HostSide:
                 self._totals.observed(event, value)
                 if event.name == "samples":
                     self._gradients.observe_batch(value)
+
+    def _read_for_each(self) -> None:
+        """There is a new sample: reads for those who want each."""
+        now = self._now()
+        for cursor, each in [*self._each.items()]:
+            snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True), self._totals.snapshot())
+            each.add(now, self._reading(cursor, snapshot))
+            if each.left <= 0:
+                del self._each[cursor]
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:

@@ -1,6 +1,7 @@
 """History: the values of the samples over the whole run, in memory of a fixed size, for the live page and for pictures.
 
-It is written by a thread of its own, at most once a second and only when there is a new sample, and does not depend on scrapes.
+It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. At first
+each sample has a record of its own, until the recent part is full.
 The recent part is kept as it was; the whole run in bins of equal numbers of records, of which two become one when there is
 no space left, so that a run of any length has between `WHOLE` / 2 and `WHOLE` of them.
 """
@@ -230,7 +231,7 @@ class Moment:
 
     `values`: shape (layers, quantities). `scalars`: shape (scalars,). `nonfinite`, `scalars_nonfinite`: of the same shapes, what
     was not finite since the moment before, whatever it is now. `sample_step`: of the last sample, if that is known. `sharded`:
-    layers of which there is this rank's part.
+    layers of which there is this rank's part. `earlier`: the moments of samples since the moment before, with their Unix times.
     """
 
     samples: int
@@ -242,6 +243,7 @@ class Moment:
     scalars_nonfinite: Flags | None = None
     sample_step: int | None = None
     sharded: frozenset[str] = frozenset()
+    earlier: Sequence[tuple[float, Moment]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ class History:
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()
-        self._checked = self._next = float("-inf")
+        self._checked = self._next = self._entered = float("-inf")
         self._seen = (0, 0)
         self._sample_step = 0
         self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
@@ -315,6 +317,7 @@ class History:
         if now < self._checked:
             back = self._checked + RECORD_SECONDS - now
             self._next -= back
+            self._entered -= back
             with self._lock:
                 for track in (self._scalars, self._layers):
                     track.shift(-back)
@@ -324,12 +327,17 @@ class History:
     def _record(self, now: float, *, last: bool = False) -> None:
         self._next = now + RECORD_SECONDS
         moment = self._moment()
-        samples, steps = self._seen
         with self._lock:
-            self._record_run(now, moment, new=moment.samples != samples, due=moment.steps != steps, last=last)
-            if moment.samples != samples:
-                self._record_layers(now, moment)
-            self._seen = moment.samples, moment.steps
+            for at, one in moment.earlier:
+                self._enter(min(max(at, self._entered), now), one, last=False)
+            self._enter(now, moment, last=last)
+
+    def _enter(self, at: float, moment: Moment, *, last: bool) -> None:
+        samples, steps = self._seen
+        self._record_run(at, moment, new=moment.samples != samples, due=moment.steps != steps, last=last)
+        if moment.samples != samples:
+            self._record_layers(at, moment)
+        self._seen, self._entered = (moment.samples, moment.steps), at
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
         """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""

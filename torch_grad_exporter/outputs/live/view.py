@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch_grad_exporter.aggregation.activations import ActivationSnapshot
@@ -13,7 +14,7 @@ from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
@@ -47,7 +48,12 @@ class View:
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
         present, cursor = Moments(dead_from, quantities), host.cursor()
-        self.history = History(lambda: present.of(host.read(cursor), steps()), now=now, quantities=quantities)
+        each = host.each_sample(cursor, present.of_sample, RECENT)
+
+        def moment() -> Moment:
+            return host.read_as(cursor, lambda reading: replace(present.of(reading, steps()), earlier=each.take()))
+
+        self.history = History(moment, now=now, quantities=quantities)
         self._histories = [self.history]
         inner = None
         if activations is not None:
