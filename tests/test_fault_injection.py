@@ -227,12 +227,12 @@ UNREACHED = {
         (f"aggregation.{one}" for one in (
             "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use", "layer_totals.LayerTotals.follow",
             "optimizer_totals.OptimizerTotals.follow", "totals.TrainingTotals.follow", "worker.HostSide.cursor",
+            "worker.HostSide.each_sample",
         )), "the start",
     ),
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
-            "cursor.Peaks.take", "gradients.GradientAggregation.read", "optimizer_totals.OptimizerTotals.take_peaks",
-            "worker.HostSide.read",
+            "worker.HostSide.read", "worker.EachSample.take",
         )), "the thread of the history, tests/aggregation/test_cursor.py",
     ),
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
@@ -246,7 +246,6 @@ UNREACHED = {
         "an action that freezes layers, tests/actions/freeze/test_freeze.py",
     ),
     "model.layers.LayerIndex.find_replicas": "several ranks, tests/distributed/test_ranks.py",
-    "aggregation.noise.NoiseScale.value": "several ranks, tests/aggregation/test_noise_scale.py",
     "capture.progress.StepClock.step_undone": "a scaler's answer that comes a step late, as on CUDA, tests/capture/test_fused.py",
     "outputs.announcement.Announcement.start": "the start",
     "outputs.announcement.Announcement.body": "what asks for the ranks, tests/outputs/test_outputs.py",

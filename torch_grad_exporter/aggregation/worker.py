@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 # NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its imports
 # wait for a fork of the training, and a child that is forked meanwhile waits for them without end.
@@ -84,22 +83,24 @@ class Reading:
 
 
 class EachSample(Generic[_Kept]):
-    """Of each of the next samples, as long as it is `left` to be wanted, what `of` makes of a reading, with its Unix time."""
+    """What `of` makes of a reading at each of the next samples, with its Unix time, as long as there are some `left` to be read."""
 
-    def __init__(self, of: Callable[[Reading], _Kept], left: int) -> None:
-        self._of = of
+    def __init__(self, cursor: Cursor, of: Callable[[Reading], _Kept], left: int) -> None:
+        self.cursor = cursor
         self.left = left
-        self._found: list[tuple[float, _Kept]] = []
+        self._of = of
+        self._found: deque[tuple[float, _Kept]] = deque()
 
     def add(self, at: float, reading: Reading) -> None:
         """There is one more; on the thread that drains."""
-        self.left -= 1
         self._found.append((at, self._of(reading)))
+        self.left -= 1
 
-    def take(self) -> list[tuple[float, _Kept]]:
-        """Those since the last call, within a read."""
-        found, self._found = self._found, []
-        return found
+    def take(self) -> list[tuple[float, _Kept]] | None:
+        """Those since the last call, in their order; `None` once all have been taken. On one thread."""
+        over = self.left <= 0
+        found = [self._found.popleft() for _ in range(len(self._found))]
+        return None if over and not found else found
 
 
 class HostSide:
@@ -129,8 +130,8 @@ class HostSide:
         self._counting = counting
         self._left_out = 0
         self._samples = 0
-        self._each: WeakKeyDictionary[Cursor, EachSample[Any]] = WeakKeyDictionary()
-        """By cursor, who wants each sample by itself."""
+        self._each: list[EachSample[Any]] = []
+        """Who wants each sample by itself."""
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused instead of waiting for itself.
@@ -165,10 +166,10 @@ class HostSide:
             self._totals.follow(cursor)
         return cursor
 
-    def each_sample(self, cursor: Cursor, of: Callable[[Reading], _Kept], most: int) -> EachSample[_Kept]:
-        """Reads for the cursor at each of the next samples, so many at most. `of` runs one at a time, as that of `read_as`."""
-        found = EachSample(of, most)
-        self._each[cursor] = found
+    def each_sample(self, of: Callable[[Reading], _Kept], most: int) -> EachSample[_Kept]:
+        """Reads at each of the next samples, so many at most, for a consumer that takes what `of` makes of it."""
+        found = EachSample(self.cursor(), of, most)
+        self._each.append(found)
         return found
 
     def read(self, cursor: Cursor) -> Reading:
@@ -176,12 +177,8 @@ class HostSide:
 
         Raises as `snapshot`; what was new is then still new.
         """
-        return self.read_as(cursor, lambda reading: reading)
-
-    def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
-        """What `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            return of(self._reading(cursor, self._snapshot()))
+            return self._reading(cursor, self._snapshot())
 
     def _reading(self, cursor: Cursor, snapshot: Snapshot) -> Reading:
         gradients = self._gradients.read(cursor, snapshot.gradients)
@@ -290,12 +287,10 @@ class HostSide:
 
     def _read_for_each(self) -> None:
         """There is a new sample: reads for those who want each."""
-        now = self._now()
-        for cursor, each in [*self._each.items()]:
+        now, self._each = self._now(), [each for each in self._each if each.left > 0]
+        for each in self._each:
             snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True), self._totals.snapshot())
-            each.add(now, self._reading(cursor, snapshot))
-            if each.left <= 0:
-                del self._each[cursor]
+            each.add(now, self._reading(each.cursor, snapshot))
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:

@@ -194,7 +194,8 @@ class Trained:
 
     def since_the_record_before(self, view: str, step: int, metric: str, layer: str | None = None) -> list[float]:
         """The values of a metric at each step of the record or bin of this step."""
-        steps = [0, *self.json(f"/api/v1/layers?view={view}")["steps"]]
+        kind = "run" if layer is None else "layers"
+        steps = [0, *self.json(f"/api/v1/{kind}?view={view}")["steps"]]
         ours = range(int(steps[steps.index(step) - 1]) + 1, step + 1)
         return [value for at in ours for name, value in self.scrapes[at].items() if name[0] == metric and of(layer, name)]
 
@@ -1057,7 +1058,9 @@ def test_what_is_between_two_records_is_in_them() -> None:
     )
     assert max(map(number, run["norm"])) == pytest.approx(math.hypot(*norms[8].values()), rel=1e-5)
     assert {name: len(places) for name, places in run["nonfinite"].items()} == {"loss": 1, "norm": 1}
-    for name, found in zip(layers["layers"], np.nanmax(decoded(layers), axis=0), strict=True):
+    cells = decoded(layers)
+    assert np.isinf(cells).sum(axis=0).tolist() == [1, 1]
+    for name, found in zip(layers["layers"], np.nanmax(cells, axis=0, where=np.isfinite(cells), initial=0), strict=True):
         assert found == pytest.approx(norms[8][name], rel=1e-3) == pytest.approx(1000 * norms[7][name], rel=1e-3)
     assert flagged(layers).sum(axis=0).tolist() == [1, 1]
     assert layers["steps"][-1] == 19

@@ -1,7 +1,7 @@
 """History: the values of the samples over the whole run, in memory of a fixed size, for the live page and for pictures.
 
-It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. At first
-each sample has a record of its own, until the recent part is full.
+It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. Of the
+layers each sample has a record of its own at first, until the recent part is full.
 The recent part is kept as it was; the whole run in bins of equal numbers of records, of which two become one when there is
 no space left, so that a run of any length has between `WHOLE` / 2 and `WHOLE` of them.
 """
@@ -231,7 +231,8 @@ class Moment:
 
     `values`: shape (layers, quantities). `scalars`: shape (scalars,). `nonfinite`, `scalars_nonfinite`: of the same shapes, what
     was not finite since the moment before, whatever it is now. `sample_step`: of the last sample, if that is known. `sharded`:
-    layers of which there is this rank's part. `earlier`: the moments of samples since the moment before, with their Unix times.
+    layers of which there is this rank's part.
+    `of_samples`: of each sample since the moment before, its moment with its Unix time; `None` where these are not wanted any more.
     """
 
     samples: int
@@ -243,7 +244,7 @@ class Moment:
     scalars_nonfinite: Flags | None = None
     sample_step: int | None = None
     sharded: frozenset[str] = frozenset()
-    earlier: Sequence[tuple[float, Moment]] = ()
+    of_samples: Sequence[tuple[float, Moment]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class History:
         self._moment = moment
         self._now = now
         self._lock = threading.Lock()
-        self._checked = self._next = self._entered = float("-inf")
+        self._checked = self._next = self._recorded = float("-inf")
         self._seen = (0, 0)
         self._sample_step = 0
         self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
@@ -317,7 +318,7 @@ class History:
         if now < self._checked:
             back = self._checked + RECORD_SECONDS - now
             self._next -= back
-            self._entered -= back
+            self._recorded -= back
             with self._lock:
                 for track in (self._scalars, self._layers):
                     track.shift(-back)
@@ -328,16 +329,14 @@ class History:
         self._next = now + RECORD_SECONDS
         moment = self._moment()
         with self._lock:
-            for at, one in moment.earlier:
-                self._enter(min(max(at, self._entered), now), one, last=False)
-            self._enter(now, moment, last=last)
-
-    def _enter(self, at: float, moment: Moment, *, last: bool) -> None:
-        samples, steps = self._seen
-        self._record_run(at, moment, new=moment.samples != samples, due=moment.steps != steps, last=last)
-        if moment.samples != samples:
-            self._record_layers(at, moment)
-        self._seen, self._entered = (moment.samples, moment.steps), at
+            samples, steps = self._seen
+            self._record_run(now, moment, new=moment.samples != samples, due=moment.steps != steps, last=last)
+            for at, sample in moment.of_samples or ():
+                self._recorded = min(max(at, self._recorded), now)
+                self._record_layers(self._recorded, sample)
+            if moment.of_samples is None and moment.samples != samples:
+                self._record_layers(now, moment)
+            self._seen, self._recorded = (moment.samples, moment.steps), now
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
         """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""

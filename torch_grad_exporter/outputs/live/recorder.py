@@ -69,7 +69,6 @@ class Moments:
         self._dead_from = dead_from
         self._quantities = quantities
         self._steps = (0.0, 0.0)
-        self._sample_step = 0
         self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
@@ -106,11 +105,6 @@ class Moments:
             _sample_step(gradients),
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
-
-    def of_sample(self, reading: Reading) -> Moment:
-        """The moment of a sample, which is that of its step; of that of the sample before where no step is known."""
-        self._sample_step = max(self._sample_step, _sample_step(reading.snapshot.gradients) or 0)
-        return self.of(reading, self._sample_step)
 
     def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
         """Which of the layers had a sample since the moment before, and which an element that was not finite.

@@ -14,7 +14,7 @@ from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History, Moment
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
@@ -48,12 +48,11 @@ class View:
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
         present, cursor = Moments(dead_from, quantities), host.cursor()
-        each = host.each_sample(cursor, present.of_sample, RECENT)
-
-        def moment() -> Moment:
-            return host.read_as(cursor, lambda reading: replace(present.of(reading, steps()), earlier=each.take()))
-
-        self.history = History(moment, now=now, quantities=quantities)
+        of_samples = Moments(dead_from, quantities)
+        each = host.each_sample(lambda reading: of_samples.of(reading, steps()), RECENT)
+        self.history = History(
+            lambda: replace(present.of(host.read(cursor), steps()), of_samples=each.take()), now=now, quantities=quantities
+        )
         self._histories = [self.history]
         inner = None
         if activations is not None:
