@@ -26,14 +26,17 @@ class ThisExporter(Plain):
     It appears in a registry as well, to see its own counts right after a block: what is served is up to a second old.
     """
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, every: int | None = None, *, activations: bool = False) -> None:
         self._every: int | Literal["auto"] = "auto" if every is None else every
+        self._activations = activations
         self._registry = prometheus_client.CollectorRegistry()
         self._exporter: Exporter | None = None
 
     def attach(self, training: Training) -> None:
         """The one line of the README."""
-        self._exporter = start_exporter(training.model, port=0, registry=self._registry, every=self._every)
+        self._exporter = start_exporter(
+            training.model, port=0, registry=self._registry, every=self._every, activations=self._activations
+        )
 
     def scrape(self) -> dict[str, float]:
         """The exporter's metrics about itself as of now, by name; of those with labels of their own only the last row."""
@@ -130,6 +133,9 @@ class Entry:
 
 MONITORS = {
     "exporter": Entry("this exporter, defaults", ThisExporter, "all its metrics, of sampled steps"),
+    "exporter_activations": Entry(
+        "this exporter, `activations=True`", lambda: ThisExporter(activations=True), "the same and the outputs of all modules"
+    ),
     "exporter_every_1": Entry("this exporter, `every=1`", lambda: ThisExporter(1), "all its metrics, of each step"),
     "foreach_norm": Entry("one `torch._foreach_norm`", ForeachNorm, "norms, unread"),
     "clip_grad_norm": Entry("`clip_grad_norm_`", ClipGradNorm, "the global norm, unread, and clipping"),
