@@ -84,13 +84,21 @@ class GradientVersions:
         return not self.moved() and all((p is None or p.grad is None) == (number is None) for p, number in now)
 
 
+def _values_of(versions: GradientVersions) -> list[int]:
+    """How often the parameters were written to, -1 for one that is gone."""
+    return [-1 if p is None else _version_of(p) for p in parameters_of(versions.tracked)]
+
+
 class GradientProbes:
     """A few parameters of each model, whose gradients show whether they were cleared or written to since the last backward."""
 
     def __init__(self) -> None:
         self._probes: dict[int, list[TrackedParameter]] = {}
-        self._after_backward, self._values = GradientVersions.of(()), list[int]()
-        """The gradients of the last backward, and how often their parameters had been written to."""
+        self._last: tuple[GradientVersions, list[int]] = GradientVersions.of(()), []
+        """The gradients of the last backward, and how often their parameters had been written to.
+
+        One value: what a signal's handler raises may end any method between two statements.
+        """
         self._between_steps: GradientVersions | None = None
 
     def choose(self, model: int, probes: list[TrackedParameter]) -> None:
@@ -112,8 +120,12 @@ class GradientProbes:
     def backward_over(self, models: Iterable[int]) -> None:
         """Remembers the gradients at the end of a backward, one of each model that it ran through."""
         found = (self._present(model) for model in models)
-        self._after_backward = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
-        self._values = self._values_now()
+        after = GradientVersions.of([probe for probes in found for probe in itertools.islice(probes, 1)])
+        self._last = after, _values_of(after)
+
+    @property
+    def _after_backward(self) -> GradientVersions:
+        return self._last[0]
 
     def _present(self, model: int) -> Iterator[TrackedParameter]:
         """The probes of a model that are trained and have a gradient."""
@@ -121,9 +133,6 @@ class GradientProbes:
             parameter = probe.parameter()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                 yield probe
-
-    def _values_now(self) -> list[int]:
-        return [-1 if p is None else _version_of(p) for p in parameters_of(self._after_backward.tracked)]
 
     def gone(self) -> bool:
         """Whether a gradient of the last backward is gone."""
@@ -154,7 +163,8 @@ class GradientProbes:
 
     def updated(self) -> bool:
         """Whether parameters were written to since the last backward."""
-        return any(now not in (-1, before) for now, before in zip(self._values_now(), self._values, strict=True))
+        after, values = self._last
+        return any(now not in (-1, before) for now, before in zip(_values_of(after), values, strict=True))
 
     def untouched(self) -> bool:
         """Whether the gradients are those of the last backward, as far as the probes show."""
