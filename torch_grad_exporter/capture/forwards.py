@@ -43,8 +43,7 @@ class ForwardWatch:
             clock.leave_step()
             self._steps.abandoned()
         if torch.is_grad_enabled():
-            self._preparation.forward_began(module)
-            self._parts.inspections.inputs(module, args, kwargs)
+            self._preparation.forward_began(module, args, kwargs)
         if module.training and torch.is_grad_enabled():
             # Checkpoints run forwards again within the backward; a reentrant one runs its first forward without grad.
             again = graph_task() != -1

@@ -7,7 +7,7 @@ neither the others nor the sample. Without any, a round costs nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +18,8 @@ from torch_grad_exporter.errors import Guard
 class Inspection(Protocol):
     """Called on the training thread, or on that of the backward. The time of a call is charged to the sample."""
 
-    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
-        """A forward of a root begins, with gradients and outside of any backward.
+    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
+        """A forward of a root begins, with gradients and outside of any backward. `args`, `kwargs`: what it is called with.
 
         `sampled`: whether its round is due to be sampled; a round has a forward for each micro-batch. Whether this one is of the
         current round or of the next one, after a step that was skipped, shows only at its backward.
@@ -44,36 +44,20 @@ class Inspection(Protocol):
         """Releases hooks, and everything that keeps a tensor alive; idempotent, from any thread."""
 
 
-@runtime_checkable
-class SeesInputs(Protocol):
-    """What an inspection has as well that is to see what roots are called with."""
-
-    def inputs(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a root is called with; follows `forward_began`."""
-
-
 class Inspections:
     """All of them, in the order in which they were added. Belongs to the training thread."""
 
     def __init__(self, cost: SampleCost) -> None:
         self._cost = cost
         self._all: list[tuple[Guard, Inspection]] = []
-        self._of_inputs: list[tuple[Guard, SeesInputs]] = []
 
     def add(self, inspection: Inspection, guard: Guard) -> None:
         """Adds one before the training begins; `guard`: its boundary."""
         self._all.append((guard, inspection))
-        if isinstance(inspection, SeesInputs):
-            self._of_inputs.append((guard, inspection))
 
-    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
+    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """As of `Inspection`."""
-        self._tell(lambda one: one.forward_began(root, sampled=sampled))
-
-    def inputs(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As of `SeesInputs`."""
-        for guard, one in self._of_inputs:
-            guard(one.inputs, root, args, kwargs)
+        self._tell(lambda one: one.forward_began(root, args, kwargs, sampled=sampled))
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:
         """As of `Inspection`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import torch
 
@@ -72,8 +73,8 @@ class RoundPreparation:
 
     # Before a forward
 
-    def forward_began(self, root: torch.nn.Module) -> None:
-        """A forward of a root with gradients begins."""
+    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of a root with gradients begins. `args`, `kwargs`: what it is called with."""
         if graph_task() != -1:
             return
         if self._parts.nodes.held:
@@ -84,7 +85,7 @@ class RoundPreparation:
             self.look_for_pipeline(sys._getframe(1))
         if self._parts.index.fully_sharded:
             self._look_early()
-        self._parts.inspections.forward_began(root, sampled=self._rounds.next_is_sampled)
+        self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
 
     def _drop_changed(self) -> None:
         """No node that was taken before this forward may be used with data of another shape."""

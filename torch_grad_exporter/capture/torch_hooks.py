@@ -177,11 +177,6 @@ class InnerHooks:
         self._before, self._after = hooks.guarded(source, before), hooks.guarded(source, after)
         self._handles: list[Handle] = []
 
-    @property
-    def armed(self) -> bool:
-        """Whether the hooks are there."""
-        return bool(self._handles)
-
     def arm(self, modules: Iterable[torch.nn.Module]) -> None:
         """Hooks these modules, in the place of those before."""
         self.disarm()

@@ -90,7 +90,7 @@ class Activations:
 
     # The moments of a round
 
-    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
+    def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Hooks the model's modules for a sampled round, if this forward is not part of compiled code."""
         if not sampled or not BACKWARDS_ARE_SEEN or within_transform():
             self._hooks.disarm()

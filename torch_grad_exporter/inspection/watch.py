@@ -84,7 +84,7 @@ class Watch:
 
     # The moments of a round
 
-    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:  # noqa: ARG002 - of any model
+    def forward_began(self, _root: object, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """What is watched from here on is of this round."""
         self._sampled = sampled
 

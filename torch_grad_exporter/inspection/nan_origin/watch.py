@@ -63,7 +63,7 @@ class NanOrigin:
 
     # As of `Inspection`
 
-    def forward_began(self, root: torch.nn.Module, *, sampled: bool) -> None:
+    def forward_began(self, root: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sampled: bool) -> None:
         """Begins to record, where the round is armed."""
         if not (self._rounds or (self._always and sampled)):
             return
@@ -83,11 +83,7 @@ class NanOrigin:
         with torch.no_grad():
             self._recording.begin(inside)
         self._inner.arm(inside.modules)
-
-    def inputs(self, _root: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """What the root is called with, whose forward has begun."""
-        if self._recording is not None and self._inner.armed:
-            self._recording.got(args, kwargs)
+        self._recording.got(args, kwargs)
 
     def backward_ended(self, number: int, *, sampled: bool) -> None:  # noqa: ARG002 - as of `Inspection`
         """Hands over what was recorded up to now."""
