@@ -98,12 +98,22 @@ def test_functions_are_short() -> None:
 
 
 def test_importing_the_package_does_nothing() -> None:
-    """Import starts no thread and registers no hook."""
+    """Importing the package imports no PyTorch; importing every public name starts no thread and registers no hook."""
     script = """
-import threading
-import torch.optim.optimizer as optimizer
+import sys, threading
 import torch_grad_exporter
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+assert set(torch_grad_exporter.__all__) <= set(dir(torch_grad_exporter))
+from torch_grad_exporter import *
+assert start_exporter.__name__ == "start_exporter" and callable(explain) and callable(record)
+import torch.optim.optimizer as optimizer
 assert threading.active_count() == 1
 assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+try:
+    torch_grad_exporter.start_importer
+except AttributeError as error:
+    assert "start_importer" in str(error)
+else:
+    raise AssertionError("a name that is not there")
 """
     subprocess.run([sys.executable, "-c", script], check=True)
