@@ -78,7 +78,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *(f"actions.notify.{room}" for room in (
-                "episodes", "job", "notification", "notify", "post", "sending", "sink",
+                "job", "notification", "notify", "post", "sending", "sink",
             )),
         ),
         "threads of its own, in which nothing of the training runs, tests/actions/notify/test_notify.py",
@@ -119,7 +119,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             "outputs.live.history", "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context",
-            "rules.declaration",
+            "rules.declaration", "rules.episodes", "rules.record",
             "rules.memory", "rules.origin", "rules.resources", "rules.training", "rules.values", "rules.watch",
             "outputs.live.live", "outputs.live.pages",
         ),

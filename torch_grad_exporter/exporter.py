@@ -86,7 +86,7 @@ class Exporter:
         self._clip = clipping(checked, self._training, errors)
         self._activations = activations(checked, self._training, errors)
         self._watched, self._watch = WatchTotals(), _UNUSED
-        self._scrape = scrape(
+        self._scrape, self._of_sample = scrape(
             checked,
             self._training,
             self._host,
@@ -139,6 +139,7 @@ class Exporter:
             self._scrape,
             targets=announcement.body,
             happened=self._act.totals.happened.latest,
+            of_sample=self._of_sample,
             dead_from=dead_from(self.settings.dead_window),
             moments=self.settings.moments,
             now=time.time,

@@ -33,6 +33,7 @@ from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
+from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.collectors.origins import OriginPlaces
 from torch_grad_exporter.collectors.outcomes import ActionTotals, NotifyTotals
 from torch_grad_exporter.collectors.scrape import Scrape
@@ -153,8 +154,8 @@ def scrape(
     clip: ClipReports | None,
     activations: ActivationTotals | None = None,
     watched: WatchTotals | None = None,
-) -> Scrape:
-    """The collectors over these parts. `ended` and all after it: as of `CollectorContext`."""
+) -> tuple[Scrape, OfSample]:
+    """The collectors over these parts, at scrapes and at samples. `ended` and all after it: as of `CollectorContext`."""
     settings, snapshots = checked.settings, Snapshots(host.snapshot, training.clock.counts)
     group = LateGroup(checked.identity, checked.rank)
 
@@ -186,7 +187,8 @@ def scrape(
         watched=watched or WatchTotals(),
         origins=training.origins,
     )
-    return Scrape(REGISTRY.made(settings.collectors, context), errors, prepare)
+    made = REGISTRY.made(settings.collectors, context)
+    return Scrape(made, errors, prepare), OfSample(REGISTRY, settings.collectors, context)
 
 
 def notifying(

@@ -547,10 +547,10 @@ ROOT = (
 ACTIONS = (
     Fault(
         "a problem ends a while after it began",
-        "actions/notify/episodes.py",
+        "rules/episodes.py",
         "now - episode.held >= episode.terms.ends",
         "now - episode.began >= episode.terms.ends",
-        ("actions/notify/test_episodes.py", "actions/notify/test_notify.py"),
+        ("rules/test_episodes.py", "actions/notify/test_notify.py"),
     ),
     Fault(
         "a new problem ends the pause of a receiver",

@@ -7,6 +7,7 @@ declarations come `dashboards/prometheus/*.alerts.yml`, the runbook's table (`ma
 
 from torch_grad_exporter.rules.context import THRESHOLDS, Finding, Problem, RuleContext
 from torch_grad_exporter.rules.declaration import Alert, Group, Rule, rule, server_rule
+from torch_grad_exporter.rules.record import Moment, Record, Wrong
 from torch_grad_exporter.rules.values import Values
 from torch_grad_exporter.rules.watch import GROUPS, RULES, Watch
 
@@ -17,11 +18,14 @@ __all__ = [
     "Alert",
     "Finding",
     "Group",
+    "Moment",
     "Problem",
+    "Record",
     "Rule",
     "RuleContext",
     "Values",
     "Watch",
+    "Wrong",
     "rule",
     "server_rule",
 ]

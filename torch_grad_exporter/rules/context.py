@@ -34,6 +34,12 @@ THRESHOLDS: Mapping[str, float] = {
 }
 """The number in each alert's expression that is its threshold, in seconds, shares, factors or counts. The rules have the others."""
 
+SAMPLE_SECONDS = 15.0
+"""A rule's time that one sample stands for where its durations count in samples: Prometheus' usual scrape interval.
+
+A scrape shows a rule one value of each metric, and so does a sample: `for: 5m` are 20 of either.
+"""
+
 LAYERS = 8
 """Problems of one kind that are listed layer by layer; more are summed up."""
 
@@ -84,6 +90,8 @@ class RuleContext:
     memories: Mapping[Spec, Memory]
     slowest_step: float | None
     """The slowest of a day."""
+    by_samples: bool = False
+    """Whether seconds are counted by samples, of which each stands for `SAMPLE_SECONDS`."""
 
     def age(self, spec: Spec) -> float | None:
         """Seconds since the moment that is a metric's value."""
@@ -113,11 +121,15 @@ class RuleContext:
 
     def since(self, seconds: float) -> str:
         """Since when `lately` counts, in words."""
-        return "since the start" if self.younger(YOUNG) else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(YOUNG) else f"in the last {self.span(seconds)}"
 
     def within(self, seconds: float) -> str:
         """Since when `increase` counts, in words."""
-        return "since the start" if self.younger(seconds) else f"in the last {span(seconds)}"
+        return "since the start" if self.younger(seconds) else f"in the last {self.span(seconds)}"
+
+    def span(self, seconds: float) -> str:
+        """A window of an alert in words."""
+        return times(seconds / SAMPLE_SECONDS, "sample") if self.by_samples else span(seconds)
 
     def growth(self, spec: Spec, seconds: float) -> float:
         """The largest increase of any row, 0 if there is none."""

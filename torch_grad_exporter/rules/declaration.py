@@ -13,6 +13,9 @@ from torch_grad_exporter.rules.context import Finding, Problem, RuleContext
 
 Judge = Callable[[RuleContext], Iterator[Finding]]
 
+Need = Spec | tuple[Spec, str]
+"""A metric, or the rows of it with this value of its first label."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -45,8 +48,10 @@ class Rule:
     `alerts`: how Prometheus judges it; none of a rule that only processes judge. `judge`: how a process judges it by its own
     families, in the states of the run that are `states`; `None` where that takes more than one process knows, such as other ranks
     or a target that is down. `remembers`: metrics whose past it needs, and how many seconds back, in addition to those
-    that are always remembered. `first_steps`: what to do first. `why`: the reasons of the numbers in the expressions. `note`:
-    what else has to be known of them, such as where they cannot fire.
+    that are always remembered. `by_samples`: its durations may pass in samples too, of which one counts as `SAMPLE_SECONDS`, in a
+    run that is too short for the clock; only where all that it reads is of samples or of steps. `needs`: where the run has none
+    of these metrics, there is nothing to judge. `first_steps`: what to do first. `why`: the reasons of the numbers in the
+    expressions. `note`: what else has to be known of them, such as where they cannot fire.
     """
 
     name: str
@@ -54,6 +59,8 @@ class Rule:
     judge: Judge | None = None
     states: frozenset[str | None] = frozenset()
     remembers: Mapping[Spec, float] = field(default_factory=dict)
+    by_samples: bool = False
+    needs: tuple[Need, ...] = ()
     first_steps: str = ""
     why: str = ""
     note: str = ""
@@ -67,6 +74,8 @@ class Rule:
 
 class _More(TypedDict, total=False):
     remembers: Mapping[Spec, float]
+    by_samples: bool
+    needs: tuple[Need, ...]
     first_steps: str
     why: str
     note: str

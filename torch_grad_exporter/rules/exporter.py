@@ -42,6 +42,7 @@ INTERVALS = 2
             "times its overhead_budget."
         ),
     ),
+    needs=(EXPORTER_OVERHEAD_BUDGET,),
     first_steps=(
         "The training is sound, only a little slower. Leave layers out (include=, exclude=), switch options off, or "
         "raise overhead_budget=."
@@ -93,6 +94,7 @@ def over_budget(context: RuleContext) -> Iterator[Finding]:
             "gradients may be missed."
         ),
     ),
+    needs=(EXPORTER_SAMPLING_INTERVAL,),
     first_steps=(
         "Read the exporter's warnings in the run's log. Raise overhead_budget=, leave layers out, or give it the "
         "optimizer (optimizers=) or the steps (exporter.step())."

@@ -82,6 +82,8 @@ SKIPPED = "skipped"
             "run_layer:torch_grad_nonfinite_elements:increase5m." + ANNOTATION
         ),
     ),
+    by_samples=True,
+    needs=(GRAD_NONFINITE_STEPS,),
     first_steps=(
         "Stop the run and go back to a checkpoint from before the first such step; one written after it is "
         'worthless. Start again with nan_origin="always", which names the module where it begins.'
@@ -168,6 +170,8 @@ def _sum(table: Table, *, skipped: bool) -> float:
             "own past at least three times, or all samples were clipped to less than a hundredth."
         ),
     ),
+    by_samples=True,
+    needs=(GRAD_CAPTURES,),
     first_steps=(
         "Check what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go "
         "back to a checkpoint from before the first spike."
@@ -193,7 +197,7 @@ def exploding(context: RuleContext) -> Iterator[Finding]:
             "warning", f"The norms of {times(layers, 'layer')} spiked again and again {context.within(MINUTES_10)}.", value=layers
         )
     elif _clipped(context):
-        yield Finding("warning", "All gradients of the last 10 minutes were clipped to less than a hundredth.")
+        yield Finding("warning", f"All gradients {context.within(MINUTES_10)} were clipped to less than a hundredth.")
 
 
 def _spiking(context: RuleContext) -> int:
@@ -250,6 +254,8 @@ def _clipped(context: RuleContext) -> bool:
             "global norm. The layer learns nothing."
         ),
     ),
+    by_samples=True,
+    needs=(GRAD_NORM, GRAD_SHARD_NORM),
     first_steps=(
         "Find the affected layer nearest to the output: the cause lies directly behind it. Freeze a layer that is meant to be idle."
     ),
@@ -310,6 +316,8 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
             "all recent samples."
         ),
     ),
+    by_samples=True,
+    needs=(GRAD_DEAD_RATIO,),
     first_steps=(
         "Check when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead "
         "rows of an embedding are normal."
@@ -344,6 +352,8 @@ def dead(context: RuleContext) -> Iterator[Finding]:
         summary="Layer {{ $labels.layer }} of run {{ $labels.run }} gets no gradient.",
         description="{{ $value }} of its parameters require a gradient and have received none for 15 minutes.",
     ),
+    by_samples=True,
+    needs=(GRAD_MISSING_PARAMETERS,),
     first_steps=(
         "Run `explain(step, model)` from `torch_grad_exporter`: it names the line where the way to the loss is cut. Freeze "
         "parameters that are not to be trained."

@@ -40,6 +40,7 @@ USUAL = frozenset({"power", "sync_boost"})
         summary="Rank {{ $labels.rank }} of run {{ $labels.run }} is out of memory on {{ $labels.device }}.",
         description=("An allocation failed in the last 10 minutes. Unless the program caught the error, the process has ended."),
     ),
+    needs=(CUDA_OOMS,),
     first_steps=(
         "Read the message in the log, which names the size that failed, and look for other processes with nvidia-smi. "
         "Restart with a smaller batch or with checkpointed activations."
@@ -77,6 +78,7 @@ def out_of_memory(context: RuleContext) -> Iterator[Finding]:
         summary="The memory of {{ $labels.device }} on rank {{ $labels.rank }} of run {{ $labels.run }} is nearly used up.",
         description="PyTorch holds {{ $value | humanizePercentage }} of it and had to release cached memory to go on.",
     ),
+    needs=(CUDA_MEMORY_RESERVED,),
     first_steps=(
         "If torch_cuda_memory_allocated_bytes rises from step to step, the program keeps tensors. Otherwise reduce "
         "the batch, or checkpoint activations, before an allocation fails."
@@ -113,6 +115,7 @@ def near_limit(context: RuleContext) -> Iterator[Finding]:
             "the training waits; an out-of-memory error may be next."
         ),
     ),
+    needs=(CUDA_ALLOC_RETRIES,),
     first_steps=(
         "With varying sizes, try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or pad to a few sizes; otherwise "
         "reduce the batch. Some retries at the first steps do no harm."
@@ -146,6 +149,7 @@ def retries(context: RuleContext) -> Iterator[Finding]:
             "are partly in use."
         ),
     ),
+    needs=(CUDA_MEMORY_INACTIVE_SPLIT,),
     first_steps="Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or pad to a few sizes.",
     why=("With a third of the memory in free parts of blocks, large tensors find no place long before the memory is full."),
 )
@@ -177,6 +181,7 @@ def fragmented(context: RuleContext) -> Iterator[Finding]:
             "a synchronous job all ranks wait for it."
         ),
     ),
+    needs=(GPU_THROTTLED,),
     first_steps=(
         "Compare its temperature and clocks with those of other GPUs of the host: all warm means the host or the room, one "
         "warm means the card."
@@ -209,6 +214,7 @@ def throttled(context: RuleContext) -> Iterator[Finding]:
         ),
         description=("GPU {{ $labels.uuid }} has had uncorrected memory errors in the last hour. Results since then may be wrong."),
     ),
+    needs=(GPU_ECC_ERRORS,),
     first_steps=(
         "Take the run off this GPU and go back to a checkpoint from before the errors. If errors come back after a "
         "reset, replace the card."
@@ -241,6 +247,7 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
             "although the run is training."
         ),
     ),
+    needs=(GPU_UTILIZATION,),
     first_steps=(
         "Check where the time of a step goes; more DataLoader workers, larger batches and torch.compile are the usual remedies."
     ),
@@ -285,6 +292,7 @@ def underused(context: RuleContext) -> Iterator[Finding]:
             "limit, is in use. At 100 % the kernel kills processes."
         ),
     ),
+    needs=(CONTAINER_MEMORY_LIMIT, HOST_MEMORY_TOTAL),
     first_steps=(
         "Compare process_resident_memory_bytes and torch_process_children_memory_bytes over the last hours. If "
         "memory is nearly gone, write a checkpoint now; if the workers grow, use fewer of them."

@@ -8,6 +8,7 @@ from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
 from torch_grad_exporter.collectors.training import (
     TRAIN_LAST_ACTIVITY_TIMESTAMP,
     TRAIN_LAST_STEP_TIMESTAMP,
+    TRAIN_LOSS,
     TRAIN_LOSS_NONFINITE,
     TRAIN_LOSS_SPIKES,
     TRAIN_PHASE_SECONDS,
@@ -100,6 +101,8 @@ def failed(_context: RuleContext) -> Iterator[Finding]:
             "are lost, and all further steps are wasted." + ANNOTATION
         ),
     ),
+    by_samples=True,
+    needs=(TRAIN_LOSS,),
     first_steps=(
         "Check whether it continues. One such loss with finite gradients is a bad batch or a skipped step; "
         'otherwise stop the run and go back to a checkpoint; nan_origin="always" names the module where it begins.'
@@ -154,6 +157,7 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
             "any pause of the last day. The processes are alive and answer scrapes."
         ),
     ),
+    needs=(TRAIN_LAST_ACTIVITY_TIMESTAMP,),
     first_steps=(
         "Find the rank with the oldest torch_train_last_activity_timestamp_seconds, and run py-spy dump on its "
         "process to see where it hangs. Then restart from the last checkpoint."
@@ -226,6 +230,8 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
         summary="The loss of run {{ $labels.run }} spikes.",
         description="At least three losses in 10 minutes were more than 6 sigma above the median of the last 128.",
     ),
+    by_samples=True,
+    needs=(TRAIN_LOSS,),
     first_steps=(
         "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
         "and skip the data in between, or lower the learning rate."
@@ -277,6 +283,8 @@ def loss_spikes(context: RuleContext) -> Iterator[Finding]:
             "waiting for the DataLoader."
         ),
     ),
+    by_samples=True,
+    needs=((TRAIN_PHASE_SECONDS, "data"),),
     first_steps=(
         "If torch_process_children_cpu_seconds_total rises by about one second per second and worker, add workers "
         "or cores; if it hardly rises, the workers wait for storage."

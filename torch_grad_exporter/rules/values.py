@@ -69,6 +69,11 @@ class Values:
         value = found.get(labels) if labels else next(iter(found.values()), None)
         return None if value is None else float(value)
 
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The metrics that are there, in their order."""
+        return tuple(self._by_spec)
+
     def table(self, spec: Spec) -> Table:
         """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
         tables = [_without_removed(family) for family in self._by_spec.get(spec, ())]

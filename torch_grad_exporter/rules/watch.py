@@ -18,6 +18,9 @@ RULES = Rules(rule for group in GROUPS for rule in group.rules)
 
 SEVERITIES = ("critical", "warning", "info")
 
+OVER = frozenset({"finished", "failed"})
+"""The states of a run that is over."""
+
 LEAST_SECONDS = 3.0
 """Seconds over which a rate is taken."""
 
@@ -25,11 +28,12 @@ LEAST_SECONDS = 3.0
 class Watch:
     """Remembers what rules need and judges them. For one thread at a time. `now` is Unix time.
 
-    `rules`: by default those that are registered when it is made.
+    `rules`: by default those that are registered when it is made. `by_samples`: `now` counts samples, as of `RuleContext`.
     """
 
-    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+    def __init__(self, rules: Iterable[Rule] = RULES, *, by_samples: bool = False) -> None:
         self._rules = tuple(rules)
+        self._by_samples = by_samples
         seconds = dict(REMEMBERED)
         for spec, back in (one for rule in self._rules for one in rule.remembers.items()):
             seconds[spec] = max(back, seconds.get(spec, 0.0))
@@ -42,9 +46,12 @@ class Watch:
             memory.remember(values, now)
         self._slowest_step.remember(values, now)
 
-    def problems(self, values: Values, now: float) -> list[Problem]:
-        """All of them, the worst first."""
-        context = RuleContext(values, now, values.state(), self._memories, self._slowest_step.seconds())
+    def problems(self, values: Values, now: float, *, going: bool = False) -> list[Problem]:
+        """All of them, the worst first. `going`: a run that is over is judged as if it still went on."""
+        state = values.state()
+        if going and state in OVER:
+            state = "training"
+        context = RuleContext(values, now, state, self._memories, self._slowest_step.seconds(), self._by_samples)
         found = [problem for rule in self._rules for problem in rule.problems(context)]
         return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_grad_exporter.collectors.gradients import LAYER_FROZEN, WEIGHT_CAPTURES, WEIGHT_UPDATE_RATIO
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE
-from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, by_layer, span
+from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, by_layer
 from torch_grad_exporter.rules.declaration import Alert, rule
 from torch_grad_exporter.rules.memory import MINUTES_30
 
@@ -37,6 +37,8 @@ from torch_grad_exporter.rules.memory import MINUTES_30
             "though the learning rate is not."
         ),
     ),
+    by_samples=True,
+    needs=(WEIGHT_UPDATE_RATIO,),
     first_steps=(
         "Check that the optimizer has the layer's parameters, with a learning rate above 0. If their type is bf16 or fp16, a small "
         "update rounds to nothing."
@@ -61,4 +63,4 @@ def not_updating(context: RuleContext) -> Iterator[Finding]:
     captures = context.increase(WEIGHT_CAPTURES, MINUTES_30).at(ratios.rows)
     trained = context.values.table(LAYER_FROZEN).at(ratios.rows) != 1
     still = (ratios.numbers == 0) & known & (captures >= THRESHOLDS["LayerNotUpdating"]) & trained
-    yield from by_layer("warning", ratios, still, f"its weights have not changed in the last {span(MINUTES_30)}")
+    yield from by_layer("warning", ratios, still, f"its weights have not changed in the last {context.span(MINUTES_30)}")

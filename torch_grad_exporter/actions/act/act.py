@@ -30,7 +30,6 @@ from torch_grad_exporter.actions.act.trigger import (
     name_of,
     seconds,
 )
-from torch_grad_exporter.actions.notify.episodes import Episodes
 from torch_grad_exporter.actions.users_code import contained
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.collectors.outcomes import ActionTotals, Outcome
@@ -40,6 +39,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.live import Judged
+from torch_grad_exporter.rules.episodes import Episodes
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from torch_grad_exporter.actions.notify.episodes import Key
 from torch_grad_exporter.actions.notify.notification import SEVERITIES, Notification
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
+from torch_grad_exporter.rules.episodes import Key
 
 GONE_SECONDS = 10.0
 """Without a report, after which a rank is taken to be gone; that many ranks more make it longer by as much."""

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.actions.notify.episodes import Episode, Episodes
 from torch_grad_exporter.actions.notify.job import Announced, Job
 from torch_grad_exporter.actions.notify.notification import Notification
 from torch_grad_exporter.actions.notify.notifiers import Notifier
@@ -24,6 +23,7 @@ from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.rules import RULES, Problem, Rule
 from torch_grad_exporter.rules.actions import untold
+from torch_grad_exporter.rules.episodes import Episode, Episodes
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -20,7 +20,9 @@ from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, SCALARS, History, Part, Window
-from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
+from torch_grad_exporter.outputs.live.judged import judged, metrics, number
+from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
+from torch_grad_exporter.rules.watch import OVER
 
 MAX_AGE = 1.0
 """Seconds for which a scrape is shown."""
@@ -75,7 +77,7 @@ class Live:
     """Answers of the page's interface, from any thread.
 
     `targets`: the ranks as http_sd has them. `happened`: what actions have done. `now` is Unix time.
-    `activations`: the history of the outputs of inner modules, if there is one.
+    `activations`: the history of the outputs of inner modules, if there is one. `record`: what was wrong so far.
     """
 
     def __init__(
@@ -88,8 +90,11 @@ class Live:
         happened: Callable[[], Sequence[Happened]] = tuple,
         now: Callable[[], float] = time.time,
         activations: History | None = None,
+        record: Record | None = None,
     ) -> None:
         self._run = run
+        self._record = record or Record()
+        self._concluded = False
         self._activations = activations
         self._happened = happened
         self._targets = targets
@@ -110,8 +115,22 @@ class Live:
             self._ended, self._ended_by = self._now(), error
 
     def remember(self) -> None:
-        """Remembers the counters by which problems are judged, whether the page is open or not."""
-        self._latest()
+        """Remembers the counters by which problems are judged, and judges, whether the page is open or not."""
+        self._judge(self._latest())
+
+    def conclude(self) -> None:
+        """Judges for the last time: of a run that is over, nothing goes wrong any more."""
+        self._judge(self._latest(fresh=True))
+        self._concluded = True
+
+    def _judge(self, values: Values) -> None:
+        if self._concluded:
+            return
+        now, over = self._now(), values.state() in OVER
+        with self._lock:
+            problems = self._watch.problems(values, now, going=True)
+            ended = self._watch.problems(values, now) if over else []
+        self._record.of_scrape(values, Moment(now, self._history.samples, _steps(values)), problems, ended)
 
     def problems(self, *, fresh: bool = False) -> list[Problem]:
         """What is wrong now, the worst first. `fresh`: by a scrape of now, not of a second ago."""
@@ -136,13 +155,13 @@ class Live:
             "now": now,
             **asdict(self._run),
             "state": state,
-            "step": None if state is None else max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0),
+            "step": None if state is None else _steps(values),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
-            **{f"{name}_per_second": _number(rates.get(name)) for name in ("steps", "samples", "tokens")},
-            **{name: _number(values.one(spec)) for name, spec in _NUMBERS.items()},
-            **{name: _number(_sum(values, spec)) for name, spec in _SUMS.items()},
+            **{f"{name}_per_second": number(rates.get(name)) for name in ("steps", "samples", "tokens")},
+            **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
+            **{name: number(_sum(values, spec)) for name, spec in _SUMS.items()},
             "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
             "resources": list(_resources(values)),
             "problems": [_shown(one) for one in problems],
@@ -197,6 +216,7 @@ class Live:
     def everything(self, *, fresh: bool = False) -> Json:
         """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
         values = self._latest(fresh=fresh)
+        self._judge(values)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -204,6 +224,8 @@ class Live:
             "run": {view: self.run(window) for view, window in VIEWS.items()},
             "layers": {name: {view: self.layers(name, window) for view, window in VIEWS.items()} for name in self.quantities},
             "layer": {name: self._of_layer(values, name) for name in self._history.layers},
+            "judged": judged(self._record),
+            "metrics": metrics(values),
         }
 
     def _clipped(self, part: Part) -> Part:
@@ -282,6 +304,11 @@ _SUMS: Mapping[str, Spec] = {
 }
 
 
+def _steps(values: Values) -> int:
+    """Of the optimizer that took the most."""
+    return int(max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0))
+
+
 def _sum(values: Values, spec: Spec) -> float:
     return sum(value for _, value in values.rows(spec))
 
@@ -308,16 +335,9 @@ def _shown(problem: Problem) -> Json:
     return {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(problem).items() if name != "value"}
 
 
-def _number(value: float | None) -> float | str | None:
-    """A number in JSON, which has none that are not finite."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 def _numbers(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float | str | None]:
     """A column of the history: NaN means there that there is no value."""
-    return [None if math.isnan(value) else _number(float(f"{value:.6g}")) for value in column.tolist()]
+    return [None if math.isnan(value) else number(float(f"{value:.6g}")) for value in column.tolist()]
 
 
 def _cells(part: Part, quantity: str) -> Json:
@@ -359,7 +379,7 @@ def _of_layer(values: Values, name: str) -> Json:
         "layer": name,
         "distribution": None if counts is None else {"bounds": list(bounds), "counts": counts.tolist()},
         "nonfinite_elements": sum(kinds),
-        **{key: _number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
+        **{key: number(values.one(spec, name)) for key, spec in _LAYER_NUMBERS.items()},
     }
 
 
@@ -380,7 +400,7 @@ def _resources(values: Values) -> Iterable[Json]:
 
     def row(name: str, value: float | None, limit: float | None, unit: str) -> Iterable[Json]:
         if value is not None:
-            yield {"name": name, "value": _number(value), "limit": _number(limit), "unit": unit}
+            yield {"name": name, "value": number(value), "limit": number(limit), "unit": unit}
 
     total, available = values.one(host.HOST_MEMORY_TOTAL), values.one(host.HOST_MEMORY_AVAILABLE)
     yield from row("Process memory", values.one(process.PROCESS_RESIDENT_MEMORY), total, "bytes")

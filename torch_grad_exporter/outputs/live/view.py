@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch_grad_exporter.aggregation.activations import ActivationSnapshot
-from torch_grad_exporter.aggregation.worker import HostSide
+from torch_grad_exporter.aggregation.worker import HostSide, Reading, Snapshot
 from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
 from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
+from torch_grad_exporter.rules import Record, Values
 
 CLOSE_SECONDS = 0.5
 """How long the end waits for the last record, at most."""
@@ -27,8 +29,8 @@ class View:
     """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
     `steps`: of the optimizer that took the most. `scrape`: all metrics. `happened`: what actions have done. `now`: Unix time.
-    `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they are measured. `activations`: what was
-    seen of inner modules, if anybody asks.
+    `of_sample`: the metrics of a sample. `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they
+    are measured. `activations`: what was seen of inner modules, if anybody asks.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class View:
         *,
         targets: Callable[[], bytes],
         happened: Callable[[], Sequence[Happened]],
+        of_sample: Callable[[Snapshot], Iterable[Family]],
         dead_from: int,
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
@@ -49,7 +52,15 @@ class View:
         quantities = QUANTITIES + MOMENTS * moments
         present, cursor = Moments(dead_from, quantities), host.cursor()
         of_samples = Moments(dead_from, quantities)
-        each = host.each_sample(lambda reading: of_samples.of(reading, steps()), RECENT)
+        record, judging = Record(), Guard(lambda error: None if isinstance(error, TimeoutError) else on_error(error))
+
+        def of_each(reading: Reading) -> Moment:
+            """On the thread that drains."""
+            snapshot = reading.snapshot
+            judging(record.of_sample, snapshot.gradients.samples, steps(), lambda: Values(of_sample(snapshot)))
+            return of_samples.of(reading, steps())
+
+        each = host.each_sample(of_each, RECENT)
         self.history = History(
             lambda: replace(present.of(host.read(cursor), steps()), of_samples=each.take()), now=now, quantities=quantities
         )
@@ -59,7 +70,7 @@ class View:
             of_activations = ActivationMoments(activations)
             inner = History(lambda: of_activations.of(steps()), now=now, quantities=ACTIVATIONS)
             self._histories.append(inner)
-        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner)
+        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner, record=record)
         self._pages = Pages(self.live)
         self._recorder = recorder(self._record, self.live.remember, on_error=on_error, last=self._finish)
 
@@ -70,6 +81,7 @@ class View:
     def _finish(self) -> None:
         for history in self._histories:
             history.finish()
+        self.live.conclude()
 
     def start(self) -> None:
         """Starts to record. Raises `RuntimeError` where there are no more threads to be had."""

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from torch_grad_exporter.actions.notify.episodes import MOST, Episodes, Key, seconds
 from torch_grad_exporter.rules import RULES, Alert, Problem, Rule
+from torch_grad_exporter.rules.episodes import MOST, Episodes, Key, seconds
 
 SLOW = Rule(name="Slow", alerts=(Alert("warning", "x", for_="1m", keep_firing_for="30s", summary="It is slow."),))
 AT_ONCE = Rule(name="AtOnce", alerts=(Alert("critical", "x", summary="It is."),))

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torch_grad_exporter.actions.notify.notification import SEVERITIES
-from torch_grad_exporter.rules import RULES, Problem, Rule
+from torch_grad_exporter.rules.context import Problem
+from torch_grad_exporter.rules.declaration import Rule
+from torch_grad_exporter.rules.watch import RULES, SEVERITIES
 
 MOST = 10_000
 """Problems that are followed at a time; of more than that, the worst."""
@@ -66,6 +67,11 @@ class Episodes:
         """What holds now, and since when without a break."""
         self._begun: dict[Key, Episode] = {}
 
+    @property
+    def holding(self) -> frozenset[Key]:
+        """The problems that held at the last evaluation, whether they have begun or not."""
+        return frozenset(self._since)
+
     def judge(self, problems: Iterable[Problem], now: float, *, last: bool = False) -> Mapping[Key, Episode]:
         """The problems that have begun and not ended, the oldest first. `problems`: all that there are now.
 
@@ -117,7 +123,7 @@ class Episodes:
         A process names the highest severity alone; for Prometheus the others hold as well.
         """
         both, (alert, severity, _) = [key, *self._covered(problem)], key
-        lower = [one for one in SEVERITIES[: SEVERITIES.index(severity)] if (alert, one) in self._terms]
+        lower = [one for one in SEVERITIES[SEVERITIES.index(severity) + 1 :] if (alert, one) in self._terms]
         return both + [(alert, less, layer) for less in lower for _, _, layer in both]
 
     def _held_since(self, key: Key, problem: Problem) -> float:

@@ -1,0 +1,136 @@
+"""What a saved run says for a verdict on it: what was wrong, by which rules it was judged, and its metrics at the end.
+
+Its shape is in `docs/live.md`. Readers that do not know these parts leave them out, so the version of the format is as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch_grad_exporter.metrics.families import Kind
+from torch_grad_exporter.rules import Record, Rule, Values, Wrong
+from torch_grad_exporter.rules.context import SAMPLE_SECONDS
+from torch_grad_exporter.rules.episodes import seconds
+from torch_grad_exporter.rules.record import EVERY
+
+Json = dict[str, object]
+Rows = Mapping[tuple[str, ...], float]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRule:
+    """A rule by which a run was judged.
+
+    `judged`: whether a process can. `there`: whether there was something to judge, namely one of the metrics `needs`. `waits`: how
+    long its condition has to hold, in seconds of the clock, the shortest of its severities. `samples`: the same in samples, `None`
+    where they do not count.
+    """
+
+    name: str
+    judged: bool
+    there: bool
+    needs: tuple[str, ...]
+    waits: float
+    samples: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a run came to. `samples`, `seconds`: for how many and how long it was judged."""
+
+    samples: int
+    seconds: float
+    rules: tuple[JudgedRule, ...]
+    wrong: tuple[Wrong, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A gauge or a counter at the end of a run: a number for each row of label values."""
+
+    labels: tuple[str, ...]
+    rows: Rows
+
+
+def judged(record: Record) -> Json:
+    """What was wrong, as it is saved."""
+    rules = [asdict(_of_rule(rule, there=rule.name in record.there)) for rule in record.rules]
+    wrong = [{**asdict(one), "value": number(one.value)} for one in record.wrong]
+    return {"samples": record.samples, "seconds": record.seconds, "rules": rules, "wrong": wrong}
+
+
+def metrics(values: Values) -> Json:
+    """All gauges and counters, as they are saved."""
+    found: Json = {}
+    for spec in values.specs:
+        rows = [] if spec.kind is Kind.HISTOGRAM else list(values.rows(spec))
+        if rows:
+            names, numbers = zip(*rows, strict=True)
+            found[spec.name] = {"labels": list(spec.labels), "rows": list(map(list, names)), "values": list(map(number, numbers))}
+    return found
+
+
+def number(value: float | None) -> float | str | None:
+    """A number in JSON, which has none that are not finite."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _of_rule(rule: Rule, *, there: bool) -> JudgedRule:
+    waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0)
+    needs = tuple((need[0] if isinstance(need, tuple) else need).name for need in rule.needs)
+    samples = round(waits / SAMPLE_SECONDS) + EVERY if rule.by_samples else None  # the first judgement is at `EVERY` of them
+    return JudgedRule(rule.name, rule.judge is not None, there, needs, waits, samples)
+
+
+# What is read back
+
+
+def judged_of(saved: Mapping[str, Any]) -> Judged | None:
+    """What was saved; `None` of an earlier version. Raises `KeyError`, `TypeError` or `ValueError` where it is damaged."""
+    found = saved.get("judged")
+    if found is None:
+        return None
+    rules = tuple(
+        JudgedRule(
+            _text(one["name"]), bool(one["judged"]), bool(one["there"]), _texts(one["needs"]), float(one["waits"]),
+            None if one["samples"] is None else int(one["samples"]),
+        )
+        for one in found["rules"]
+    )  # fmt: skip
+    wrong = tuple(
+        Wrong(
+            _text(one["alert"]), _text(one["severity"]), None if one["layer"] is None else _text(one["layer"]),
+            _texts(one["others"]), _text(one["text"]), None if one["value"] is None else float(one["value"]),
+            int(one["first"]), int(one["last"]), bool(one["by_samples"]),
+        )
+        for one in found["wrong"]
+    )  # fmt: skip
+    return Judged(int(found["samples"]), float(found["seconds"]), rules, wrong)
+
+
+def metrics_of(saved: Mapping[str, Any]) -> dict[str, Metric]:
+    """The gauges and counters at the end by name; none of an earlier version. Raises as `judged_of`."""
+    found = {}
+    for name, one in (saved.get("metrics") or {}).items():
+        labels, rows = _texts(one["labels"]), [_texts(row) for row in one["rows"]]
+        if any(len(row) != len(labels) for row in rows):
+            raise ValueError(f"the rows of {name} have not the labels {', '.join(labels)}")
+        found[name] = Metric(labels, dict(zip(rows, map(float, one["values"]), strict=True)))
+    return found
+
+
+def _texts(found: Sequence[object]) -> tuple[str, ...]:
+    if not isinstance(found, list):
+        raise TypeError(f"{found!r:.40} is no list")
+    return tuple(map(_text, found))
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"{found!r:.40} is no text")
+    return found

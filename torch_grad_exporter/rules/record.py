@@ -1,0 +1,169 @@
+"""Record: what was wrong in a run, from its start on, for a verdict on the whole of it.
+
+`exporter.problems()` says what is wrong now; a verdict asks what ever was. The rules are followed in two courses. By the clock, as
+Prometheus does it: all of them. By samples: those on training and gradients (`Rule.by_samples`), whose `for` and whose windows are
+minutes long, while a run in CI lasts for seconds. There a sample counts as `SAMPLE_SECONDS`, as if each were seen by one scrape, so
+that `for: 10m` are 40 samples. What begins in either course was wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch_grad_exporter.collectors.training import TRAIN_START_TIMESTAMP
+from torch_grad_exporter.rules.context import SAMPLE_SECONDS, Problem
+from torch_grad_exporter.rules.declaration import Rule
+from torch_grad_exporter.rules.episodes import Episode, Episodes, Key
+from torch_grad_exporter.rules.values import Values
+from torch_grad_exporter.rules.watch import RULES, Watch
+
+EVERY = 4
+"""Samples between two judgements by samples, which is a minute of theirs: Prometheus evaluates its rules each minute."""
+
+MOST = 1000
+"""Problems that are kept."""
+
+WAIT_SECONDS = 1.0
+"""How long a judgement waits for another one."""
+
+
+@dataclass(slots=True)
+class Wrong:
+    """A problem that began in the run. `others`: layers that it was about, too.
+
+    `first`, `last`: the optimizer steps of the first and the last judgement by which its condition held. `text`, `value`: of the
+    last one. `by_samples`: whether it first began by samples; else it was by the clock.
+    """
+
+    alert: str
+    severity: str
+    layer: str | None
+    others: tuple[str, ...]
+    text: str
+    value: float | None
+    first: int
+    last: int
+    by_samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When it is judged: Unix time, and how many samples and optimizer steps there have been."""
+
+    now: float
+    samples: int
+    step: int
+
+
+class Record:
+    """What was wrong so far. From any thread. `rules`: by default those that are registered when it is made."""
+
+    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+        self.rules = tuple(rules)
+        counted = tuple(rule for rule in self.rules if rule.by_samples)
+        self._watch = Watch(counted, by_samples=True)
+        self._by_clock, self._by_samples = _Course(Episodes(self.rules)), _Course(Episodes(counted), by_samples=True)
+        self._at_end = _Course(Episodes(self.rules))
+        self._wrong: dict[Key, Wrong] = {}
+        self._there: set[str] = set()
+        self._seen = self._judged = 0
+        self._began: float | None = None
+        self._latest = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def wrong(self) -> list[Wrong]:
+        """All that began, in that order."""
+        return list(self._wrong.values())
+
+    @property
+    def samples(self) -> int:
+        """How many there have been."""
+        return max(self._seen, self._judged)
+
+    @property
+    def seconds(self) -> float:
+        """From the first judgement by the clock to the last."""
+        return self._latest - self._began if self._began is not None else 0.0
+
+    @property
+    def there(self) -> frozenset[str]:
+        """The rules for which there was something to judge."""
+        return frozenset(self._there)
+
+    def of_sample(self, samples: int, step: int, values: Callable[[], Values]) -> None:
+        """Judges by samples, at every few of them: `values` as of sample number `samples`, the counting of which begins with 1."""
+        self._seen = samples
+        if samples % EVERY == 0:
+            self._locked(lambda: self._judge_samples(values(), samples, step))
+
+    def of_scrape(self, values: Values, moment: Moment, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
+        """Judges by the clock, and by samples if there were some since the last judgement by them.
+
+        `problems`: what is wrong in a run that goes on; of one that is over, what would be, had it gone on. `ended`: what is wrong
+        once it is over.
+        """
+        self._locked(lambda: self._judge_scrape(values, moment, problems, ended))
+
+    def _locked(self, judge: Callable[[], None]) -> None:
+        """Raises `TimeoutError` where another thread judges, or a signal's handler has interrupted a judgement."""
+        if not self._lock.acquire(timeout=WAIT_SECONDS):
+            raise TimeoutError("another judgement is under way")
+        try:
+            judge()
+        finally:
+            self._lock.release()
+
+    def _judge_scrape(self, values: Values, moment: Moment, problems: Iterable[Problem], ended: Iterable[Problem]) -> None:
+        self._began = moment.now if self._began is None else self._began
+        self._latest = max(self._latest, moment.now)
+        self._take(self._by_clock, problems, moment.now, moment.step)
+        self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
+        self._judge_samples(values, max(moment.samples, self._seen), moment.step)
+
+    def _judge_samples(self, values: Values, samples: int, step: int) -> None:
+        self._there.update(rule.name for rule in self.rules if rule.name not in self._there and _is_there(rule, values))
+        if samples <= self._judged:
+            return
+        self._judged = samples
+        now = (values.one(TRAIN_START_TIMESTAMP) or 0.0) + SAMPLE_SECONDS * samples
+        self._watch.remember(values, now)
+        self._take(self._by_samples, self._watch.problems(values, now, going=True), now, step)
+
+    def _take(self, course: _Course, problems: Iterable[Problem], now: float, step: int, *, last: bool = False) -> None:
+        for key, episode, first in course.judge(problems, now, step, last=last):
+            known = self._wrong.get(key)
+            if known is not None:
+                known.text, known.value, known.last = episode.problem.text, episode.problem.value, step
+                known.others = tuple(dict.fromkeys((*known.others, *episode.problem.others)))
+            elif len(self._wrong) < MOST:
+                found = episode.problem
+                self._wrong[key] = Wrong(
+                    found.alert, found.severity, found.layer, found.others, found.text, found.value, first, step, course.by_samples
+                )
+
+
+class _Course:
+    """Episodes, and the steps at which they were first seen."""
+
+    def __init__(self, episodes: Episodes, *, by_samples: bool = False) -> None:
+        self.by_samples = by_samples
+        self._episodes = episodes
+        self._first: dict[Key, int] = {}
+
+    def judge(self, problems: Iterable[Problem], now: float, step: int, *, last: bool) -> list[tuple[Key, Episode, int]]:
+        """The problems that have begun and hold now, each with the step from which on it held."""
+        begun = self._episodes.judge(problems, now, last=last)
+        holding = self._episodes.holding
+        self._first = {key: self._first.get(key, step) for key in holding}
+        return [(key, one, self._first[key]) for key, one in begun.items() if key in holding]
+
+
+def _is_there(rule: Rule, values: Values) -> bool:
+    """Whether the run has one of the metrics that the rule needs."""
+    if not rule.needs:
+        return True
+    needs = [need if isinstance(need, tuple) else (need, None) for need in rule.needs]
+    return any(label is None or row[0] == label for spec, label in needs for row, _ in values.table(spec).items())
