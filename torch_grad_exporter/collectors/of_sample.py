@@ -5,26 +5,41 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch_grad_exporter.aggregation.worker import Snapshot
+import numpy as np
+
+from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.collectors.context import CollectorContext, Snapshots
 from torch_grad_exporter.collectors.registry import Registry
-from torch_grad_exporter.metrics.families import Family
+from torch_grad_exporter.metrics.families import Family, FloatArray
 
 NAMES = frozenset({"gradients", "training"})
 """The collectors of it: what they show comes from the snapshot, or is counted by the training thread."""
 
 
 class OfSample:
-    """Makes families of the snapshot of a sample. For one thread at a time. `chosen`: the collectors that are on."""
+    """Makes families of the latest sample. For one thread at a time. `chosen`: the collectors that are on.
+
+    A metric of the last 60 seconds, which may be hundreds of samples, is here one of the samples since the families before.
+    """
 
     def __init__(self, registry: Registry, chosen: Collection[str], context: CollectorContext) -> None:
         self._given = context.snapshots.latest
         self._snapshots = Snapshots(lambda: self._given, context.clock.counts)
         context = replace(context, snapshots=self._snapshots, clip=None)  # whose reports are none of samples
         self._collectors = tuple(registry.made(NAMES.intersection(chosen), context).values())
+        self._layers: tuple[str, ...] = ()
+        self._largest: FloatArray = np.zeros(0)
 
-    def __call__(self, snapshot: Snapshot) -> list[Family]:
+    def take(self, reading: Reading) -> None:
+        """Takes a sample; to be called at each."""
+        layers, norms = reading.snapshot.gradients.table.layers, reading.gradients.peaks[0]
+        same = self._layers == layers
+        self._layers, self._largest = layers, np.fmax(self._largest, norms) if same else norms
+        self._given = reading.snapshot
+
+    def __call__(self) -> list[Family]:
         """Its families. Raises what a collector raises."""
-        self._given = snapshot
+        self._given = replace(self._given, gradients=replace(self._given.gradients, recent_max=self._largest))
+        self._layers = ()
         self._snapshots.renew()
         return [family for collector in self._collectors for family in collector.collect()]

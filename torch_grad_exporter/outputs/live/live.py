@@ -19,8 +19,10 @@ from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, SCALARS, History, Part, Window
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
 from torch_grad_exporter.outputs.live.judged import judged, metrics, number
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
 from torch_grad_exporter.rules.watch import OVER
 

@@ -6,19 +6,19 @@ import contextlib
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch_grad_exporter.aggregation.activations import ActivationSnapshot
-from torch_grad_exporter.aggregation.worker import HostSide, Reading, Snapshot
+from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.collectors.happened import Happened
+from torch_grad_exporter.collectors.of_sample import OfSample
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History, Moment
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
+from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, recorder, unless_late
 from torch_grad_exporter.rules import Record, Values
 
 CLOSE_SECONDS = 0.5
@@ -42,7 +42,7 @@ class View:
         *,
         targets: Callable[[], bytes],
         happened: Callable[[], Sequence[Happened]],
-        of_sample: Callable[[Snapshot], Iterable[Family]],
+        of_sample: OfSample,
         dead_from: int,
         now: Callable[[], float],
         on_error: Callable[[BaseException], None],
@@ -50,25 +50,21 @@ class View:
         activations: Callable[[], ActivationSnapshot] | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
-        present, cursor = Moments(dead_from, quantities), host.cursor()
-        of_samples = Moments(dead_from, quantities)
-        record, judging = Record(), Guard(lambda error: None if isinstance(error, TimeoutError) else on_error(error))
+        inside = None if activations is None else ActivationMoments(activations)
+        record = Record()
+        judging = Guard(unless_late(on_error))
 
-        def of_each(reading: Reading) -> Moment:
-            """On the thread that drains."""
-            snapshot = reading.snapshot
-            judging(record.of_sample, snapshot.gradients.samples, steps(), lambda: Values(of_sample(snapshot)))
-            return of_samples.of(reading, steps())
+        def judge(reading: Reading, step: int) -> None:
+            """At each of the first samples, on the thread that drains."""
+            of_sample.take(reading)
+            judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
-        each = host.each_sample(of_each, RECENT)
-        self.history = History(
-            lambda: replace(present.of(host.read(cursor), steps()), of_samples=each.take()), now=now, quantities=quantities
-        )
+        looks = Looks(host, Moments(dead_from, quantities), inside, steps, now, judge=judge)
+        self.history = History(looks.gradients, now=now, quantities=quantities)
         self._histories = [self.history]
         inner = None
-        if activations is not None:
-            of_activations = ActivationMoments(activations)
-            inner = History(lambda: of_activations.of(steps()), now=now, quantities=ACTIVATIONS)
+        if inside is not None:
+            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
             self._histories.append(inner)
         self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner, record=record)
         self._pages = Pages(self.live)
