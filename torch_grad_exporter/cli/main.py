@@ -1,4 +1,4 @@
-"""The command line: `torch-grad-exporter demo`, `assets`, `plot` and `--version`."""
+"""The command line: `torch-grad-exporter demo`, `assets`, `plot`, `check` and `--version`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
-from torch_grad_exporter.cli import assets, demo, plot
+from torch_grad_exporter.cli import assets, check, demo, plot
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
@@ -22,7 +22,7 @@ from torch_grad_exporter.version import __version__
 
 PROGRAM = "torch-grad-exporter"
 
-Options: TypeAlias = demo.Options | assets.Options | plot.Options
+Options: TypeAlias = demo.Options | assets.Options | plot.Options | check.Options
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _Number = TypeVar("_Number", int, float)
@@ -39,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(options, demo.Options):
             return demo.run(options)
+        if isinstance(options, check.Options):
+            return check.run(options)
         print(plot.run(options) if isinstance(options, plot.Options) else assets.write(options))
-    except (demo.DemoError, assets.AssetsError, plot.PlotError) as error:
+    except (demo.DemoError, assets.AssetsError, plot.PlotError, check.GateError) as error:
         print(f"{PROGRAM} {chosen.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_assets(commands)
     _add_plot(commands)
+    _add_check(commands)
     return parser
 
 
@@ -105,6 +108,40 @@ def _add_plot(commands: _Commands) -> None:
     add("--recent", action="store_true", help="the last records instead of the whole run, in a PNG")
     add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
     parser.set_defaults(options=lambda values: _chosen(plot.Options, values))
+
+
+def _add_check(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="the verdict on a run, for CI: healthy or not",
+        description="Judges a run, which may still go on or is saved, by the rules of the alerts, by limits, and against another "
+        "run. Prints a table. The exit code is 0 where the run is healthy, 1 where it is not, 2 where nothing can be said of it.",
+    )
+    add = parser.add_argument
+    add("source", metavar="RUN", help="a saved run, or the address of a running exporter, such as http://localhost:9100")
+    add("--baseline", metavar="RUN", help="another run, with which this one is compared")
+    add("--tolerance", action="append", default=[], metavar="NAME=SHARE",
+        help="by what share the run may be worse than the baseline; "
+        + ", ".join(f"{name} (default {share:g})" for name, share in check.TOLERANCES.items()))  # fmt: skip
+    add("--fail-on", default=",".join(check.FAIL_ON), metavar="ALERT,...",
+        help="alerts and severities that make a run unhealthy; the others are only shown (default %(default)s)")  # fmt: skip
+    example = "'torch_grad_norm{layer=\"head\"}=10'"
+    for kind, what in (("max", "highest value at the end"), ("min", "lowest value at the end"), ("peak", "highest value ever")):
+        add(f"--{kind}", action="append", default=[], metavar="METRIC=VALUE",
+            help=f"{what} of a gauge or counter, such as {example}; may be given several times")  # fmt: skip
+    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit's XML, too")
+    add("--cacert", metavar="FILE", help="certificate authority of the exporter's certificate")
+    parser.set_defaults(options=lambda values: _check_options(values, parser))
+
+
+def _check_options(values: argparse.Namespace, parser: argparse.ArgumentParser) -> check.Options:
+    values.fail_on = [name.strip() for name in values.fail_on.split(",") if name.strip()]
+    try:
+        values.tolerance = [check.tolerance(text) for text in values.tolerance]
+        values.limits = [check.limit(kind, text) for kind in ("max", "min", "peak") for text in getattr(values, kind)]
+    except check.GateError as error:
+        parser.error(str(error))
+    return _chosen(check.Options, values)
 
 
 def _add_demo(commands: _Commands) -> None:

@@ -50,8 +50,9 @@ class Rule:
     or a target that is down. `remembers`: metrics whose past it needs, and how many seconds back, in addition to those
     that are always remembered. `by_samples`: its durations may pass in samples too, of which one counts as `SAMPLE_SECONDS`, in a
     run that is too short for the clock; only where all that it reads is of samples or of steps. `needs`: where the run has none
-    of these metrics, there is nothing to judge. `first_steps`: what to do first. `why`: the reasons of the numbers in the
-    expressions. `note`: what else has to be known of them, such as where they cannot fire.
+    of these metrics, there is nothing to judge. `takes_seconds`, `takes_samples`: what it takes until its condition can hold,
+    beside any `for`. `first_steps`: what to do first. `why`: the reasons of the numbers in the expressions. `note`: what else has
+    to be known of them, such as where they cannot fire.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Rule:
     remembers: Mapping[Spec, float] = field(default_factory=dict)
     by_samples: bool = False
     needs: tuple[Need, ...] = ()
+    takes_seconds: float = 0.0
+    takes_samples: int = 0
     first_steps: str = ""
     why: str = ""
     note: str = ""
@@ -76,6 +79,8 @@ class _More(TypedDict, total=False):
     remembers: Mapping[Spec, float]
     by_samples: bool
     needs: tuple[Need, ...]
+    takes_seconds: float
+    takes_samples: int
     first_steps: str
     why: str
     note: str

@@ -172,6 +172,7 @@ def _sum(table: Table, *, skipped: bool) -> float:
     ),
     by_samples=True,
     needs=(GRAD_CAPTURES,),
+    takes_samples=20,
     first_steps=(
         "Check what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go "
         "back to a checkpoint from before the first spike."
@@ -318,6 +319,7 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
     ),
     by_samples=True,
     needs=(GRAD_DEAD_RATIO,),
+    takes_samples=20,
     first_steps=(
         "Check when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead "
         "rows of an embedding are normal."

@@ -248,6 +248,7 @@ def ecc_errors(context: RuleContext) -> Iterator[Finding]:
         ),
     ),
     needs=(GPU_UTILIZATION,),
+    takes_seconds=MINUTES_5,
     first_steps=(
         "Check where the time of a step goes; more DataLoader workers, larger batches and torch.compile are the usual remedies."
     ),

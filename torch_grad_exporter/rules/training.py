@@ -158,6 +158,7 @@ def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
         ),
     ),
     needs=(TRAIN_LAST_ACTIVITY_TIMESTAMP,),
+    takes_seconds=THRESHOLDS["TrainingStalled"],
     first_steps=(
         "Find the rank with the oldest torch_train_last_activity_timestamp_seconds, and run py-spy dump on its "
         "process to see where it hangs. Then restart from the last checkpoint."
@@ -232,6 +233,7 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
     ),
     by_samples=True,
     needs=(TRAIN_LOSS,),
+    takes_samples=20,
     first_steps=(
         "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
         "and skip the data in between, or lower the learning rate."

@@ -15,6 +15,7 @@ from torch_grad_exporter.rules import Record, Rule, Values, Wrong
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
 from torch_grad_exporter.rules.episodes import seconds
 from torch_grad_exporter.rules.record import EVERY
+from torch_grad_exporter.rules.watch import OVER
 
 Json = dict[str, object]
 Rows = Mapping[tuple[str, ...], float]
@@ -24,17 +25,18 @@ Rows = Mapping[tuple[str, ...], float]
 class JudgedRule:
     """A rule by which a run was judged.
 
-    `judged`: whether a process can. `there`: whether there was something to judge, namely one of the metrics `needs`. `waits`: how
-    long its condition has to hold, in seconds of the clock, the shortest of its severities. `samples`: the same in samples, `None`
-    where they do not count.
+    `judged`: whether a process can. `there`: whether there was something to judge, namely one of the metrics `needs`. `seconds`:
+    what the run must have had until the rule can fire, by the clock; `samples`: the same by samples, `None` where they do not
+    count; `least`: how many samples in either case.
     """
 
     name: str
     judged: bool
     there: bool
     needs: tuple[str, ...]
-    waits: float
+    seconds: float
     samples: int | None
+    least: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,12 @@ def number(value: float | None) -> float | str | None:
 
 
 def _of_rule(rule: Rule, *, there: bool) -> JudgedRule:
-    waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0)
+    waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0) * (not rule.states & OVER)  # its end is the last
     needs = tuple((need[0] if isinstance(need, tuple) else need).name for need in rule.needs)
-    samples = round(waits / SAMPLE_SECONDS) + EVERY if rule.by_samples else None  # the first judgement is at `EVERY` of them
-    return JudgedRule(rule.name, rule.judge is not None, there, needs, waits, samples)
+    # The first judgement by samples is at `EVERY` of them.
+    samples = round(waits / SAMPLE_SECONDS) + rule.takes_samples + EVERY if rule.by_samples else None
+    judged = rule.judge is not None
+    return JudgedRule(rule.name, judged, there, needs, waits + rule.takes_seconds, samples, rule.takes_samples)
 
 
 # What is read back
@@ -97,8 +101,8 @@ def judged_of(saved: Mapping[str, Any]) -> Judged | None:
         return None
     rules = tuple(
         JudgedRule(
-            _text(one["name"]), bool(one["judged"]), bool(one["there"]), _texts(one["needs"]), float(one["waits"]),
-            None if one["samples"] is None else int(one["samples"]),
+            _text(one["name"]), bool(one["judged"]), bool(one["there"]), _texts(one["needs"]), float(one["seconds"]),
+            None if one["samples"] is None else int(one["samples"]), int(one["least"]),
         )
         for one in found["rules"]
     )  # fmt: skip

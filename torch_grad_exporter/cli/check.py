@@ -1,0 +1,79 @@
+"""Check: the verdict on a run, for a gate in CI. Prints a table, and writes JUnit's XML where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_grad_exporter.gate.baseline import TOLERANCES
+from torch_grad_exporter.gate.limits import Limit, limit
+from torch_grad_exporter.gate.rows import GateError, Verdict
+from torch_grad_exporter.gate.shown import junit, table
+from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, verdict
+from torch_grad_exporter.outputs.live.saved import PlotError, loaded
+
+__all__ = ["FAIL_ON", "TOLERANCES", "GateError", "Options", "limit", "run", "tolerance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`source`: the address of an exporter, or a file that `exporter.save` has written. `baseline`: another one.
+
+    `fail_on`: severities and alerts. `tolerance`: pairs of what is compared and by which share it may be worse. `junit`: the file
+    to write. `cacert`: to trust in addition to the system's.
+    """
+
+    source: str
+    baseline: str | None = None
+    tolerance: Sequence[tuple[str, float]] = ()
+    fail_on: Sequence[str] = FAIL_ON
+    limits: Sequence[Limit] = ()
+    junit: Path | None = None
+    cacert: str | None = None
+
+
+def run(options: Options) -> int:
+    """Judges, prints and writes. Returns the exit code: 0 healthy, 1 not, 2 where the run says nothing.
+
+    Raises `GateError` for wrong options, for a run that cannot be read, and where the file cannot be written.
+    """
+    try:
+        found = _verdict(options)
+    except GateError as error:
+        _write(options.junit, Verdict("", (), str(error)))
+        raise
+    _write(options.junit, found)
+    print(table(found))
+    return found.code
+
+
+def tolerance(text: str) -> tuple[str, float]:
+    """What a text such as `final_loss=0.05` stands for. Raises `GateError`."""
+    name, _, share = text.partition("=")
+    if name not in TOLERANCES:
+        raise GateError(f"--tolerance {text}: nothing called {name!r} is compared; there are {', '.join(TOLERANCES)}")
+    try:
+        found = float(share)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise GateError(f"--tolerance {text}: write {name}=SHARE with a number of at least 0, such as {name}={TOLERANCES[name]:g}")
+    return name, found
+
+
+def _verdict(options: Options) -> Verdict:
+    try:
+        saved = loaded(options.source, options.cacert)
+        baseline = None if options.baseline is None else loaded(options.baseline, options.cacert)
+    except PlotError as error:
+        raise GateError(str(error)) from None
+    return verdict(saved, Terms(options.fail_on, options.limits, baseline, dict(options.tolerance)))
+
+
+def _write(path: Path | None, found: Verdict) -> None:
+    if path is not None:
+        try:
+            path.write_bytes(junit(found))
+        except OSError as error:
+            raise GateError(f"cannot write {path}: {error}") from None

@@ -1,0 +1,192 @@
+"""Two runs compared: what the one has come to beside what the other had, over the steps that both have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_grad_exporter.gate.rows import Result, Row
+from torch_grad_exporter.metrics.families import FloatArray
+from torch_grad_exporter.outputs.live.judged import Metric
+from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
+
+TOLERANCES: Mapping[str, float] = {
+    "final_loss": 0.1,
+    "mean_loss": 0.1,
+    "global_norm_median": 0.5,
+    "global_norm_p95": 1.0,
+    "layer_norm_median": 1.0,
+    "step_seconds": 0.5,
+    "skipped_steps": 0.02,
+}
+"""By what share a run may be worse; docs/in-ci.md has the spread of healthy runs that they come from.
+
+A loss and a step time may be lower by any amount. A norm may differ in both directions: by (1 + share) times at most. Skipped steps
+are a share of all steps, which may be higher by so much.
+"""
+
+LEAST = 5
+"""Records that a comparison takes, of either run."""
+
+LAST = 0.1
+"""The share of the common steps that count as the end."""
+
+NAMED = 5
+"""Layers that a text names, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """Values by step, shape (n,), without those that are not there."""
+
+    steps: FloatArray
+    values: FloatArray
+
+    def within(self, first: float, last: float) -> FloatArray:
+        return self.values[(self.steps >= first) & (self.steps <= last)]
+
+
+def compared(
+    saved: Saved, other: Saved, metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], tolerances: Mapping[str, float]
+) -> list[Row]:
+    """The rows. `other`: the baseline; `metrics`, `of_other`: at the end of each. `tolerances`: instead of the usual ones."""
+    allowed = {**TOLERANCES, **tolerances}
+    rows = [*_losses(saved, other, allowed), *_norms(saved, other, allowed), _layers(saved, other, allowed["layer_norm_median"])]
+    rows.append(_step_seconds(saved, other, allowed["step_seconds"]))
+    rows.append(_skipped(metrics, of_other, allowed["skipped_steps"]))
+    return rows
+
+
+def _losses(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[Row]:
+    mine, before = _scalar(saved, "loss"), _scalar(other, "loss")
+    first, last = _common(mine, before)
+    for name, since in (("final_loss", last - LAST * (last - first)), ("mean_loss", first)):
+        values, known = mine.within(since, last), before.within(since, last)
+        if not len(values) or not len(known) or _few(mine, before, first, last):
+            yield _not_compared(name, "losses")
+        else:
+            a, b = float(values.mean()), float(known.mean())
+            yield _row(name, a, b, allowed[name], worse=a - b > allowed[name] * abs(b))
+
+
+def _norms(saved: Saved, other: Saved, allowed: Mapping[str, float]) -> Iterator[Row]:
+    mine, before = _scalar(saved, "norm"), _scalar(other, "norm")
+    first, last = _common(mine, before)
+    for name, percent in (("global_norm_median", 50), ("global_norm_p95", 95)):
+        if _few(mine, before, first, last):
+            yield _not_compared(name, "global norms")
+        else:
+            a, b = (float(np.percentile(one.within(first, last), percent)) for one in (mine, before))
+            yield _row(name, a, b, allowed[name], worse=_far(a, b, allowed[name]))
+
+
+def _layers(saved: Saved, other: Saved, allowed: float) -> Row:
+    """The median norm of each layer that both have."""
+    name = "layer_norm_median"
+    mine, before = _by_layer(saved), _by_layer(other)
+    far, ratios = [], []
+    for layer in (one for one in mine if one in before):
+        first, last = _common(mine[layer], before[layer])
+        if not _few(mine[layer], before[layer], first, last):
+            a, b = (float(np.median(one.within(first, last))) for one in (mine[layer], before[layer]))
+            ratios.append(_times(a, b))
+            if _far(a, b, allowed):
+                far.append(f"{layer} {a:.4g}, was {b:.4g}")
+    sets = _sets(mine, before)
+    if not ratios:
+        return Row("baseline", name, Result.NOT_JUDGED, f"the two runs have too few norms of the same layers and steps{sets}")
+    if far:
+        more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+        return Row("baseline", name, Result.FAILED, f"{'; '.join(far[:NAMED])}{more}: more than {1 + allowed:g} times apart{sets}")
+    text = f"{len(ratios)} layers, at most {max(ratios):.3g} of {1 + allowed:g} times apart{sets}"
+    return Row("baseline", name, Result.NOTED if sets else Result.OK, text)
+
+
+def _step_seconds(saved: Saved, other: Saved, allowed: float) -> Row:
+    mine, before = _scalar(saved, "step_seconds"), _scalar(other, "step_seconds")
+    first, last = _common(mine, before)
+    if _few(mine, before, first, last):
+        return _not_compared("step_seconds", "step times")
+    a, b = (float(np.median(one.within(first, last))) for one in (mine, before))
+    return _row("step_seconds", a, b, allowed, worse=a > (1 + allowed) * b)
+
+
+def _skipped(metrics: Mapping[str, Metric], of_other: Mapping[str, Metric], allowed: float) -> Row:
+    found = []
+    for one in (metrics, of_other):
+        skipped, steps = (_largest(one.get(name)) for name in ("torch_train_skipped_steps_total", "torch_train_steps_total"))
+        if skipped is None or steps is None or skipped + steps == 0:
+            return _not_compared("skipped_steps", "counts of steps")
+        found.append(skipped / (skipped + steps))
+    a, b = found
+    text = f"{a:.1%} of the steps, was {b:.1%}; up to {allowed:.1%} more are allowed"
+    return Row("baseline", "skipped_steps", Result.FAILED if a - b > allowed else Result.OK, text)
+
+
+# What is read of a run
+
+
+def _scalar(saved: Saved, name: str) -> _Course:
+    """All of the run where its recent part has that, else its bins."""
+    view = "recent" if saved["run"]["recent"]["first"] == 0 else "whole"
+    found = lines(saved, view)
+    known = ~np.isnan(found.values[name])
+    return _Course(found.steps[known], found.values[name][known])
+
+
+def _by_layer(saved: Saved) -> dict[str, _Course]:
+    view = "recent" if saved["layers"]["norm"]["recent"]["first"] == 0 else "whole"
+    found, courses = grid(saved, "norm", view), {}
+    for layer, values in zip(found.layers, found.values, strict=True):
+        known = ~np.isnan(values)
+        courses[layer] = _Course(found.steps[known], values[known])
+    return courses
+
+
+def _common(one: _Course, other: _Course) -> tuple[float, float]:
+    """The first and the last step that both have; of none of either, (0, 0)."""
+    if not len(one.steps) or not len(other.steps):
+        return 0.0, 0.0
+    return max(float(one.steps[0]), float(other.steps[0])), min(float(one.steps[-1]), float(other.steps[-1]))
+
+
+def _few(one: _Course, other: _Course, first: float, last: float) -> bool:
+    return min(len(one.within(first, last)), len(other.within(first, last))) < LEAST
+
+
+def _largest(metric: Metric | None) -> float | None:
+    return None if metric is None or not metric.rows else max(metric.rows.values())
+
+
+# What is said
+
+
+def _times(a: float, b: float) -> float:
+    """By how many times the larger of two norms is larger than the other."""
+    low, high = sorted((a, b))
+    return 1.0 if low == high else math.inf if low <= 0 else high / low
+
+
+def _far(a: float, b: float, allowed: float) -> bool:
+    return _times(a, b) > 1 + allowed
+
+
+def _row(name: str, a: float, b: float, allowed: float, *, worse: bool) -> Row:
+    change = f"{a / b - 1:+.1%}" if b else "from 0"
+    text = f"{a:.4g}, was {b:.4g} ({change}); {allowed:.0%} are allowed"
+    return Row("baseline", name, Result.FAILED if worse else Result.OK, text)
+
+
+def _not_compared(name: str, what: str) -> Row:
+    return Row("baseline", name, Result.NOT_JUDGED, f"fewer than {LEAST} {what} of the steps that both runs have")
+
+
+def _sets(mine: Mapping[str, object], before: Mapping[str, object]) -> str:
+    """How the layers of the two runs differ, if they do."""
+    new, gone = [one for one in mine if one not in before], [one for one in before if one not in mine]
+    parts = [f"{what}: {', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}" for what, names in
+             (("only in this run", new), ("only in the baseline", gone)) if names]  # fmt: skip
+    return f"; {'; '.join(parts)}" if parts else ""

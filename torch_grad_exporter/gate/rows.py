@@ -1,0 +1,53 @@
+"""What a verdict is made of: a row for each rule, each limit and each comparison."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class GateError(Exception):
+    """Why there can be no verdict, for the user."""
+
+
+class Result(enum.Enum):
+    """What became of a row; only `FAILED` makes a run unhealthy."""
+
+    FAILED = "FAILED"
+    NOTED = "noted"
+    """It is not as it should be, and nobody asked to fail on it."""
+    OK = "ok"
+    NOT_JUDGED = "not judged"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`group`: "rules", "limits" or "baseline". `name`: of the rule, the limit as it was given, or what is compared."""
+
+    group: str
+    name: str
+    result: Result
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on a run. `about`: which one, in a sentence. `unusable`: why it says nothing, `None` where it does."""
+
+    about: str
+    rows: tuple[Row, ...]
+    unusable: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed. A run that says nothing is never healthy."""
+        return self.unusable is None and not self.of(Result.FAILED)
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0 healthy, 1 not, 2 unusable."""
+        return 2 if self.unusable is not None else 0 if self.healthy else 1
+
+    def of(self, result: Result) -> list[Row]:
+        """The rows of this result."""
+        return [row for row in self.rows if row.result is result]

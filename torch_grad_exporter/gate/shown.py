@@ -1,0 +1,89 @@
+"""A verdict for people, as a table, and for CI, as JUnit's XML."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from torch_grad_exporter.gate.rows import Result, Row, Verdict
+
+ORDER = (Result.FAILED, Result.NOTED, Result.OK, Result.NOT_JUDGED)
+WIDTH = 120
+INDENT = " " * 10
+
+SUITE = "torch-grad-exporter check"
+
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML cannot have; a layer may be called anything."""
+
+
+def table(verdict: Verdict) -> str:
+    """What was judged, the failures first, and the verdict in the last line."""
+    rows = [row for result in ORDER for row in verdict.of(result)]
+    reasons = dict.fromkeys(row.text for row in verdict.of(Result.NOT_JUDGED))
+    left_out = [_paragraph(f"not judged: {one}", [row.name for row in rows if row.text == one]) for one in reasons]
+    return "\n".join([verdict.about, *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)])
+
+
+def junit(verdict: Verdict) -> bytes:
+    """A suite with a test case for each row, as Jenkins and GitLab read it; of an unusable run one with an error."""
+    cases = [_case(row) for row in verdict.rows] if verdict.unusable is None else [_unusable(verdict.unusable)]
+    counts = {
+        "tests": str(len(cases)),
+        "failures": str(len(verdict.of(Result.FAILED))),
+        "errors": str(int(verdict.unusable is not None)),
+        "skipped": str(len(verdict.of(Result.NOT_JUDGED))),
+    }
+    root = Element("testsuites")
+    suite = SubElement(root, "testsuite", {"name": SUITE, **counts, "time": "0"})
+    suite.extend(cases)
+    SubElement(suite, "system-out").text = _clean(f"{verdict.about}\n{_sum(verdict)}")
+    indent(root)
+    text: bytes = tostring(root, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
+
+
+def _line(row: Row) -> str:
+    begin = f"  {row.result.value:<7} {_clean(row.name)}"
+    if not row.text:
+        return begin
+    text = textwrap.fill(_clean(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+    one = f"{begin}: {text.strip()}"
+    return one if len(one) <= WIDTH else f"{begin}\n{text}"
+
+
+def _paragraph(begin: str, names: list[str]) -> str:
+    text = f"{_clean(begin)}: {_clean(', '.join(names))}"
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False)
+
+
+def _sum(verdict: Verdict) -> str:
+    if verdict.unusable is not None:
+        return f"UNUSABLE: {verdict.unusable}"
+    failed, judged = len(verdict.of(Result.FAILED)), len(verdict.rows) - len(verdict.of(Result.NOT_JUDGED))
+    if failed:
+        return f"NOT HEALTHY: {failed} of {judged} failed, {len(verdict.rows) - judged} were not judged"
+    return f"HEALTHY: {judged} of {judged} hold, {len(verdict.rows) - judged} were not judged"
+
+
+def _case(row: Row) -> Element:
+    case = Element("testcase", {"classname": f"torch_grad_exporter.{row.group}", "name": _clean(row.name), "time": "0"})
+    text = _clean(row.text)
+    if row.result is Result.FAILED:
+        SubElement(case, "failure", {"message": text.partition("\n")[0], "type": row.group}).text = text
+    elif row.result is Result.NOT_JUDGED:
+        SubElement(case, "skipped", {"message": text})
+    elif text:
+        SubElement(case, "system-out").text = text
+    return case
+
+
+def _unusable(why: str) -> Element:
+    case = Element("testcase", {"classname": "torch_grad_exporter.run", "name": "usable", "time": "0"})
+    SubElement(case, "error", {"message": _clean(why), "type": "unusable"}).text = _clean(why)
+    return case
+
+
+def _clean(text: str) -> str:
+    return _NO_XML.sub("?", text)

@@ -1,0 +1,102 @@
+"""The verdict on a run that `exporter.save(path)` has written, or that a running exporter has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch_grad_exporter.gate.baseline import compared
+from torch_grad_exporter.gate.limits import Limit
+from torch_grad_exporter.gate.rows import GateError, Result, Row, Verdict
+from torch_grad_exporter.outputs.live.judged import Judged, JudgedRule, judged_of, metrics_of
+from torch_grad_exporter.outputs.live.saved import Saved, status
+from torch_grad_exporter.rules import RULES, Wrong
+from torch_grad_exporter.rules.context import duration, times
+from torch_grad_exporter.rules.watch import SEVERITIES
+
+FAIL_ON = ("critical", "warning")
+"""What fails by default: what a person is needed for, now or soon. What is "info" is noted."""
+
+NAMED = 8
+"""Layers that a text names, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """By what is judged. `fail_on`: severities and alerts. `baseline`: another run; `tolerances`: by what is compared."""
+
+    fail_on: Collection[str] = FAIL_ON
+    limits: Sequence[Limit] = ()
+    baseline: Saved | None = None
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+
+
+def verdict(saved: Saved, terms: Terms) -> Verdict:
+    """The verdict. Raises `GateError` where the terms ask for what there is not, or where the run was not judged."""
+    try:
+        return _verdict(saved, terms)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise GateError(f"the run, or the baseline, is damaged: {type(error).__name__}: {error}") from None
+
+
+def _verdict(saved: Saved, terms: Terms) -> Verdict:
+    judged, metrics = judged_of(saved), metrics_of(saved)
+    if judged is None:
+        raise GateError("an earlier version has saved the run, without what was wrong in it; save it anew")
+    check_names(terms.fail_on, {rule.name for rule in judged.rules})
+    about = _about(saved, judged)
+    if judged.samples == 0:
+        return Verdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
+    rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
+    rows += [limit.row(metrics, saved) for limit in terms.limits]
+    if terms.baseline is not None:
+        rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
+    return Verdict(about, tuple(rows))
+
+
+def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
+    """Raises `GateError` for what is neither a severity nor an alert."""
+    known = {rule.name for rule in RULES}.union(more)
+    for name in fail_on:
+        if name not in known and name not in SEVERITIES:
+            there = ", ".join((*SEVERITIES, *sorted(known)))
+            raise GateError(f"--fail-on {name}: there is no such alert and no such severity; there are {there}")
+
+
+def _about(saved: Saved, judged: Judged) -> str:
+    one = status(saved)
+    steps = "steps unknown" if one.step is None else times(one.step)
+    how = f"{steps}, {times(judged.samples, 'sample')}, {duration(judged.seconds)}, {one.state or 'state unknown'}"
+    return f"run {one.run}, rank {one.rank} of {one.world_size}: {how}"
+
+
+# By the rules
+
+
+def _of_rule(rule: JudgedRule, judged: Judged, fail_on: Collection[str]) -> Row:
+    found = [one for one in judged.wrong if one.alert == rule.name]
+    if found:
+        failed = any(one.severity in fail_on or one.alert in fail_on for one in found)
+        return Row("rules", rule.name, Result.FAILED if failed else Result.NOTED, " ".join(_told(found)))
+    why = _not_judged(rule, judged)
+    return Row("rules", rule.name, Result.OK if why is None else Result.NOT_JUDGED, why or "")
+
+
+def _told(found: Sequence[Wrong]) -> Iterator[str]:
+    """The worst severity first; of layers that have the same problem the first few."""
+    for severity in (one for one in SEVERITIES if any(wrong.severity == one for wrong in found)):
+        alike = [one for one in found if one.severity == severity]
+        first, last = min(one.first for one in alike), max(one.last for one in alike)
+        rest = f" And {times(len(alike) - NAMED, 'more layer')}." if len(alike) > NAMED else ""
+        yield f"{severity}, steps {first:,} to {last:,}: {' '.join(one.text for one in alike[:NAMED])}{rest}"
+
+
+def _not_judged(rule: JudgedRule, judged: Judged) -> str | None:
+    """Why the rule could not have fired in this run; `None` where it could."""
+    if not rule.judged:
+        return "takes a server that knows all ranks, or hours"
+    if judged.samples < rule.least:
+        return f"takes {times(rule.least, 'sample')}"
+    if judged.seconds < rule.seconds and (rule.samples is None or judged.samples < rule.samples):
+        return f"takes {duration(rule.seconds)}" + ("" if rule.samples is None else f" or {times(rule.samples, 'sample')}")
+    return None if rule.there else f"the run has no {' or '.join(rule.needs)}"
