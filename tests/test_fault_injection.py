@@ -64,7 +64,14 @@ LEFT_OUT = {
     "start": "as `exporter`",
     "lifecycle": "as `exporter`",
     "cli.assets": "a program of its own",
-    **dict.fromkeys(("cli.plot", "cli.picture", "outputs.live.saved"), "a program of its own"),
+    **dict.fromkeys(
+        (
+            "cli.plot", "cli.picture", "cli.check", "outputs.live.saved",
+            *(f"gate.{room}" for room in ("baseline", "limits", "rows", "shown", "terms", "verdict")),
+        ),
+        "a program of its own",
+    ),
+    "integrations.pytest_plugin": "a test of the user's, which it is to fail",
     "outputs.outputs": "as `exporter`",
     "model.replicas": "behind `layers.LayerIndex.find_replicas`",
     **dict.fromkeys(
@@ -118,7 +125,7 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "outputs.live.judged", "outputs.live.rows", "outputs.live.track",
+            "outputs.live.history", "outputs.live.judged", "outputs.live.resources", "outputs.live.rows", "outputs.live.track",
             "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration", "rules.episodes",
             "rules.record",
             "rules.memory", "rules.origin", "rules.resources", "rules.training", "rules.values", "rules.watch",

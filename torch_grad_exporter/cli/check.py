@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import Limit, limit
 from torch_grad_exporter.gate.rows import GateError, Verdict
 from torch_grad_exporter.gate.shown import junit, table
-from torch_grad_exporter.gate.verdict import FAIL_ON, Terms, verdict
-from torch_grad_exporter.outputs.live.saved import PlotError, loaded
+from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance, read
+from torch_grad_exporter.gate.verdict import verdict
 
 __all__ = ["FAIL_ON", "TOLERANCES", "GateError", "Options", "limit", "run", "tolerance"]
 
@@ -51,23 +52,17 @@ def run(options: Options) -> int:
 def tolerance(text: str) -> tuple[str, float]:
     """What a text such as `final_loss=0.05` stands for. Raises `GateError`."""
     name, _, share = text.partition("=")
-    if name not in TOLERANCES:
-        raise GateError(f"--tolerance {text}: nothing called {name!r} is compared; there are {', '.join(TOLERANCES)}")
     try:
         found = float(share)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise GateError(f"--tolerance {text}: write {name}=SHARE with a number of at least 0, such as {name}={TOLERANCES[name]:g}")
+        found = math.nan
+    check_tolerance(name, found)
     return name, found
 
 
 def _verdict(options: Options) -> Verdict:
-    try:
-        saved = loaded(options.source, options.cacert)
-        baseline = None if options.baseline is None else loaded(options.baseline, options.cacert)
-    except PlotError as error:
-        raise GateError(str(error)) from None
+    saved = read(options.source, options.cacert)
+    baseline = None if options.baseline is None else read(options.baseline, options.cacert)
     return verdict(saved, Terms(options.fail_on, options.limits, baseline, dict(options.tolerance)))
 
 

@@ -14,15 +14,15 @@ from torch_grad_exporter.outputs.live.judged import Metric
 from torch_grad_exporter.outputs.live.saved import Saved, grid, lines
 
 TOLERANCES: Mapping[str, float] = {
-    "final_loss": 0.1,
-    "mean_loss": 0.1,
-    "global_norm_median": 0.5,
-    "global_norm_p95": 1.0,
+    "final_loss": 0.15,
+    "mean_loss": 0.05,
+    "global_norm_median": 0.25,
+    "global_norm_p95": 0.4,
     "layer_norm_median": 1.0,
-    "step_seconds": 0.5,
+    "step_seconds": 1.0,
     "skipped_steps": 0.02,
 }
-"""By what share a run may be worse; docs/in-ci.md has the spread of healthy runs that they come from.
+"""By what share a run may be worse: at least twice as much as healthy runs of the demo with other seeds were, see docs/in-ci.md.
 
 A loss and a step time may be lower by any amount. A norm may differ in both directions: by (1 + share) times at most. Skipped steps
 are a share of all steps, which may be higher by so much.

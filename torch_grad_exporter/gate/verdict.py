@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 
 from torch_grad_exporter.gate.baseline import compared
-from torch_grad_exporter.gate.limits import Limit
 from torch_grad_exporter.gate.rows import GateError, Result, Row, Verdict
+from torch_grad_exporter.gate.terms import Terms, check_names
 from torch_grad_exporter.outputs.live.judged import Judged, JudgedRule, judged_of, metrics_of
 from torch_grad_exporter.outputs.live.saved import Saved, status
-from torch_grad_exporter.rules import RULES, Wrong
+from torch_grad_exporter.rules import Wrong
 from torch_grad_exporter.rules.context import duration, times
 from torch_grad_exporter.rules.watch import SEVERITIES
 
-FAIL_ON = ("critical", "warning")
-"""What fails by default: what a person is needed for, now or soon. What is "info" is noted."""
-
 NAMED = 8
 """Layers that a text names, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """By what is judged. `fail_on`: severities and alerts. `baseline`: another run; `tolerances`: by what is compared."""
-
-    fail_on: Collection[str] = FAIL_ON
-    limits: Sequence[Limit] = ()
-    baseline: Saved | None = None
-    tolerances: Mapping[str, float] = field(default_factory=dict)
 
 
 def verdict(saved: Saved, terms: Terms) -> Verdict:
@@ -50,17 +36,10 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
     rows += [limit.row(metrics, saved) for limit in terms.limits]
     if terms.baseline is not None:
+        if not terms.baseline["status"]["samples"]:
+            raise GateError("the baseline has no samples, so nothing can be compared with it")
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
     return Verdict(about, tuple(rows))
-
-
-def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
-    """Raises `GateError` for what is neither a severity nor an alert."""
-    known = {rule.name for rule in RULES}.union(more)
-    for name in fail_on:
-        if name not in known and name not in SEVERITIES:
-            there = ", ".join((*SEVERITIES, *sorted(known)))
-            raise GateError(f"--fail-on {name}: there is no such alert and no such severity; there are {there}")
 
 
 def _about(saved: Saved, judged: Judged) -> str:

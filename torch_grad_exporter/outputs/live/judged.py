@@ -13,6 +13,7 @@ from typing import Any
 from torch_grad_exporter.metrics.families import Kind
 from torch_grad_exporter.rules import Record, Rule, Values, Wrong
 from torch_grad_exporter.rules.context import SAMPLE_SECONDS
+from torch_grad_exporter.rules.declaration import Need
 from torch_grad_exporter.rules.episodes import seconds
 from torch_grad_exporter.rules.record import EVERY
 from torch_grad_exporter.rules.watch import OVER
@@ -84,11 +85,15 @@ def number(value: float | None) -> float | str | None:
 
 def _of_rule(rule: Rule, *, there: bool) -> JudgedRule:
     waits = min((seconds(alert.for_) for alert in rule.alerts), default=0.0) * (not rule.states & OVER)  # its end is the last
-    needs = tuple((need[0] if isinstance(need, tuple) else need).name for need in rule.needs)
+    needs = tuple(map(_named, rule.needs))
     # The first judgement by samples is at `EVERY` of them.
     samples = round(waits / SAMPLE_SECONDS) + rule.takes_samples + EVERY if rule.by_samples else None
     judged = rule.judge is not None
     return JudgedRule(rule.name, judged, there, needs, waits + rule.takes_seconds, samples, rule.takes_samples)
+
+
+def _named(need: Need) -> str:
+    return f'{need[0].name}{{{need[0].labels[0]}="{need[1]}"}}' if isinstance(need, tuple) else need.name
 
 
 # What is read back

@@ -6,6 +6,7 @@ Everything is read-only and comes from the history and from one scrape that all 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import threading
@@ -15,12 +16,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors import exporter, gradients, training
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
 from torch_grad_exporter.outputs.live.judged import judged, metrics, number
+from torch_grad_exporter.outputs.live.resources import resources
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
@@ -165,7 +167,7 @@ class Live:
             **{name: number(values.one(spec)) for name, spec in _NUMBERS.items()},
             **{name: number(_sum(values, spec)) for name, spec in _SUMS.items()},
             "dead_layers": sum(1 for _, ratio in values.rows(gradients.GRAD_DEAD_RATIO) if ratio > THRESHOLDS["LayerDead"]),
-            "resources": list(_resources(values)),
+            "resources": list(resources(values)),
             "problems": [_shown(one) for one in problems],
             "quantities": list(self.quantities),
             "actions": [asdict(one) for one in self._happened()],
@@ -218,7 +220,8 @@ class Live:
     def everything(self, *, fresh: bool = False) -> Json:
         """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
         values = self._latest(fresh=fresh)
-        self._judge(values)
+        with contextlib.suppress(TimeoutError):  # another thread judges, which is as good
+            self._judge(values)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -395,26 +398,3 @@ _LAYER_NUMBERS: Mapping[str, Spec] = {
     "norm": gradients.GRAD_NORM,
     "shard_norm": gradients.GRAD_SHARD_NORM,
 }
-
-
-def _resources(values: Values) -> Iterable[Json]:
-    """Name, value, limit and unit of each resource of the machine."""
-
-    def row(name: str, value: float | None, limit: float | None, unit: str) -> Iterable[Json]:
-        if value is not None:
-            yield {"name": name, "value": number(value), "limit": number(limit), "unit": unit}
-
-    total, available = values.one(host.HOST_MEMORY_TOTAL), values.one(host.HOST_MEMORY_AVAILABLE)
-    yield from row("Process memory", values.one(process.PROCESS_RESIDENT_MEMORY), total, "bytes")
-    yield from row("Worker processes' memory", values.one(process.PROCESS_CHILDREN_MEMORY) or None, total, "bytes")
-    if total is not None and available is not None:
-        yield from row("Host memory", total - available, total, "bytes")
-    limit = values.one(container.CONTAINER_MEMORY_LIMIT)
-    yield from row("Container memory", values.one(container.CONTAINER_MEMORY_WORKING_SET) if limit else None, limit, "bytes")
-    yield from row("Host processors", values.one(host.HOST_CPU), 1.0, "ratio")
-    for labels, reserved in values.rows(cuda_memory.CUDA_MEMORY_RESERVED):
-        yield from row(f"Device {labels[0]} memory reserved", reserved, values.one(cuda_memory.CUDA_MEMORY_TOTAL, *labels), "bytes")
-    for labels, used in values.rows(gpu.GPU_UTILIZATION):
-        yield from row(f"GPU {labels[0]} in use", used, 1.0, "ratio")
-        yield from row(f"GPU {labels[0]} temperature", values.one(gpu.GPU_TEMPERATURE, *labels), None, "celsius")
-        yield from row(f"GPU {labels[0]} power", values.one(gpu.GPU_POWER, *labels), None, "watts")

@@ -1,0 +1,1 @@
+"""Integrations: one file for each framework, by the public interface alone."""

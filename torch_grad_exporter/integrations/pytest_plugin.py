@@ -1,0 +1,100 @@
+"""The fixture `grad_health` for pytest: a training in a test fails it where the run is not healthy.
+
+pytest loads this file wherever the package is installed. It imports PyTorch, and all else of the package, when a test first uses
+the fixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.exporter import Exporter
+    from torch_grad_exporter.gate.terms import Terms
+    from torch_grad_exporter.start import Models
+
+
+class GradHealth:
+    """What a test gets as `grad_health`: `with grad_health(model) as exporter:` watches the training in the block and judges it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs = 0
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        model: Models,
+        *,
+        fail_on: Collection[str] | None = None,
+        max: Mapping[str, float] | None = None,  # noqa: A002 - as the command's option
+        min: Mapping[str, float] | None = None,  # noqa: A002 - as `max`
+        peak: Mapping[str, float] | None = None,
+        baseline: str | os.PathLike[str] | None = None,
+        tolerance: Mapping[str, float] | None = None,
+        save: str | os.PathLike[str] | None = None,
+        **options: Any,  # noqa: ANN401 - of `start_exporter`, which checks them
+    ) -> Iterator[Exporter]:
+        """Starts an exporter on the model for the block, at whose end the test fails unless the run is healthy.
+
+        A run without a sample is not. The message has the table of `torch-grad-exporter check`. An exception in the block passes.
+
+        - `fail_on`: alerts and severities that fail, by default what is critical and what is a warning.
+        - `max`, `min`: limits at the end by metric, such as `{'torch_grad_norm{layer="head"}': 10}`; `peak`: the same over the run.
+        - `baseline`: a saved run to compare with; `tolerance`: by what is compared, by which share the run may be worse.
+        - `save`: where to keep the run, as `exporter.save(path)` does, such as for a baseline.
+        - `options`: of `start_exporter`; here nothing is served (`port=None`) and each step is sampled (`every=1`) unless they say
+          otherwise.
+
+        Raises `GateError` where one of these cannot be judged by, before the training as far as that is known then.
+        """
+        from torch_grad_exporter import start_exporter  # noqa: PLC0415 - imports PyTorch
+
+        limits = {"max": max, "min": min, "peak": peak}
+        terms = _terms(fail_on, limits, baseline, tolerance)
+        self._runs += 1
+        path = self._folder / f"run-{self._runs}.json" if save is None else Path(save)
+        with start_exporter(model, **{"port": None, "every": 1, **options}) as exporter:
+            yield exporter
+        path.unlink(missing_ok=True)
+        exporter.save(path)
+        _judge(path, terms)
+
+
+@pytest.fixture
+def grad_health(tmp_path_factory: pytest.TempPathFactory) -> GradHealth:
+    """Judges trainings: a test fails unless what it trains in `with grad_health(model) as exporter:` is healthy."""
+    return GradHealth(tmp_path_factory.mktemp("grad_health"))
+
+
+def _terms(
+    fail_on: Collection[str] | None,
+    limits: Mapping[str, Mapping[str, float] | None],
+    baseline: str | os.PathLike[str] | None,
+    tolerance: Mapping[str, float] | None,
+) -> Terms:
+    from torch_grad_exporter.gate.limits import limit  # noqa: PLC0415 - imports PyTorch
+    from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_names, check_tolerance, read  # noqa: PLC0415
+
+    chosen = FAIL_ON if fail_on is None else (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
+    check_names(chosen)
+    for name, share in (tolerance or {}).items():
+        check_tolerance(name, share)
+    found = [limit(kind, f"{metric}={value!r}") for kind, given in limits.items() for metric, value in (given or {}).items()]
+    return Terms(chosen, found, None if baseline is None else read(baseline), tolerance or {})
+
+
+def _judge(path: Path, terms: Terms) -> None:
+    from torch_grad_exporter.gate.shown import table  # noqa: PLC0415 - imports PyTorch
+    from torch_grad_exporter.gate.terms import read  # noqa: PLC0415
+    from torch_grad_exporter.gate.verdict import verdict  # noqa: PLC0415
+
+    found = verdict(read(path), terms)
+    if not found.healthy:
+        pytest.fail(table(found), pytrace=False)
