@@ -69,7 +69,7 @@ class GradHealth:
 
 @pytest.fixture
 def grad_health(tmp_path_factory: pytest.TempPathFactory) -> GradHealth:
-    """Judges trainings: a test fails unless what it trains in `with grad_health(model) as exporter:` is healthy."""
+    """Fails the test unless what it trains in a `with` block of this fixture is healthy; see `GradHealth`."""
     return GradHealth(tmp_path_factory.mktemp("grad_health"))
 
 

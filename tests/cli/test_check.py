@@ -1,0 +1,315 @@
+"""The gate: the verdict on real runs, by exit code, table and JUnit's XML."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from urllib.parse import quote
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from tests.cli.test_plot import PASSWORD, folder, training
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.saved_runs import OFF, STEPS, trained
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.cli import main as cli
+from torch_grad_exporter.rules import RULES
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a healthy run."""
+    found = tmp_path_factory.mktemp("runs")
+    trained(found / "healthy.json.gz")
+    return found
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """The exit code and what is printed."""
+    try:
+        code = cli.main(["check", *map(str, arguments)])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_a_healthy_run_is_healthy(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It exits with 0, says which run it was, and each rule is shown as ok or as not judged, and why."""
+    code, out = checked(capsys, runs / "healthy.json.gz")
+    assert code == 0, out
+    assert f"{STEPS} steps, {STEPS} samples" in out.splitlines()[0]
+    assert out.splitlines()[-1].startswith("HEALTHY: ")
+    assert "  ok      GradientVanishing\n" in out
+    assert all(rule.name in out for rule in RULES)
+    assert "takes a server that knows all ranks, or hours: TrainingTargetDown" in out
+    assert "the run has no torch_weight_update_ratio: LayerNotUpdating" in out
+    assert "takes 30 minutes or 144 samples: LayerDead" in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("explode", "GradientExploding: warning, steps 32 to 120: The global gradient norm spiked 5 times"),
+        ("vanish", "GradientVanishing\n          warning, steps "),
+        ("dead", "GradientVanishing"),
+    ],
+)
+def test_each_planted_fault_that_has_a_rule_fails(kind: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within seconds, though the rules wait for minutes: the alert is named, with its severity and its steps."""
+    code, out = checked(capsys, trained(tmp_path / "run.json", kind))
+    assert code == 1, out
+    assert f"FAILED  {told}" in out
+    assert out.splitlines()[-1].startswith("NOT HEALTHY: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("nan", "torch_grad_nonfinite_steps_total=0"), ("stall", "torch_train_slowest_step_seconds=1.1")]
+)
+def test_what_no_alert_is_about_is_found_by_a_limit(
+    kind: str, limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step on a NaN that the loop skips is by design, and a stall of a second is no stall of minutes: a limit finds both."""
+    run = trained(tmp_path / "run.json", kind)
+    assert checked(capsys, run)[0] == 0
+    code, out = checked(capsys, run, "--max", limit)
+    assert code == 1, out
+    assert f"FAILED  --max {limit}" in out
+
+
+def test_a_step_on_a_nan_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is critical: `--fail-on critical` is enough, and a run of another alert passes with it."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with start_exporter(model, None, every=1, collectors=OFF) as exporter:
+        for step in range(12):
+            (model(batch()).square().mean() * (float("nan") if step == 9 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    exporter.save(tmp_path / "run.json")
+    code, out = checked(capsys, tmp_path / "run.json", "--fail-on", "critical")
+    assert code == 1, out
+    assert "FAILED  TrainingNonFiniteGradients" in out
+    assert checked(capsys, tmp_path / "run.json", "--fail-on", "warning,TrainingFailed")[0] == 0
+
+
+def test_a_run_that_an_exception_ends_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`TrainingFailed` waits for two minutes for a restart; a saved run has ended for good."""
+    code, out = checked(capsys, trained(tmp_path / "run.json", steps=30, raises=True))
+    assert code == 1, out
+    assert "FAILED  TrainingFailed: critical" in out
+
+
+def test_what_is_not_to_fail_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An alert that `--fail-on` leaves out is shown, and the run is healthy; with its name it fails again."""
+    run = trained(tmp_path / "run.json", "explode", steps=60)
+    code, out = checked(capsys, run, "--fail-on", "critical")
+    assert code == 0, out
+    assert "noted   GradientExploding" in out
+    assert checked(capsys, run, "--fail-on", "critical,GradientExploding")[0] == 1
+
+
+# Where nothing can be said
+
+
+def test_a_run_without_samples_is_never_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No gradient was read: exit code 2, in the table and in the XML."""
+    with start_exporter(torch.nn.Linear(2, 2), None, collectors=OFF) as exporter:
+        pass
+    exporter.save(tmp_path / "run.json")
+    code, out = checked(capsys, tmp_path / "run.json", "--junit", tmp_path / "junit.xml")
+    assert code == 2
+    assert "UNUSABLE: the run has no samples" in out
+    assert [case.tag for case in ET.parse(tmp_path / "junit.xml").iterfind(".//testcase/*")] == ["error"]  # noqa: S314 - what we wrote
+
+
+def test_what_is_no_run_is_unusable(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there, one of something else, a damaged one, one of an earlier version, and no server: exit code 2."""
+    healthy = json.loads(_text(runs / "healthy.json.gz"))
+    contents = {
+        "foreign.json": {"a": 1},
+        "earlier.json": {key: value for key, value in healthy.items() if key != "judged"},
+        "damaged.json": {**healthy, "judged": {**healthy["judged"], "wrong": [{"alert": "x"}]}},
+        "damaged2.json": {**healthy, "metrics": {"torch_train_loss": {"labels": ["x"], "rows": [[]], "values": [1]}}},
+        "damaged3.json": {**healthy, "judged": 3},
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "cut.json").write_bytes((runs / "healthy.json.gz").read_bytes()[:1000])
+    for source in (*contents, "cut.json", "missing.json"):
+        code, out = checked(capsys, tmp_path / source, "--junit", tmp_path / "junit.xml")
+        assert code == 2, source
+        assert "check: error: " in out
+        assert b"<error " in (tmp_path / "junit.xml").read_bytes()
+    code, out = checked(capsys, "http://127.0.0.1:1")
+    assert (code, "does not answer" in out) == (2, True)
+
+
+def test_wrong_options_say_what_there_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown alert, metric, label or comparison is an error with what is near, and no verdict."""
+    run = runs / "healthy.json.gz"
+    for arguments, told in (
+        (["--fail-on", "GradientsExploding"], "GradientExploding"),
+        (["--max", "torch_grad_globl_norm=1"], "did you mean torch_grad_global_norm"),
+        (["--max", 'torch_grad_norm{leyer="head"}=1'], "labels layer, not leyer"),
+        (["--max", "torch_grad_norm_distribution=1"], "is a histogram"),
+        (["--max", "torch_grad_norm"], "write METRIC=VALUE"),
+        (["--max", "torch_grad_norm{layer=head}=1"], "write METRIC=VALUE"),
+        (["--max", "torch_grad_norm=nan"], "write METRIC=VALUE"),
+        (["--max", 'torch_grad_norm{layer=~"("}=1'], "no regular expression"),
+        (["--peak", "torch_train_steps_total=1"], "--peak takes"),
+        (["--tolerance", "loss=1"], "final_loss"),
+        (["--tolerance", "final_loss=x"], "a number of at least 0"),
+        (["--junit", "/nowhere/at/all.xml"], "cannot write"),
+    ):
+        code, out = checked(capsys, run, *arguments)
+        assert code == 2, arguments
+        assert told in out, out
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--max", f"torch_train_steps_total={STEPS}"], 0),
+        (["--max", f"torch_train_steps_total={STEPS - 1}"], 1),
+        (["--min", f"torch_train_steps_total={STEPS}"], 0),
+        (["--min", f"torch_train_steps_total={STEPS + 1}"], 1),
+        (["--max", 'torch_grad_norm{layer="head"}=1e-9'], 1),
+        (["--max", 'torch_grad_norm{layer="head"}=1e9'], 0),
+        (["--max", 'torch_grad_norm{layer=~"blocks\\..*"}=1e-9'], 1),
+        (["--max", 'torch_grad_norm{layer="nowhere"}=1e9'], 1),
+        (["--max", "torch_gpu_temperature_celsius=90"], 1),
+        (["--peak", "torch_train_loss=5"], 1),
+        (["--max", "torch_train_loss=5"], 0),
+        (["--peak", "torch_train_loss=50"], 0),
+        (["--peak", 'torch_grad_norm{layer="head"}=0.01'], 1),
+    ],
+    ids=str,
+)
+def test_limits(arguments: list[str], code: int, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value at the limit keeps to it; of several series each has to; one that is not there keeps to none."""
+    found, out = checked(capsys, runs / "healthy.json.gz", *arguments)
+    assert found == code, out
+
+
+def test_a_peak_that_is_not_finite_keeps_to_no_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A norm that was NaN once is beyond every peak, though that at the end is within."""
+    run = trained(tmp_path / "run.json", "nan", steps=60)
+    assert checked(capsys, run, "--max", "torch_grad_norm=1e9")[0] == 0
+    assert checked(capsys, run, "--peak", "torch_grad_norm=1e9")[0] == 1
+
+
+# Against a baseline
+
+
+def test_another_seed_of_a_healthy_run_is_within_the_tolerances(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that is compared holds, but for the time of a step, which is the machine's."""
+    code, out = checked(
+        capsys, trained(tmp_path / "run.json", seed=1), "--baseline", runs / "healthy.json.gz", "--tolerance", "step_seconds=1000"
+    )
+    assert code == 0, out
+    for name in ("final_loss", "mean_loss", "global_norm_median", "global_norm_p95", "layer_norm_median", "skipped_steps"):
+        assert f"ok      {name}: " in out
+
+
+def test_a_run_that_is_not_as_its_baseline_fails(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model of another depth the layers that only one has are named; with a tolerance of nothing the loss fails."""
+    deeper = trained(tmp_path / "run.json", layers=3, seed=3)
+    code, out = checked(capsys, deeper, "--baseline", runs / "healthy.json.gz", "--tolerance", "layer_norm_median=0")
+    assert code == 1, out
+    assert "FAILED  layer_norm_median" in out
+    assert "only in this run: blocks.2.self_attn" in " ".join(out.split())
+    worse = trained(tmp_path / "worse.json", "vanish")
+    code, out = checked(capsys, worse, "--baseline", runs / "healthy.json.gz", "--fail-on", "")
+    assert code == 1, out
+    assert "FAILED  layer_norm_median" in out
+    code, out = checked(capsys, runs / "healthy.json.gz", "--baseline", worse, "--tolerance", "layer_norm_median=1e15")
+    assert "FAILED  layer_norm_median" not in out
+
+
+def test_skipped_steps_are_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One step in sixty is within the usual tolerance of two in a hundred, and not within one of none."""
+    run = trained(tmp_path / "run.json", "nan", steps=60)
+    arguments = (run, "--baseline", runs / "healthy.json.gz", "--tolerance", "step_seconds=1000")
+    assert "ok      skipped_steps: 1.7% of the steps, was 0.0%" in checked(capsys, *arguments)[1]
+    assert "FAILED  skipped_steps" in checked(capsys, *arguments, "--tolerance", "skipped_steps=0")[1]
+
+
+# JUnit
+
+
+CHILDREN = {
+    "testsuites": {"testsuite"},
+    "testsuite": {"testcase", "system-out"},
+    "testcase": {"skipped", "error", "failure", "system-out"},
+    "skipped": set(),
+    "error": set(),
+    "failure": set(),
+    "system-out": set(),
+}
+NEEDED = {"testsuite": {"name", "tests", "failures", "errors"}, "testcase": {"name"}}
+ALLOWED = {
+    "testsuites": {"name", "time", "tests", "failures", "errors"},
+    "testsuite": {"name", "tests", "failures", "errors", "skipped", "time", "timestamp", "hostname"},
+    "testcase": {"name", "classname", "time"},
+    "skipped": {"message", "type"},
+    "error": {"message", "type"},
+    "failure": {"message", "type"},
+    "system-out": set(),
+}
+"""What the schema of Jenkins' xUnit plugin, version 10, has of what is used here."""
+
+
+def test_the_xml_has_a_case_for_each_row(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rule, limit and comparison is one, as Jenkins and GitLab read it, whatever a layer is called."""
+    run = json.loads(_text(trained(tmp_path / "run.json", "vanish")))
+    for one in run["judged"]["wrong"]:
+        one["text"] = "a\x00b <&> \ud800 " + one["text"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    arguments = ["--baseline", runs / "healthy.json.gz", "--max", 'torch_grad_norm{layer="head"}=0', "--junit", tmp_path / "j.xml"]
+    assert checked(capsys, tmp_path / "run.json", *arguments)[0] == 1
+    root = ET.parse(tmp_path / "j.xml").getroot()  # noqa: S314 - what we wrote
+    for element in root.iter():
+        assert {child.tag for child in element} <= CHILDREN[element.tag]
+        assert NEEDED.get(element.tag, set()) <= set(element.attrib) <= ALLOWED[element.tag]
+    [suite] = root
+    cases = {(case.get("classname"), case.get("name")): case for case in suite.iterfind("testcase")}
+    assert int(suite.get("tests", "")) == len(cases) == len(list(RULES)) + 7 + 1
+    assert {name for group, name in cases if group == "torch_grad_exporter.rules"} == {rule.name for rule in RULES}
+    failed = {name for (_, name), case in cases.items() if case.find("failure") is not None}
+    assert {"GradientVanishing", "layer_norm_median", '--max torch_grad_norm{layer="head"}=0'} <= failed
+    assert int(suite.get("failures", "")) == len(failed)
+    assert int(suite.get("skipped", "")) == len(suite.findall("testcase/skipped"))
+    told = cases["torch_grad_exporter.rules", "GradientVanishing"].find("failure")
+    assert told is not None
+    assert "a?b <&> ?" in (told.text or "")
+
+
+# A run that goes on
+
+
+def test_a_running_exporter_is_judged_by_what_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its address, with user, password and the authority of its certificate."""
+    with training(folder / "both.yml") as exporter:
+        address = f"https://alice:{quote(PASSWORD, safe='')}@localhost:{exporter.port}"
+        code, out = checked(capsys, address, "--cacert", folder / "ca.crt", "--min", "torch_train_steps_total=3")
+        assert code == 0, out
+        assert f"run {exporter.run}, rank 0 of 1: 3 steps, 3 samples" in out
+        assert "training" in out.splitlines()[0]
+        assert checked(capsys, address)[0] == 2
+        assert checked(capsys, address, "--cacert", folder / "ca.crt", "--max", "torch_train_steps_total=2")[0] == 1
+
+
+def _text(path: Path) -> str:
+    """A saved run as text."""
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
