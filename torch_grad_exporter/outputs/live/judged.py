@@ -60,8 +60,11 @@ class Metric:
 
 def judged(record: Record) -> Json:
     """What was wrong, as it is saved."""
-    rules = [asdict(_of_rule(rule, there=rule.name in record.there)) for rule in record.rules]
-    wrong = [{**asdict(one), "value": number(one.value)} for one in record.wrong]
+    rules = [
+        {**asdict(one), "needs": list(one.needs)}
+        for one in (_of_rule(rule, there=rule.name in record.there) for rule in record.rules)
+    ]
+    wrong = [{**asdict(one), "others": list(one.others), "value": number(one.value)} for one in record.wrong]
     return {"samples": record.samples, "seconds": record.seconds, "rules": rules, "wrong": wrong}
 
 

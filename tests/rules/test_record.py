@@ -1,0 +1,229 @@
+"""What was wrong in a run: by the clock as in Prometheus, and by samples, of which one stands for a scrape."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.rules.test_problems import Metrics, c, device, family, layer, optimizer
+from torch_grad_exporter.metrics.families import Spec
+from torch_grad_exporter.rules import RULES, Alert, Finding, Problem, Record, Rule, RuleContext, Values, Watch
+from torch_grad_exporter.rules.memory import MINUTES_10
+from torch_grad_exporter.rules.record import EVERY, MOST, Moment, Wrong
+from torch_grad_exporter.rules.values import Table
+
+Rows = float | Mapping[tuple[str, ...], float]
+
+START = 1_800_000_000.0
+
+
+def values(state: str = "training", **metrics: Rows) -> Values:
+    """A moment of a run that began at `START`."""
+    given: dict[str, Rows] = {"TRAIN_START_TIMESTAMP": START, **metrics}
+    families = [family(getattr(c, name), rows if isinstance(rows, Mapping) else {(): rows}) for name, rows in given.items()]
+    states = ("initialising", "training", "evaluating", "finished", "failed")
+    return Values([*families, family(c.TRAIN_STATE, {(one,): float(one == state) for one in states})])
+
+
+def by_samples(record: Record, first: int, last: int, **metrics: Rows) -> list[Wrong]:
+    """Samples number `first` to `last`, in no time."""
+    for sample in range(first, last + 1):
+        record.of_sample(sample, sample, lambda: values(**metrics))
+    return record.wrong
+
+
+def small(norm: float) -> Metrics:
+    """The layer `x` under a global norm of 1000."""
+    return {**optimizer(GRAD_GLOBAL_NORM=1000.0), **layer(GRAD_NORM_RECENT_MAX=norm)}
+
+
+def at_clock(record: Record, watch: Watch, seconds: float, state: str = "training", samples: int = 0, **metrics: Rows) -> None:
+    """A judgement by the clock so many seconds after the start."""
+    now, found = START + seconds, values(state, **metrics)
+    watch.remember(found, now)
+    over = watch.problems(found, now) if state in ("finished", "failed") else ()
+    record.of_scrape(found, Moment(now, samples, samples), watch.problems(found, now, going=True), over)
+
+
+# By samples
+
+
+def test_a_wait_of_ten_minutes_is_forty_samples() -> None:
+    """A gradient that vanishes is told after as many samples as there are scrapes in ten minutes, and not one judgement before."""
+    record = Record()
+    assert by_samples(record, 1, 40, **small(1e-5)) == []
+    [wrong] = by_samples(record, 41, 44, **small(1e-5))
+    assert (wrong.alert, wrong.severity, wrong.layer, wrong.by_samples) == ("GradientVanishing", "warning", "x", True)
+    assert (wrong.first, wrong.last) == (EVERY, 44)
+    by_samples(record, 45, 60, **small(1e-5))
+    by_samples(record, 61, 80, **small(1.0))
+    assert (record.wrong[0].last, len(record.wrong)) == (60, 1)
+
+
+def test_what_holds_for_less_was_not_wrong() -> None:
+    """Thirty samples without a gradient, then one with: the wait begins anew."""
+    record = Record()
+    by_samples(record, 1, 30, **small(1e-5))
+    by_samples(record, 31, 35, **small(1.0))
+    by_samples(record, 36, 70, **small(1e-5))
+    assert record.wrong == []
+
+
+def test_a_window_of_ten_minutes_is_forty_samples() -> None:
+    """Three spikes within forty samples are an explosion; of three that are farther apart two at most are in one window."""
+    record = Record()
+    for sample in range(1, 121):
+        spikes = float(sum(sample >= at for at in (10, 60, 110)))
+        record.of_sample(sample, sample, lambda spikes=spikes: values(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
+    assert record.wrong == []
+    for sample in range(121, 161):
+        spikes = 3.0 + sum(sample >= at for at in (125, 130, 135))
+        record.of_sample(sample, sample, lambda spikes=spikes: values(**optimizer(GRAD_GLOBAL_NORM_SPIKES=spikes)))
+    [wrong] = record.wrong
+    assert (wrong.alert, wrong.first) == ("GradientExploding", 132)
+    assert "in the last 40 samples" in wrong.text
+
+
+def test_only_rules_on_training_and_gradients_count_in_samples() -> None:
+    """Memory that is full for a hundred samples in no time is not yet full for five minutes."""
+    record = Record()
+    assert by_samples(record, 1, 400, HOST_MEMORY_TOTAL=100.0, HOST_MEMORY_AVAILABLE=1.0) == []
+    assert {rule.name for rule in RULES if rule.by_samples} == {
+        "TrainingNonFiniteLoss", "LossSpike", "DataLoaderStarvation", "TrainingNonFiniteGradients", "GradientExploding",
+        "GradientVanishing", "LayerDead", "LayerWithoutGradient", "LayerNotUpdating",
+    }  # fmt: skip
+
+
+def test_a_rule_that_counts_in_samples_reads_nothing_but_samples_and_steps() -> None:
+    """Each metric that such a rule reads is one of the collectors that are read at samples, so that its past is one of samples."""
+    seen: set[Spec] = set()
+
+    class Reading(Values):
+        def table(self, spec: Spec) -> Table:
+            seen.add(spec)
+            return super().table(spec)
+
+        def one(self, spec: Spec, *labels: str) -> float | None:
+            seen.add(spec)
+            return super().one(spec, *labels)
+
+    watch = Watch([rule for rule in RULES if rule.by_samples], by_samples=True)
+    found = Reading([family(c.TRAIN_STATE, {("training",): 1.0}), family(c.GRAD_GLOBAL_NORM, {("",): 1.0})])
+    watch.problems(found, START)
+    names = {spec.name for spec in seen} - {"torch_gpu_utilization_ratio", "torch_nonfinite_origin_step"}
+    assert len(names) > 10
+    assert all(name.startswith(("torch_grad_", "torch_train_", "torch_weight_", "torch_layer_")) for name in names), names
+    assert not any(name.startswith("torch_grad_exporter_") for name in names)
+
+
+# By the clock
+
+
+def test_waits_pass_by_the_clock_as_well() -> None:
+    """Memory that is nearly full for five minutes is told, and before that it is not."""
+    record, watch = Record(), Watch()
+    full = {"HOST_MEMORY_TOTAL": 100.0, "HOST_MEMORY_AVAILABLE": 1.0}
+    for seconds in range(0, 300, 15):
+        at_clock(record, watch, seconds, **full)
+    assert record.wrong == []
+    at_clock(record, watch, 300, **full)
+    assert [(one.alert, one.by_samples) for one in record.wrong] == [("HostMemoryPressure", False)]
+    assert record.seconds == 300
+
+
+def test_a_stall_takes_its_minutes() -> None:
+    """The loop hangs: by the clock alone, though there are samples enough before."""
+    record, watch = Record(), Watch()
+    by_samples(record, 1, 400, TRAIN_LAST_ACTIVITY_TIMESTAMP=START)
+    active = {"TRAIN_LAST_ACTIVITY_TIMESTAMP": START, "TRAIN_SLOWEST_STEP": 1.0}
+    at_clock(record, watch, 299, samples=400, **active)
+    assert record.wrong == []
+    at_clock(record, watch, 301, samples=400, **active)
+    assert [one.alert for one in record.wrong] == ["TrainingStalled"]
+
+
+def test_what_is_over_before_the_next_judgement_counts_at_the_end() -> None:
+    """A run of less than the fifteen seconds between two judgements is judged at its end as if it went on."""
+    record, watch = Record(), Watch()
+    at_clock(record, watch, 0, **device(CUDA_ALLOC_RETRIES=0.0))
+    at_clock(record, watch, 9, "finished", samples=3, **device(CUDA_ALLOC_RETRIES=2.0))
+    assert [one.alert for one in record.wrong] == ["CudaAllocRetries"]
+
+
+def test_a_failed_run_has_failed_at_once() -> None:
+    """Nothing comes after its end that could be a restart; one that has finished has not failed."""
+    record, watch = Record(), Watch()
+    at_clock(record, watch, 0)
+    at_clock(record, watch, 9, "finished")
+    assert record.wrong == []
+    at_clock(record, watch, 9, "failed")
+    assert [(one.alert, one.severity) for one in record.wrong] == [("TrainingFailed", "critical")]
+
+
+def test_the_end_begins_nothing_that_has_to_hold_for_a_while() -> None:
+    """What is seen for the first time at the last judgement has not held for ten minutes, nor for forty samples."""
+    record, watch = Record(), Watch()
+    by_samples(record, 1, 200, **small(1.0))
+    at_clock(record, watch, 9, "finished", samples=201, **small(1e-5))
+    assert record.wrong == []
+
+
+# What is kept
+
+
+def test_what_there_was_to_judge_is_known() -> None:
+    """A rule whose metrics the run never had is not among them; a row that it needs has to be there."""
+    record = Record()
+    record.of_scrape(values(TRAIN_PHASE_SECONDS={("forward",): 1.0}), Moment(START, 1, 1), ())
+    assert "DataLoaderStarvation" not in record.there
+    assert "TrainingFailed" in record.there
+    record.of_scrape(values(TRAIN_PHASE_SECONDS={("data",): 1.0}), Moment(START, 1, 1), ())
+    assert "DataLoaderStarvation" in record.there
+
+
+def test_problems_beyond_a_number_are_left_out() -> None:
+    """The memory of a run in which everything goes wrong is bounded."""
+    rule = Rule(name="Each", alerts=(Alert("warning", "x", summary="Layer {{ $labels.layer }}."),))
+    record = Record([rule])
+    problems = [Problem("Each", "warning", "It is.", str(number)) for number in range(MOST + 5)]
+    record.of_scrape(values(), Moment(START, 1, 1), problems)
+    assert len(record.wrong) == MOST
+
+
+def test_a_judgement_that_fails_leaves_the_next_ones() -> None:
+    """What a rule raises comes out, as does that another thread judges for too long; neither keeps the lock."""
+
+    def judge(context: RuleContext) -> Iterator[Finding]:
+        if context.values.one(c.TRAIN_LOSS):
+            raise ZeroDivisionError
+        yield Finding("critical", "It is.")
+
+    record = Record([Rule(name="Broken", judge=judge, states=frozenset({"training"}), by_samples=True)])
+    with pytest.raises(ZeroDivisionError):
+        record.of_sample(EVERY, 1, lambda: values(TRAIN_LOSS=1.0))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Values:
+        inside.set()
+        go_on.wait()
+        return values()
+
+    thread = threading.Thread(target=record.of_sample, args=(2 * EVERY, 2, slow))
+    thread.start()
+    inside.wait()
+    with pytest.raises(TimeoutError):
+        record.of_scrape(values(), Moment(START, 1, 1), ())
+    go_on.set()
+    thread.join()
+    assert [one.alert for one in record.wrong] == ["Broken"]
+
+
+def test_seconds_are_counted_by_the_rules_own_windows() -> None:
+    """A context that counts samples says so in its words."""
+    watch = Watch([], by_samples=True)
+    context = RuleContext(values(), START + 10_000, "training", {}, None, by_samples=True)
+    assert context.within(MINUTES_10) == "in the last 40 samples"
+    assert RuleContext(values(), START + 10_000, "training", {}, None).within(MINUTES_10) == "in the last 10 minutes"
+    assert watch.problems(values(), START) == []
