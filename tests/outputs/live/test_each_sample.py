@@ -12,9 +12,12 @@ import torch
 
 from tests.outputs.live.test_live import decoded
 from tests.support.models import Perceptron, batch, sgd
+from tests.support.tools import FOREVER, PATIENCE
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.outputs.live import saved as reading
+from torch_grad_exporter.outputs.live import view as view_module
 from torch_grad_exporter.outputs.live.live import VIEWS
+from torch_grad_exporter.outputs.live.recorder import recorder
 from torch_grad_exporter.outputs.live.track import RECENT
 
 QUIET = dict.fromkeys(("host", "process", "container", "gpu", "cuda_memory"), False)
@@ -132,19 +135,28 @@ def test_a_loss_that_is_not_finite_is_marked_at_its_step() -> None:
     assert list(lines["nonfinite"]) == ["loss"]
 
 
-def test_when_the_history_is_full_samples_share_a_record() -> None:
+def test_while_nothing_happens_there_is_no_record() -> None:
+    """However often it is looked: what lasts, as the learning rate, is not told again."""
+    run = Sampled()
+    run.train(3)
+    assert [run.lines()["steps"] for _ in range(3)] == [[1, 2, 3]] * 3
+    run.exporter.close()
+    assert run.lines()["steps"] == [1, 2, 3]
+
+
+def test_when_the_history_is_full_samples_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first `RECENT` samples are single records, in all of the history; those after them are one together at each look."""
+    monkeypatch.setitem(recorder.__kwdefaults__, "interval", FOREVER)  # no look but these
+    monkeypatch.setattr(view_module, "CLOSE_SECONDS", PATIENCE)
     run = Sampled()
     run.train(RECENT + 20)
     lines = run.lines()
     run.exporter._view._finish()
     histories = run.exporter._view._histories
     steps = [*range(1, RECENT + 1), RECENT + 20]
-    for name, values, together in (
-        ("loss", run.losses, np.mean(run.losses[RECENT:])),
-        ("norm", run.norms, max(run.norms[RECENT:])),
-    ):
-        assert known(lines, name) == (steps, pytest.approx([*values[:RECENT], together], rel=1e-5))
+    together = {"loss": np.mean(run.losses[RECENT:]), "norm": max(run.norms[RECENT:])}
+    for name, values in (("loss", run.losses), ("norm", run.norms)):
+        assert known(lines, name) == (steps, pytest.approx([*values[:RECENT], together[name]], rel=1e-5))
     run.train(20)
     run.exporter.close()
     assert known(run.lines(), "loss")[0] == known(run.lines(), "norm")[0] == [*steps, RECENT + 40]

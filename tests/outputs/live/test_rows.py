@@ -26,7 +26,7 @@ def test_values_of_a_step_make_one_row_in_whatever_order_they_come() -> None:
     rows.add(1, 14.0, scalars(norm=5.0))
     rows.add(4, 14.5, scalars(loss=4.0, norm=6.0))
     nothing = pytest.approx(math.nan, nan_ok=True)
-    assert shown(rows.take(every=False)) == [(1, 14.0, 1.0, 5.0), (2, 14.0, 2.0, nothing), (3, 14.0, 3.0, nothing)]
+    assert shown(rows.take(every=False)) == [(1, 11.0, 1.0, 5.0), (2, 12.0, 2.0, nothing), (3, 13.0, 3.0, nothing)]
     assert shown(rows.take(every=False)) == [(4, 14.5, 4.0, 6.0)]
     assert rows.take(every=True) == []
 

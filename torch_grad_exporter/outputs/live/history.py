@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_grad_exporter.aggregation.cursor import Single
-from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, StepRows, scalars
+from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Together, Track, Values, farther
 
 LAYER_BYTES = 16 * 2**20
@@ -152,18 +152,19 @@ class History:
                 self._rows.add(self._sample_step, self._recorded, sample.scalars, sample.scalars_nonfinite)
             new = moment.samples != samples
             if moment.by_step or self._rows or moment.singles:
-                self._record_steps(now, moment, every=last or not moment.by_step)
+                self._record_steps(now, moment, due=moment.steps != steps, every=last or not moment.by_step)
             else:
                 self._record_run(now, moment, new=new, due=moment.steps != steps, last=last)
             if new:
                 self._record_layers(now, moment)
             self._seen, self._recorded = (moment.samples, moment.steps), now
 
-    def _record_steps(self, now: float, moment: Moment, *, every: bool) -> None:
-        """Puts what is known of steps together, and records those that are complete."""
+    def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
+        """Puts what is known of steps together, and records those that are complete. `due`: there was a step."""
         for one in moment.singles:
             self._rows.add(one.step, min(one.at, now), scalars(**{one.name: one.value}))
-        self._rows.add(moment.steps, now, farther(self._late, moment.scalars), moment.scalars_nonfinite)
+        values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
+        self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()
         for row in self._rows.take(every=every):
             self._scalars.append(row.at, row.step, row.values, row.nonfinite)

@@ -15,6 +15,9 @@ SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
 OF_SAMPLES = np.array([name in ("norm", "norm_after_clip") for name in SCALARS])
 """Which of these are of samples, and not of each step."""
 
+LASTING = np.array([name == "learning_rate" for name in SCALARS])
+"""Which have a value though nothing happens."""
+
 
 def scalars(**values: float) -> Values:
     """Those that are named, shape (scalars,); NaN for the others. What 32 bits cannot hold becomes their largest number."""
@@ -27,7 +30,7 @@ def scalars(**values: float) -> Values:
 class Row:
     """The values of a step, shape (scalars,): of several the mean, of norms the largest; NaN where there is none.
 
-    `at`: Unix time of the last one. `nonfinite`: which were not finite.
+    `at`: Unix time of the first one. `nonfinite`: which were not finite.
     """
 
     step: int
@@ -36,9 +39,8 @@ class Row:
     nonfinite: Flags = field(default_factory=lambda: np.zeros(len(SCALARS), dtype=np.bool_))
     _count: IntArray = field(default_factory=lambda: np.zeros(len(SCALARS), dtype=np.int64))
 
-    def add(self, at: float, values: Values, nonfinite: Flags | None) -> None:
+    def add(self, values: Values, nonfinite: Flags | None) -> None:
         """Takes more values of the step; infinity is one that is not finite."""
-        self.at = max(self.at, at)
         self.nonfinite |= np.isinf(values) if nonfinite is None else np.isinf(values) | nonfinite
         known = np.isfinite(values)
         self._count += known
@@ -69,7 +71,7 @@ class StepRows:
         if np.isnan(values).all() and (nonfinite is None or not nonfinite.any()):
             return
         step = max(step, self._last[0])
-        self._rows.setdefault(step, Row(step, at)).add(at, values, nonfinite)
+        self._rows.setdefault(step, Row(step, at)).add(values, nonfinite)
 
     def take(self, *, every: bool) -> list[Row]:
         """The complete rows, or every one, in the order of their steps; neither steps nor times fall from call to call."""
