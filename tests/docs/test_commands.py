@@ -14,10 +14,19 @@ import yaml
 
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.cli import check
 from torch_grad_exporter.cli import main as cli
 
 PAGES = [
-    REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/live.md", "examples/README.md")
+    REPOSITORY / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/getting-started.md",
+        "docs/live.md",
+        "examples/README.md",
+        "docs/in-ci.md",
+    )
 ]
 
 
@@ -34,10 +43,37 @@ def lines(program: str) -> list[list[str]]:
 
 
 def test_every_command_is_one_that_the_program_takes() -> None:
-    """Each `torch-grad-exporter ...` of a page passes the program's parser, and all three commands are among them."""
+    """Each `torch-grad-exporter ...` of a page passes the program's parser, and all commands are among them."""
     assert {type(cli.parse(arguments)).__module__.rpartition(".")[2] for arguments in lines("torch-grad-exporter")} == {
-        "demo", "assets", "plot",
+        "demo", "assets", "plot", "check",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["GitHub", "GitLab"])
+def test_the_jobs_of_ci_run_what_the_program_takes(place: int) -> None:
+    """Both jobs train, check the run that was saved, and keep the XML that `check` has written, also where it fails."""
+    job = yaml.safe_load(blocks(REPOSITORY / "docs" / "in-ci.md", "yaml")[place])
+    if place == 0:
+        steps = job["jobs"]["health"]["steps"]
+        commands, kept = [step["run"] for step in steps if "run" in step], steps[-1]["with"]["path"].split()
+        assert steps[-1]["if"] == "always()"
+    else:
+        commands, artifacts = job["training-health"]["script"], job["training-health"]["artifacts"]
+        kept = [*artifacts["paths"], artifacts["reports"]["junit"]]
+        assert artifacts["when"] == "always"
+    _, train, checked = (shlex.split(command) for command in commands)
+    assert train[:2] == ["torch-grad-exporter", "run"]
+    options = cli.parse(checked[1:])
+    assert isinstance(options, check.Options)
+    assert options.source == train[train.index("--save") + 1]
+    assert {options.source, str(options.junit)} == set(kept)
+
+
+def test_the_tolerances_are_those_of_the_document() -> None:
+    """The table of docs/in-ci.md has each comparison with its default."""
+    text = (REPOSITORY / "docs" / "in-ci.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", text, re.MULTILINE)
+    assert {name: float(share) for name, share in shown} == check.TOLERANCES
 
 
 def test_every_target_is_in_the_makefile() -> None:

@@ -124,7 +124,7 @@ class Live:
 
     def conclude(self) -> None:
         """Judges for the last time: of a run that is over, nothing goes wrong any more."""
-        self._judge(self._latest(fresh=True))
+        self._judge(Values(self._scrape()))  # of its own: what was shown last is shown for a moment longer
         self._concluded = True
 
     def _judge(self, values: Values) -> None:
