@@ -56,7 +56,7 @@ class View:
 
         def judge(reading: Reading, step: int) -> None:
             """At each of the first samples, on the thread that drains."""
-            of_sample.take(reading)
+            judging(of_sample.take, reading)
             judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
         looks = Looks(host, Moments(dead_from, quantities), inside, steps, now, judge=judge)
