@@ -219,7 +219,6 @@ UNREACHED = {
     "collectors.gradients.dead_from": "the start",
     "capture.cost.recorded_event": "CUDA",
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
-    "metrics.families.Family.row_numbers": "the push, the page, a registry, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
     "capture.rounds.RoundTracker.backwards_counted": "a pause within an accumulation, tests/capture/test_count_only.py",
     "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
