@@ -7,11 +7,12 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -37,6 +38,7 @@ from torch_grad_exporter.inspection.watch import Watch, check
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.model.watched import WatchedModels
 from torch_grad_exporter.outputs.announcement import Announcement
+from torch_grad_exporter.outputs.flat import flat
 from torch_grad_exporter.outputs.live.live import Judged, Run
 from torch_grad_exporter.outputs.live.view import View
 from torch_grad_exporter.outputs.otlp.instruments import Instruments
@@ -57,6 +59,16 @@ _UNUSED: Watch | None = None
 
 _Batch = TypeVar("_Batch")
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
+
+
+class Removable(Protocol):
+    """What has a `remove()`, as handles of hooks do."""
+
+    def remove(self) -> object:
+        """Takes back what the handle stands for."""
+
+
+_Handle = TypeVar("_Handle", bound=Removable)
 
 
 # The user's interface
@@ -86,6 +98,7 @@ class Exporter:
         self._clip = clipping(checked, self._training, errors)
         self._activations = activations(checked, self._training, errors)
         self._watched, self._watch = WatchTotals(), _UNUSED
+        self._adopted: list[Removable] = []
         self._scrape = scrape(
             checked,
             self._training,
@@ -323,6 +336,46 @@ class Exporter:
         elif state_dict["clip"]:
             raise ValueError("load_state_dict(): the state is one of clip=, which this exporter does not have")
 
+    def resume(self, step: int) -> None:
+        """Says that the training goes on after this many optimizer steps, as those of a checkpoint; call it before the next step.
+
+        The numbers of steps count on from there: `torch_grad_sample_step`, the live page, events and messages. Counters such as
+        `torch_train_steps_total` count what this process does, as Prometheus expects of a process that began anew.
+
+        Raises `TypeError` or `ValueError` where `step` is no whole number of at least 0.
+        """
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise TypeError(f"resume(step={step!r}): expected a whole number; pass the optimizer steps done so far")
+        if step < 0:
+            raise ValueError(f"resume(step={step!r}): expected at least 0; pass the optimizer steps done so far")
+        self._training.clock.resume(step)
+
+    def adopt(self, handle: _Handle) -> _Handle:
+        """Takes over a handle of your own, such as one of `register_forward_hook`: the end of the exporter calls its `remove()`.
+
+        Returns it. Where the exporter is closed already, it is removed at once. Raises `TypeError` where it has no `remove()`.
+        """
+        if not callable(getattr(handle, "remove", None)):
+            raise TypeError(f"adopt(): {type(handle).__name__} has no remove(); pass what a register_..._hook returned")
+        self._adopted.append(handle)
+        if self._ending.closed:
+            self._guards["close"](self._release_adopted)
+        return handle
+
+    def _release_adopted(self) -> None:
+        while self._adopted:
+            self._guards["close"](self._adopted.pop().remove)
+
+    def values(self, match: str | re.Pattern[str] = "") -> dict[str, float]:
+        """The last values as a flat mapping of names to numbers, for a logger of your own; empty if that fails, or after the end.
+
+        A name is that of the metric and the values of its labels, such as `torch_grad_global_norm` or `torch_grad_norm/encoder.0`.
+        `match`: a regular expression that is searched in the names; all by default. Histograms are left out. Each call is a whole
+        scrape, of milliseconds: call it when you log, not in every step. Raises `re.error` where `match` is no regular expression.
+        """
+        pattern = re.compile(match)
+        return self._guards["request"].result(lambda: flat(self._scrape(), pattern)) or {}
+
     def collect(self) -> list[Family]:
         """All metrics as of now, as an output gets them; for tests and outputs of one's own. Empty if that fails."""
         return self._guards["request"].result(self._scrape) or []
@@ -355,6 +408,7 @@ class Exporter:
     def _closers(self) -> Iterator[Callable[[], object]]:
         """The functions that release what each part holds, in the order of the data."""
         training = self._training
+        yield self._release_adopted
         if self._clip is not None:
             yield self._clip.close
         if self._watch is not None:
@@ -377,7 +431,10 @@ class Exporter:
         yield self._models.close
 
     def end(self, error: BaseException | None) -> None:
-        """Closes at the end of a `with` or of the process; `error`: what has ended it. Only the first end counts."""
+        """Closes as `close` does, at the end of the training; `error`: the exception that has ended it, which makes it `failed`.
+
+        Leaving a `with` and the end of the process do so by themselves. Only the first end counts.
+        """
         self._ending.by(error)
         self.close()
 

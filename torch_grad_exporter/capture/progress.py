@@ -124,6 +124,8 @@ class StepClock:
         """Steps by optimizer, without rounds that are not committed; so are the next two."""
         self.backward_passes = 0
         self.examples = 0
+        self.resumed: int | None = None
+        """Steps of the training before this process, as the loop told; `None` where it told none."""
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
         self._stretch = 0
@@ -185,6 +187,14 @@ class StepClock:
     def examples_unknown(self) -> None:
         """How many training examples there are cannot be seen, or the user reports it."""
         self.examples_known = False
+
+    def resume(self, step: int) -> None:
+        """The training goes on after so many steps, so that this process' steps have the numbers behind."""
+        self.resumed = step
+
+    def numbers(self, steps: dict[int, int]) -> dict[int, int]:
+        """The number that the last step of each optimizer has in the whole training, of what was counted here."""
+        return {optimizer: count + (self.resumed or 0) for optimizer, count in steps.items()}
 
     def counts(self) -> Counts:
         """What was counted so far, with rounds that are not committed. From any thread."""

@@ -136,7 +136,7 @@ class Live:
             "now": now,
             **asdict(self._run),
             "state": state,
-            "step": None if state is None else max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0),
+            "step": None if state is None else _step(values),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
@@ -280,6 +280,12 @@ _SUMS: Mapping[str, Spec] = {
     "nonfinite_steps": gradients.GRAD_NONFINITE_STEPS,
     "spikes": gradients.GRAD_GLOBAL_NORM_SPIKES,
 }
+
+
+def _step(values: Values) -> float:
+    """The number of the last step in the whole training."""
+    here = max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0)
+    return here + (values.one(training.TRAIN_RESUMED_STEP) or 0)
 
 
 def _sum(values: Values, spec: Spec) -> float:
