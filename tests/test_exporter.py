@@ -33,6 +33,7 @@ def training(steps: int, exporter: Exporter, model: torch.nn.Module) -> dict[str
 
 
 def two_layers() -> torch.nn.Sequential:
+    """Layers `0` and `1`."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
 
@@ -120,12 +121,12 @@ def test_steps_go_on() -> None:
     """Samples, the live page and events count on from the checkpoint's step; the counter counts this process' steps."""
     model = two_layers()
     with start_exporter(model, port=0, addr="127.0.0.1", every=1, alerts=[Log()]) as exporter:
-        assert value(exporter, "torch_train_resumed_step") is None
+        assert value(exporter, "torch_train_earlier_steps") is None
         exporter.resume(5000)
         training(3, exporter, model)
         assert value(exporter, "torch_grad_sample_step") == 5003
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
-        assert value(exporter, "torch_train_resumed_step") == 5000
+        assert value(exporter, "torch_train_earlier_steps") == 5000
         assert eventually(lambda: shown(exporter)["step"] == 5003)  # it shares a scrape for a second
 
 

@@ -123,7 +123,7 @@ class TrainingSide:
 
     def steps(self) -> int:
         """The number of the last step of the optimizer that took the most, in the whole training."""
-        return max(self.clock.numbers(self.clock.counts().steps).values(), default=self.clock.resumed or 0)
+        return self.clock.number
 
 
 def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:

@@ -35,7 +35,7 @@ NEVER_HERE = {
     "torch_grad_exporter_overhead_budget_ratio": "a fixed interval has no budget",
     "torch_grad_shard_norm": "needs a sharded model",
     "torch_train_loss_scale": "needs a gradient scaler",
-    "torch_train_resumed_step": "needs a training that goes on: see tests/test_exporter.py",
+    "torch_train_earlier_steps": "needs a training that goes on: see tests/test_exporter.py",
     "torch_grad_exporter_last_action_timestamp_seconds": "needs an action that is done: see tests/actions/act/test_marks.py",
     **dict.fromkeys(("torch_grad_local_norm", "torch_grad_noise_scale"), "needs several ranks: see test_local_norm.py"),
     **dict.fromkeys(

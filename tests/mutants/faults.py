@@ -529,7 +529,7 @@ ROOT = (
     ),
     Fault(
         "collectors keep what they hold",
-        "exporter.py",
+        "composition.py",
         "        yield self._scrape.close\n",
         "",
         ("test_lifecycle.py",),

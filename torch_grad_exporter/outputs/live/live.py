@@ -285,7 +285,7 @@ _SUMS: Mapping[str, Spec] = {
 def _step(values: Values) -> float:
     """The number of the last step in the whole training."""
     here = max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0)
-    return here + (values.one(training.TRAIN_RESUMED_STEP) or 0)
+    return here + (values.one(training.TRAIN_EARLIER_STEPS) or 0)
 
 
 def _sum(values: Values, spec: Spec) -> float:

@@ -1,0 +1,1 @@
+"""One file for each framework, imported by name alone; each is a thin caller of the public interface."""
