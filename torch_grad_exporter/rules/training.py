@@ -228,7 +228,7 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
     ),
     first_steps=(
         "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
-        "and skip the data in between, or lower the learning rate."
+        "and skip the data in between, or lower the learning rate. `record` shows in what a batch differs from an ordinary one."
     ),
     why=("One spike beyond 6 sigma is a bad batch; three in 10 minutes are a trend. OLMo-core uses 6 sigma over 128 steps."),
     note="Cannot fire where no loss is observed, nor before 20 losses.",
@@ -426,7 +426,10 @@ LOSS_NOT_IMPROVING = server_rule(
         summary="The loss of run {{ $labels.run }} no longer falls.",
         description=("Its mean over the last 6 hours, {{ $value | humanize }}, is not below the mean of the 6 hours before."),
     ),
-    first_steps=("Look at the loss on validation data and at the learning rate, and decide whether the run is worth its machines."),
+    first_steps=(
+        "Look at the loss on validation data and at the learning rate, and decide whether the run is worth its machines. "
+        "weights=True shows whether the weights still move."
+    ),
     why=(
         "Two windows of 6 h, each with at least nine tenths of the values of the other: half an hour without "
         "Prometheus does not silence the alert, a run that is too young does."
