@@ -304,7 +304,7 @@ def test_the_runbook_says_what_to_do(name: str) -> None:
 
 def of_the_model() -> list[str]:
     """The alerts on what the model does: their expressions ask for gradients, weights, outputs of modules or the loss."""
-    sections = {"Gradients", "Weights", "Activations", "Watched tensors"}
+    sections = {"Gradients", "Clipping", "Weights", "Activations", "Watched tensors"}
     shown = {spec.name for section in CATALOGUE.sections if section.title in sections for spec in section.specs}
     shown |= {name for name in CATALOGUE if re.match(r"torch_train_loss(_(spikes|nonfinite).*)?$", name)}
 

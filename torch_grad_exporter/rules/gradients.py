@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.gradients import (
     GRAD_CAPTURES,
-    GRAD_CLIP_COEFFICIENT,
     GRAD_DEAD_RATIO,
     GRAD_GLOBAL_NORM,
     GRAD_GLOBAL_NORM_SPIKES,
