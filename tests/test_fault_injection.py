@@ -119,8 +119,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context",
-            "rules.declaration",
+            "outputs.live.history", "outputs.live.rows", "outputs.live.track",
+            "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration",
             "rules.memory", "rules.origin", "rules.resources", "rules.training", "rules.values", "rules.watch",
             "outputs.live.live", "outputs.live.pages",
         ),
@@ -233,7 +233,7 @@ UNREACHED = {
     ),
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
-            "worker.HostSide.read", "worker.EachSample.take",
+            "cursor.Singles.take", "worker.HostSide.read", "worker.HostSide.read_as",
         )), "the thread of the history, tests/aggregation/test_cursor.py",
     ),
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",

@@ -23,8 +23,9 @@ from torch_grad_exporter.collectors.gradients import (
     GradientCollector,
 )
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, Moment
+from torch_grad_exporter.outputs.live.history import QUANTITIES, Moment
 from torch_grad_exporter.outputs.live.recorder import Moments
+from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.transfer.events import Observed, Outcome
 
 

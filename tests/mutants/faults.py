@@ -186,7 +186,7 @@ OUTPUTS = (
     ),
     Fault(
         "times that were moved are not new",
-        "outputs/live/history.py",
+        "outputs/live/track.py",
         '        self._whole["at"][:, 0] += seconds\n        self._moved = self.count\n',
         '        self._whole["at"][:, 0] += seconds\n',
         ("outputs/live/test_history.py",),

@@ -114,6 +114,8 @@ class StepClock:
         self.skipped = 0
         self.evaluating = False
         self.examples_known = True
+        self.forward_came = False
+        """Whether there was a training forward, outside of a backward, since the last step."""
         self.own_seconds = 0.0
         """What the exporter took on this thread since the last round."""
         self.device_seconds = 0.0
@@ -209,6 +211,13 @@ class StepClock:
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
 
+    def taken(self) -> int:
+        """The steps so far of the optimizer that took the most, as in `counts`. From any thread."""
+        uncommitted = self._uncommitted
+        if uncommitted is None:
+            return max(self.steps.values(), default=0)
+        return max(uncommitted.counts().steps.values())
+
     def _committed(self) -> Counts:
         return Counts(self.steps, self.backward_passes, self.examples)
 
@@ -258,7 +267,7 @@ class StepClock:
         moment = self.clock()
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
-        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace))
+        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, self.taken()))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
 

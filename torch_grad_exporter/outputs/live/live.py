@@ -19,7 +19,9 @@ from torch_grad_exporter.collectors import clipping, container, cuda_memory, exp
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, SCALARS, History, Part, Window
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
