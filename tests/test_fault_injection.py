@@ -236,6 +236,7 @@ UNREACHED = {
             "cursor.Singles.take", "worker.HostSide.read", "worker.HostSide.read_as",
         )), "the thread of the history, tests/aggregation/test_cursor.py",
     ),
+    "aggregation.cursor.Losses.with_one": "more losses than have a place of their own, tests/outputs/live/test_each_sample.py",
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
     "model.layers.LayerIndex.all_layers": "the start",

@@ -18,7 +18,7 @@ import torch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
-from torch_grad_exporter.transfer.events import Divided, Observed
+from torch_grad_exporter.transfer.events import PLACED, Divided, Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
 
 GROUPS = 64
@@ -44,6 +44,8 @@ class Observations:
         self._ring = _Ring()
         self._losses = RoundLoss(parts)
         self._settings_read = float("-inf")
+        self._placed = {"loss": 0, "grad_norm": 0}
+        """Of how many values of each name the step was told."""
         self._early = False
         """Whether the last value that was told came between a forward and its backward, as long as rounds were followed closely."""
 
@@ -68,7 +70,7 @@ class Observations:
                         self._clock.examples_unknown()
                     if name == "loss":
                         self._losses.given()
-                    self._post(name, value, step=self._step_told() if name == "loss" else None)
+                    self._post(name, value, step=self._step_told("loss") if name == "loss" else None)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
@@ -77,7 +79,7 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._count_only.norm_comes()
-            self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told()))
+            self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
             self._count_only.norm_observed()
 
     def _divisor(self, value: Number) -> None:
@@ -98,11 +100,15 @@ class Observations:
         if ticket is not None:
             self._parts.mailbox.append(Observed(name, ticket, labels, step))
 
-    def _step_told(self) -> int:
+    def _step_told(self, name: str) -> int | None:
         """The number of the step that a value is of that is told now: the next one, if a forward or backward came since the last.
 
+        `None` where it is not needed any more, see `PLACED`.
         Where rounds are only counted no forward is seen: a loop that has told values before its backward goes on to do so.
         """
+        if self._placed[name] >= PLACED:
+            return None
+        self._placed[name] += 1
         clock, surplus = self._clock, self._count_only.surplus
         if surplus is None:
             current = self._parts.rounds.current

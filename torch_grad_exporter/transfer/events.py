@@ -218,6 +218,9 @@ class Inspected:
 OfRounds = Captured | Local | AfterClip | Weights | Closed | Divided | Withdrawn | OutcomeResolved | Inspected
 Event = OfRounds | Stepped | Counted | Observed
 
+PLACED = 600
+"""Of so many rounds, observed losses and observed norms the step is told: to find it costs as much as the rest of such a record."""
+
 ROOM = 1 << 13
 """Records in the mailbox, at most."""
 

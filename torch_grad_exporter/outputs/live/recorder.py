@@ -21,7 +21,7 @@ from torch_grad_exporter.metrics.families import REMOVED, FloatArray
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECORD_SECONDS, Moment
 from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
 from torch_grad_exporter.outputs.live.track import RECENT, Flags, Values
-from torch_grad_exporter.transfer.events import Outcome
+from torch_grad_exporter.transfer.events import PLACED, Outcome
 
 REMEMBER_SECONDS = 15.0
 """Between two readings of the counters by which problems are judged."""
@@ -196,7 +196,7 @@ class Looks:
         self._inner: deque[tuple[float, Moment]] = deque()
         self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
         """The last moment of the activations."""
-        self._cursor = host.cursor(singles=RECENT)
+        self._cursor = host.cursor(singles=PLACED)
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
 
     def gradients(self) -> Moment:
