@@ -60,6 +60,7 @@ LEFT_OUT = {
     "errors": "the guard itself, which has no guard",
     "exporter": "the user's door, which the scenes go through",
     "actions.users_code": "in the threads of notifications and actions",
+    "composition": "as `exporter`",
     "stages": "as `exporter`",
     "start": "as `exporter`",
     "lifecycle": "as `exporter`",

@@ -123,8 +123,8 @@ class TrainingSide:
         self._look(self.memory.refresh)
 
     def steps(self) -> int:
-        """Of the optimizer that took the most."""
-        return max(self.clock.counts().steps.values(), default=0)
+        """The number of the last step of the optimizer that took the most, in the whole training."""
+        return self.clock.number
 
 
 def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> HostSide:

@@ -14,10 +14,11 @@ from opentelemetry.metrics import MeterProvider
 from torch_grad_exporter.actions import Notifier
 from torch_grad_exporter.actions.clip.policy import Policy
 from torch_grad_exporter.capture.reader import Scaler
+from torch_grad_exporter.composition import open_exporters
 from torch_grad_exporter.config.checked import checked
 from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.exporter import Exporter, open_exporters
+from torch_grad_exporter.exporter import Exporter
 
 logger = logging.getLogger("torch_grad_exporter")
 

@@ -38,7 +38,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, key, mode, value, values
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.exporter import open_exporters
+from torch_grad_exporter.composition import open_exporters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

@@ -1,0 +1,1 @@
+"""Integrations: what needs no framework; tests/trainers has the rest."""

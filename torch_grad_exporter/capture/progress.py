@@ -126,6 +126,8 @@ class StepClock:
         """Steps by optimizer, without rounds that are not committed; so are the next two."""
         self.backward_passes = 0
         self.examples = 0
+        self.earlier: int | None = None
+        """Steps of the training before those that are counted here, as the loop told; `None` where it told none."""
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
         self._stretch = 0
@@ -189,6 +191,19 @@ class StepClock:
     def examples_unknown(self) -> None:
         """How many training examples there are cannot be seen, or the user reports it."""
         self.examples_known = False
+
+    def resume(self, step: int) -> None:
+        """The training is after its step of this number now, from which the numbers of steps go on."""
+        self.earlier = step - max(self.counts().steps.values(), default=0)
+
+    def numbers(self, steps: dict[int, int]) -> dict[int, int]:
+        """The number that the last step of each optimizer has in the whole training, of what was counted here."""
+        return {optimizer: count + (self.earlier or 0) for optimizer, count in steps.items()}
+
+    @property
+    def number(self) -> int:
+        """The number of the last step of the optimizer that took the most, in the whole training. From any thread."""
+        return max(self.counts().steps.values(), default=0) + (self.earlier or 0)
 
     def counts(self) -> Counts:
         """What was counted so far, with rounds that are not committed. From any thread."""

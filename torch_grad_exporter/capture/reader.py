@@ -299,7 +299,7 @@ class GradientReader:
         self, current: Round, outcome: Outcome, stepped: frozenset[int], *, final: bool = True, guessed: bool = False
     ) -> IntArray:
         owners = self.optimizers.owners(self.table, frozenset(current.stepped))
-        steps = dict(self.clock.steps)
+        steps = self.clock.numbers(self.clock.steps)
         self.mailbox.append(Closed(current.number, outcome, owners, stepped, steps, final=final, guessed=guessed))
         return owners
 

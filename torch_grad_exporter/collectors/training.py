@@ -34,6 +34,10 @@ TRAIN_STATE = METRICS.gauge(
 )
 TRAIN_WORLD_SIZE = METRICS.gauge("torch_train_world_size", "Ranks of the run.")
 TRAIN_STEPS = METRICS.counter("torch_train_steps_total", "Optimizer steps.", "optimizer")
+TRAIN_EARLIER_STEPS = METRICS.gauge(
+    "torch_train_earlier_steps",
+    "Optimizer steps of the training before those that torch_train_steps_total counts, as the loop told; torch_grad_sample_step includes them. Absent where nothing was resumed.",
+)
 TRAIN_BACKWARD_PASSES = METRICS.counter("torch_train_backward_passes_total", "Backward passes.")
 TRAIN_SKIPPED_STEPS = METRICS.counter(
     "torch_train_skipped_steps_total",
@@ -109,6 +113,7 @@ class TrainingCollector:
         # An optimizer that is known and has not stepped has a 0: else its first steps would be no increase to Prometheus.
         steps = {(name,): counts.steps.get(number, 0) for number, name in enumerate(tuple(self._context.optimizers))}
         yield self._rows.family(TRAIN_STEPS, steps)
+        yield scalar(TRAIN_EARLIER_STEPS, clock.earlier)
         yield scalar(TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(TRAIN_SKIPPED_STEPS, clock.skipped)
         yield self._durations(totals)

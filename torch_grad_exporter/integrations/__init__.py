@@ -1,1 +1,1 @@
-"""Integrations: one file for each framework, by the public interface alone."""
+"""One file for each framework, imported by name alone; each is a thin caller of the public interface."""

@@ -36,8 +36,8 @@ from tests.support.tools import FOREVER, PATIENCE, REPOSITORY, eventually
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.gradients import (
-    GRAD_CLIP_COEFFICIENT,
     GRAD_DEAD_RATIO,
     GRAD_GLOBAL_NORM,
     GRAD_MISSING_PARAMETERS,

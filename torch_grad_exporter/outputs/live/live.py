@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.collectors import exporter, gradients, training
+from torch_grad_exporter.collectors import clipping, exporter, gradients, training
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
@@ -134,7 +134,7 @@ class Live:
         with self._lock:
             problems = self._watch.problems(values, now, going=True)
             ended = self._watch.problems(values, now) if over else []
-        self._record.of_scrape(values, Moment(now, self._history.samples, _steps(values)), problems, ended)
+        self._record.of_scrape(values, Moment(now, self._history.samples, int(_step(values))), problems, ended)
 
     def problems(self, *, fresh: bool = False) -> list[Problem]:
         """What is wrong now, the worst first. `fresh`: by a scrape of now, not of a second ago."""
@@ -159,7 +159,7 @@ class Live:
             "now": now,
             **asdict(self._run),
             "state": state,
-            "step": None if state is None else _steps(values),
+            "step": None if state is None else _step(values),
             "ended": self._ended,
             "ended_by": self._ended_by,
             "samples": self._history.samples,
@@ -238,7 +238,7 @@ class Live:
 
         A record may have one of the norms without the other, and the other may come with the record before.
         """
-        coefficient = None if self._values is None else self._values.one(gradients.GRAD_CLIP_COEFFICIENT)
+        coefficient = None if self._values is None else self._values.one(clipping.GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -288,8 +288,8 @@ _NUMBERS: Mapping[str, Spec] = {
     "loss": training.TRAIN_LOSS,
     "learning_rate": training.TRAIN_LEARNING_RATE,
     "global_norm": gradients.GRAD_GLOBAL_NORM,
-    "global_norm_after_clip": gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    "clip_coefficient": gradients.GRAD_CLIP_COEFFICIENT,
+    "global_norm_after_clip": clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    "clip_coefficient": clipping.GRAD_CLIP_COEFFICIENT,
     "skipped_steps": training.TRAIN_SKIPPED_STEPS,
     "loss_spikes": training.TRAIN_LOSS_SPIKES,
     "layers": exporter.EXPORTER_LAYERS,
@@ -309,9 +309,10 @@ _SUMS: Mapping[str, Spec] = {
 }
 
 
-def _steps(values: Values) -> int:
-    """Of the optimizer that took the most."""
-    return int(max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0))
+def _step(values: Values) -> float:
+    """The number of the last step in the whole training."""
+    here = max((steps for _, steps in values.rows(training.TRAIN_STEPS)), default=0)
+    return here + (values.one(training.TRAIN_EARLIER_STEPS) or 0)
 
 
 def _sum(values: Values, spec: Spec) -> float:

@@ -1,0 +1,128 @@
+"""What every integration does with an exporter, tried without a framework."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.support.scrape import value
+from tests.support.tools import eventually
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import Stop
+from torch_grad_exporter.integrations.session import Session, running_exporter
+
+
+def step(model: torch.nn.Module, session: Session, **told: float | None) -> None:
+    """A step, of which the session is told."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    session.observe(**told)
+    optimizer.step()
+
+
+def test_starts_tells_and_ends() -> None:
+    """One fit after the other: each has an exporter of its own, of the same run, whose steps go on."""
+    model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None, "every": 1})
+    session.begin(model)
+    first = session.exporter
+    assert first is not None
+    step(model, session, loss=2.5, tokens=7, epoch=None)
+    assert value(first, "torch_train_loss") == 2.5
+    assert value(first, "torch_train_tokens_total") == 7
+    session.end()
+    assert session.exporter is None
+    assert running_exporter(model) is None
+    session.begin(model, step=1)
+    second = session.exporter
+    assert second is not None
+    assert second.run == first.run
+    step(model, session)
+    assert value(second, "torch_grad_sample_step") == 2
+    session.end(RuntimeError("broken"))
+    assert running_exporter(model) is None
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_users_exporter_goes_on(given: bool) -> None:
+    """One that the user has started is told, whether it is given or found, and is not ended; steps that it has seen count once."""
+    model = torch.nn.Linear(3, 2)
+    with start_exporter(model, port=None, every=1) as exporter:
+        session = Session("Callback", exporter if given else None)
+        for fit in range(2):
+            session.begin(model, step=fit)
+            assert session.exporter is exporter
+            step(model, session, loss=fit)
+            session.end()
+        assert value(exporter, "torch_train_loss") == 1
+        assert value(exporter, "torch_grad_sample_step") == 2
+        assert running_exporter(torch.nn.DataParallel(model)) is None
+        assert running_exporter({"model": model}) is exporter
+
+
+def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """The second of two is told nothing: tokens are counted once, and the log says what to remove."""
+    model = torch.nn.Linear(3, 2)
+    one, other = Session("First", options={"port": None}), Session("Second", options={"port": None})
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        one.begin(model)
+        other.begin(model)
+    assert "Second: First tells this exporter" in caplog.text
+    exporter = one.exporter
+    assert exporter is not None
+    for session in (one, other):
+        session.observe(tokens=5)
+    assert value(exporter, "torch_train_tokens_total") == 5
+    assert not other.should_stop
+    assert other.logged() == {}
+    other.end()
+    assert running_exporter(model) is exporter
+    one.end()
+    other.begin(model)  # alone now
+    assert running_exporter(model) is not None
+    other.end()
+
+
+def test_wrong_arguments() -> None:
+    """Both an exporter and options, or what is no exporter: the error says what to do."""
+    both = pytest.raises(TypeError, match=r"Callback\(exporter=..., port=...\).*not both")
+    with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, both:
+        Session("Callback", exporter, {"port": 9100})
+    with pytest.raises(TypeError, match="expected what start_exporter returned"):
+        Session("Callback", 3)  # type: ignore[arg-type]
+
+
+def test_stops() -> None:
+    """`Stop()` is seen by the session."""
+    model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None})
+    session.begin(model)
+    assert isinstance(session.exporter, Exporter)
+    session.exporter.on(lambda m: True, Stop())
+    assert not session.should_stop or session.exporter.should_stop
+
+    def stopped() -> bool:
+        step(model, session)
+        return session.should_stop
+
+    assert eventually(stopped)
+    session.end()
+    assert not session.should_stop
+
+
+def test_what_is_logged() -> None:
+    """Nothing unless asked for; the usual values; or those that a regular expression chooses."""
+    model = torch.nn.Linear(3, 2)
+    found = {}
+    for log in (False, True, "^torch_train_steps"):
+        session = Session("Callback", options={"port": None, "every": 1}, log=log)
+        session.begin(model)
+        step(model, session)
+        found[log] = set(session.logged())
+        session.end()
+        assert session.logged() == {}
+    assert found[False] == set()
+    assert {"torch_grad_global_norm", "torch_train_skipped_steps_total"} <= found[True]
+    assert any(name.startswith("torch_grad_norm/") for name in found[True])
+    assert not any("collector" in name for name in found[True])
+    assert found["^torch_train_steps"] == {"torch_train_steps_total/SGD"}

@@ -1,0 +1,109 @@
+"""What every integration does with an exporter: starts one or takes the user's, tells it what the trainer knows, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.capture.observations import Number
+from torch_grad_exporter.composition import open_exporters
+from torch_grad_exporter.errors import say
+
+logger = logging.getLogger("torch_grad_exporter")
+
+LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfinite_steps_total|train_skipped_steps_total)"
+"""What a trainer's own logger gets unless the user chooses: the norms, the clipping, and what went wrong."""
+
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+
+_TOLD_BY: weakref.WeakKeyDictionary[Exporter, str] = weakref.WeakKeyDictionary()
+"""Who tells an exporter of its training: two would count everything twice."""
+
+
+class Session:
+    """The exporter of a trainer, from one `fit` to the next. Not thread-safe: it belongs to the training thread.
+
+    `who`: the class that the user wrote, for messages. `exporter`: the user's own, which is told everything and is never ended
+    here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
+    names in which a regular expression is found.
+
+    Raises `TypeError` where both `exporter` and `options` are given.
+    """
+
+    def __init__(
+        self, who: str, exporter: Exporter | None = None, options: Mapping[str, Any] | None = None, *, log: bool | str = False
+    ) -> None:
+        if exporter is not None and options:
+            raise TypeError(
+                f"{who}(exporter=..., {', '.join(f'{name}=...' for name in options or {})}): "
+                "give an exporter or options of start_exporter, not both; pass the options to start_exporter"
+            )
+        if exporter is not None and not isinstance(exporter, Exporter):
+            raise TypeError(f"{who}(exporter={exporter!r}): expected what start_exporter returned")
+        self._who = who
+        self._given = exporter
+        self._options = dict(options or {})
+        self._log = LOGGED if log is True else log
+        self._told: Exporter | None = None
+        self._ends = False
+
+    @property
+    def exporter(self) -> Exporter | None:
+        """The exporter that is told of this training; `None` before `begin` and after `end`, unless the user gave one."""
+        return self._told or self._given
+
+    def begin(self, model: Models, *, step: int | None = None, **found: object) -> None:
+        """The training of this model begins, or goes on after so many steps.
+
+        `found`: options that the trainer knows, such as `optimizers` or `grad_scaler`; the user's own win. Where the user has
+        started an exporter on the model, that one is told. What another session tells already, as where the same callback was
+        added twice, this one leaves alone.
+
+        Raises what `start_exporter` raises where an option is wrong.
+        """
+        self.end()
+        running = self._given or running_exporter(model)
+        if running is not None and (teller := _TOLD_BY.get(running)) is not None:
+            say(logger, logging.WARNING, "%s: %s tells this exporter already; remove one of them", self._who, teller)
+            return
+        options: dict[str, Any] = {**found, **self._options}
+        self._told = running or start_exporter(model, **options)
+        self._ends = running is None
+        _TOLD_BY[self._told] = self._who
+        if self._ends:
+            self._options.setdefault("run", self._told.run)  # the next fit is the same training
+        if step is not None:
+            self._told.resume(step)
+
+    def observe(self, **values: Number | None) -> None:
+        """As `Exporter.observe`, without those that are `None`."""
+        if self._told is not None:
+            self._told.observe(**values)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a `Stop()` wants the training to end."""
+        return self._told is not None and self._told.should_stop
+
+    def logged(self) -> dict[str, float]:
+        """What the trainer's own logger gets now; empty where the user wants none."""
+        return {} if self._log is False or self._told is None else self._told.values(self._log)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The training has ended, by this exception if there is one. An exporter that the user has started goes on."""
+        told, self._told = self._told, None
+        if told is not None:
+            _TOLD_BY.pop(told, None)
+            if self._ends:
+                told.end(error)
+
+
+def running_exporter(model: Models) -> Exporter | None:
+    """The open exporter that watches this model, or one of these; `None` if there is none."""
+    models = [model] if isinstance(model, torch.nn.Module) else [*model.values()]
+    return next((one for one in open_exporters() if isinstance(one, Exporter) and one.watches(models)), None)
