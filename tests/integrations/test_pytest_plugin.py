@@ -64,7 +64,7 @@ def test_trainings_that_are_healthy_pass_and_others_fail(tmp_path: Path) -> None
                 train(first, 40)
             second = model()
             with grad_health(second, baseline=tmp_path / "base.json.gz", tolerance={"step_seconds": 1000},
-                             max={"torch_train_steps_total": 40}, min={"torch_train_steps_total": 40},
+                             max={"torch_train_steps_total": 40}, min={"torch_grad_exporter_captures_total": 40},
                              peak={"torch_grad_norm": 1e9}):
                 train(second, 40)
 

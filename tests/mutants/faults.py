@@ -1,4 +1,4 @@
-"""116 small faults of the kind that a careless move makes, 74 of them spread over the folders of the package.
+"""121 small faults of the kind that a careless move makes, 79 of them spread over the folders of the package.
 
 They were written down from the code alone, before anybody looked whether a test finds them: a reset that is dropped, two calls in
 the wrong order, `=` for `|=`, `or` for `and`, a guard that is left out, a unit that is missing. Each changes what a user sees; none
@@ -438,6 +438,20 @@ RESOURCES = (
 
 RULES = (
     Fault(
+        "a problem ends a while after it began",
+        "rules/episodes.py",
+        "now - episode.held >= episode.terms.ends",
+        "now - episode.began >= episode.terms.ends",
+        ("rules/test_episodes.py", "actions/notify/test_notify.py"),
+    ),
+    Fault(
+        "every other judgement by samples is left out",
+        "rules/record.py",
+        "        if samples <= self._judged:\n            return\n        self._judged = samples\n",
+        "        if samples <= self._judged:\n            return\n        self._judged = samples + EVERY\n",
+        ("rules/test_record.py",),
+    ),
+    Fault(
         "the last steps are the slowest of the hour",
         "rules/memory.py",
         "self._hours[hour] = max(slowest, self._hours.get(hour, 0.0))",
@@ -510,6 +524,40 @@ CLI = (
     ),
 )
 
+GATE = (
+    Fault(
+        "what is only noted makes a run unhealthy",
+        "gate/verdict.py",
+        "Result.FAILED if failed else Result.NOTED",
+        "Result.FAILED",
+        ("cli/test_check.py",),
+    ),
+    Fault(
+        "a value that is not finite keeps to a limit",
+        "gate/limits.py",
+        'return math.isfinite(number) and (number >= self.value if self.kind == "min" else number <= self.value)',
+        'return not (number < self.value if self.kind == "min" else number > self.value)',
+        ("cli/test_check.py",),
+    ),
+    Fault(
+        "a norm may be as small as it likes",
+        "gate/baseline.py",
+        "    return 1.0 if low == high else math.inf if low <= 0 else high / low\n",
+        "    return 1.0 if low == high or a < b else math.inf if low <= 0 else high / low\n",
+        ("cli/test_check.py",),
+    ),
+)
+
+INTEGRATIONS = (
+    Fault(
+        "only some steps of a test are sampled",
+        "integrations/pytest_plugin.py",
+        '**{"port": None, "every": 1, **options}',
+        '**{"port": None, **options}',
+        ("integrations/test_pytest_plugin.py",),
+    ),
+)
+
 ROOT = (
     Fault(
         "a boundary that is off is switched off again",
@@ -545,13 +593,6 @@ ROOT = (
 )
 
 ACTIONS = (
-    Fault(
-        "a problem ends a while after it began",
-        "rules/episodes.py",
-        "now - episode.held >= episode.terms.ends",
-        "now - episode.began >= episode.terms.ends",
-        ("rules/test_episodes.py", "actions/notify/test_notify.py"),
-    ),
     Fault(
         "a new problem ends the pause of a receiver",
         "actions/notify/sink.py",
@@ -665,6 +706,8 @@ BY_FOLDER = {
     "config": CONFIG,
     "metrics": METRICS,
     "cli": CLI,
+    "gate": GATE,
+    "integrations": INTEGRATIONS,
     "": ROOT,
 }
 """Faults of each folder of the package; those of the files in its root under the empty name."""

@@ -170,6 +170,23 @@ def test_the_end_begins_nothing_that_has_to_hold_for_a_while() -> None:
     assert record.wrong == []
 
 
+def test_a_scrape_between_samples_ends_no_wait() -> None:
+    """A scrape has the largest norm of a minute, in which the gradient was there; of the last four samples it was not."""
+    record, watch = Record(), Watch()
+    by_samples(record, 1, 20, **small(1e-5))
+    at_clock(record, watch, 1, samples=20, **small(1.0))
+    assert len(by_samples(record, 21, 44, **small(1e-5))) == 1
+
+
+def test_samples_that_no_longer_come_one_by_one_are_judged_by_scrapes() -> None:
+    """After the first ones each scrape counts as many samples as there were since the one before."""
+    record, watch = Record(), Watch()
+    by_samples(record, 1, 8, **small(1.0))
+    for seconds, samples in ((15, 30), (30, 60), (45, 110)):
+        at_clock(record, watch, seconds, samples=samples, **small(1e-5))
+    assert [(one.alert, one.first) for one in record.wrong] == [("GradientVanishing", 30)]
+
+
 # What is kept
 
 

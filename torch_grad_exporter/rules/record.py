@@ -100,7 +100,7 @@ class Record:
             self._locked(lambda: self._judge_samples(values(), samples, step))
 
     def of_scrape(self, values: Values, moment: Moment, problems: Iterable[Problem], ended: Iterable[Problem] = ()) -> None:
-        """Judges by the clock, and by samples if there were some since the last judgement by them.
+        """Judges by the clock, and by samples once these do not come one by one any more.
 
         `problems`: what is wrong in a run that goes on; of one that is over, what would be, had it gone on. `ended`: what is wrong
         once it is over.
@@ -121,16 +121,23 @@ class Record:
         self._latest = max(self._latest, moment.now)
         self._take(self._by_clock, problems, moment.now, moment.step)
         self._take(self._at_end, ended, moment.now, moment.step, last=True)  # nothing follows that could end it
-        self._judge_samples(values, max(moment.samples, self._seen), moment.step)
+        if moment.samples > self._seen:  # else samples come one by one: what a scrape shows of the last minute, they show of four
+            self._judge_samples(values, moment.samples, moment.step)
+        else:
+            self._note(values)
 
     def _judge_samples(self, values: Values, samples: int, step: int) -> None:
-        self._there.update(rule.name for rule in self.rules if rule.name not in self._there and _is_there(rule, values))
+        self._note(values)
         if samples <= self._judged:
             return
         self._judged = samples
         now = (values.one(TRAIN_START_TIMESTAMP) or 0.0) + SAMPLE_SECONDS * samples
         self._watch.remember(values, now)
         self._take(self._by_samples, self._watch.problems(values, now, going=True), now, step)
+
+    def _note(self, values: Values) -> None:
+        """Notes for which rules there is something to judge."""
+        self._there.update(rule.name for rule in self.rules if rule.name not in self._there and _is_there(rule, values))
 
     def _take(self, course: _Course, problems: Iterable[Problem], now: float, step: int, *, last: bool = False) -> None:
         for key, episode, first in course.judge(problems, now, step, last=last):
