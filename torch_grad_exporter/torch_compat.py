@@ -678,12 +678,33 @@ def optimizers_made() -> bool:
     return not _STEPS_ARE_MARKED or any(getattr(vars(kind).get("step"), "hooked", False) for kind in kinds)
 
 
-def is_last_after_steps(handle: Any) -> bool:  # noqa: ANN401 - a handle of a hook
-    """Whether no hook after all optimizers' steps comes behind this one; false where it cannot be known.
+@dataclass(frozen=True, slots=True)
+class StepUnderWay:
+    """An optimizer's step, of which the last of the hooks before all optimizers' steps is being called. `known`: all of those."""
 
-    Within the last one, hooks may be set and removed: the iteration over them is at its end.
+    arguments: tuple[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]
+    known: frozenset[int]
+
+    def begins_anew(self) -> None:
+        """Calls the hooks that were set since: PyTorch's iteration over them is at its end."""
+        for key, hook in [*STEP_HOOKS[0].items()]:
+            if key not in self.known:
+                hook(*self.arguments)
+
+
+def step_under_way(
+    handle: Any,  # noqa: ANN401 - a handle of a hook
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StepUnderWay | None:
+    """The step before which the hook of `handle` is being called; `None` where it is not the last one, or that cannot be known.
+
+    Within the last one hooks may be set and removed; within any other one PyTorch's iteration over them would raise.
     """
-    return bool(STEP_HOOKS) and next(reversed(STEP_HOOKS[1]), None) == handle.id
+    if not STEP_HOOKS or next(reversed(STEP_HOOKS[0]), None) != handle.id:
+        return None
+    return StepUnderWay((optimizer, args, kwargs), frozenset(STEP_HOOKS[0]))
 
 
 @dataclass(frozen=True, slots=True)

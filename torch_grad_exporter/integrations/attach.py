@@ -1,6 +1,6 @@
 """Attaches an exporter to a training that knows nothing of it, at its first training forward.
 
-Until then a hook before the forwards of all modules and one after the steps of all optimizers wait for it; both are gone as soon as
+Until then hooks before the forwards of all modules and the steps of all optimizers wait for it; they are gone as soon as
 it has come. What optimizers own by then is watched. An optimizer of something else that steps later sets the first hook again, for
 one look.
 """
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import Guard, caught
 from torch_grad_exporter.integrations.roots import living, named, trained_roots
 from torch_grad_exporter.torch_compat import (
     forward_under_way,
     graph_task,
-    is_last_after_steps,
+    step_under_way,
     is_tracing,
     never_compile,
     optimizers_made,
@@ -36,11 +36,17 @@ from torch_grad_exporter.torch_compat import (
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter
 
-PATIENCE = 100
-"""Times what an attachment has cost that passes until the next one, so that a sweep over small models is not slowed down by it."""
+CREDIT = 2.0
+"""Seconds that looks for further models may take in any case, as of the folds of a cross-validation."""
+
+SHARE = 0.01
+"""Of the time since the first attachment that they may take beyond it: a sweep over a thousand small models is not slowed down."""
 
 LONGEST_WAIT = 1024
 """Training forwards from one look at all objects of the process to the next, at most, while no optimizer owns a model."""
+
+
+_BY_HAND = ", trained by no optimizer of PyTorch: norms are shown only where the script calls the step() of an exporter of its own"
 
 
 class Tells(Protocol):
@@ -70,7 +76,7 @@ class Attachment:
         self._waiting = _Waiting()
         self._watched: list[weakref.ref[torch.nn.Module]] = []
         self._foreign: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._not_before = 0.0
+        self._began = self._spent = 0.0
         self._process = os.getpid()
         self.given_up = False
         """Whether nothing is watched because something failed, which was said."""
@@ -85,7 +91,7 @@ class Attachment:
     def arm(self) -> None:
         """Begins to wait. Call it where no training runs yet."""
         self._arm_forwards()
-        self._handles.append(register_optimizer_step_post_hook(_never_compiled(self._stepped)))
+        self._handles.append(register_optimizer_step_pre_hook(_never_compiled(self._step_begins)))
 
     def _arm_forwards(self) -> None:
         self._handles.append(register_module_forward_pre_hook(_never_compiled(self._forward_begins)))
@@ -116,10 +122,10 @@ class Attachment:
             return
         self._guard(self._alone, self._look, module, args, sys._getframe(1))
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """After any optimizer's step. One that no forward was seen before, as in a compiled function, is the place to attach."""
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before any optimizer's step: here a training shows whose forwards run within it, as of a closure, or call no module."""
         if not is_compiling():
-            self._guard(self._alone, self._look_after_step, sys._getframe(1))
+            self._guard(self._alone, self._look_at_step, optimizer, args, kwargs, sys._getframe(1))
 
     def _alone(self, look: Callable[..., None], *arguments: object) -> None:
         """One look at a time: the replicas of `DataParallel` begin their forwards on threads."""
@@ -129,14 +135,16 @@ class Attachment:
             finally:
                 self._looking.release()
 
-    def _look_after_step(self, frame: types.FrameType) -> None:
+    def _look_at_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType
+    ) -> None:
         if os.getpid() != self._process:
             return
         self.steps = True
         self._waiting.over()
-        # Hooks may come and go here only where none is left to be called after this one.
-        if graph_task() == -1 and self._handles and is_last_after_steps(self._handles[-1]) and not self._yields():
-            self._find_and_attach(None, frame)
+        under_way = step_under_way(self._handles[-1], optimizer, args, kwargs) if self._handles and graph_task() == -1 else None
+        if under_way is not None and not self._yields() and self._find_and_attach(None, frame):
+            under_way.begins_anew()
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
         """A forward with gradients begins: attaches where it is one of a training."""
@@ -150,14 +158,18 @@ class Attachment:
         if self._yields():
             return
         again = self.exporter is not None
-        if again and time.monotonic() < self._not_before:
+        if again and self._spent > CREDIT + SHARE * (time.monotonic() - self._began):
             return
         if again or self._waiting.is_over(module):
-            under_way = forward_under_way(frame, module, args)
+            began, under_way = time.monotonic(), forward_under_way(frame, module, args)
             if self._find_and_attach(module if self._waiting.backward_seen else None, frame):
                 under_way.begins_anew()
             elif again:
                 self.disarm()
+            if again:
+                self._spent += time.monotonic() - began
+            else:
+                self._began = began
 
     def _yields(self) -> bool:
         """Whether the script has an exporter of its own, to which this one leaves the training."""
@@ -177,7 +189,6 @@ class Attachment:
 
     def _find_and_attach(self, module: torch.nn.Module | None, frame: types.FrameType) -> bool:
         """Looks for what is trained, and watches it; whether that is something else than before."""
-        began = time.monotonic()
         optimizers, modules = living()
         roots = trained_roots(optimizers, modules, () if module is None else (module,))
         watched = [model for reference in self._watched if (model := reference()) is not None]
@@ -185,7 +196,6 @@ class Attachment:
             return False
         names = sorted({type(one).__name__ for one in optimizers if trained_roots([one], roots)})
         self._attach(named(roots, frame), ", ".join(names))
-        self._not_before = time.monotonic() + PATIENCE * (time.monotonic() - began)
         return self.exporter is not None
 
     def _attach(self, models: dict[str, torch.nn.Module], optimizers: str) -> None:
@@ -204,7 +214,7 @@ class Attachment:
         self.exporter = exporter
         self._attached(exporter)
         shown = ", ".join(f"{name} ({type(model).__name__})" if name else type(model).__name__ for name, model in models.items())
-        trained = f", trained by {optimizers}" if optimizers else ", trained by no optimizer of PyTorch"
+        trained = f", trained by {optimizers}" if optimizers else _BY_HAND
         late = "" if before is None else "from now on "
         where = f"; metrics at {exporter.url}" if exporter.url else ""
         self._tell(logging.INFO, "%swatching %s%s%s", late, shown, trained, where)

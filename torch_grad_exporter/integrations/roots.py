@@ -16,10 +16,13 @@ import torch
 from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.torch_compat import children_in
 
-_LIBRARIES = tuple(
-    {str(Path(path).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
-    | {str(Path(torch.__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)}
-)
+_FOLDERS = [
+    *(Path(path) for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))),
+    Path(torch.__file__).parent,
+    Path(__file__).parent.parent,
+]
+
+_LIBRARIES = tuple({str(path) for folder in _FOLDERS for path in (folder, folder.resolve())})
 """Folders whose code names no model: a library calls each one `self` or `module`."""
 
 
@@ -85,7 +88,8 @@ def named(roots: Iterable[torch.nn.Module], frame: types.FrameType | None) -> di
             kind = type(model).__name__
             later = (f"{kind}-{number}" for number in range(2, len(models) + 2))
             names[id(model)] = next(name for name in (kind, *later) if name not in names.values())
-    return {names[id(model)]: model for model in models}
+    models_of = {id(model): model for model in models}
+    return {name: models_of[identity] for identity, name in names.items()}
 
 
 def _variables(frame: types.FrameType | None) -> Iterator[tuple[str, object]]:
