@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from torch_grad_exporter.model.optimizers import owned_by
 from torch_grad_exporter.torch_compat import children_in
 
 _FOLDERS = [
@@ -52,7 +51,7 @@ def trained_roots(
     owned = {id(parameter) for module in known for parameter in module.parameters() if parameter.requires_grad}
     for optimizer in optimizers:
         with contextlib.suppress(AttributeError, KeyError, TypeError):  # one that is only half made, or none at all
-            owned |= owned_by(optimizer)
+            owned |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     everything = {id(module): module for module in (*modules, *known)}
     inner = {id(child) for module in everything.values() for child in _children(module)}
     return [module for key, module in everything.items() if key not in inner and _has_one_of(module, owned)]
