@@ -95,7 +95,9 @@ def _add_assets(commands: _Commands) -> None:
 
 def _add_run(commands: _Commands) -> None:
     """For the list of commands: `run` reads its arguments itself."""
-    commands.add_parser("run", help="run a training script with an exporter that watches what it trains; the script needs no change")
+    commands.add_parser(
+        "run", help="run a training script with an exporter that watches what it trains; the script needs no change"
+    )
 
 
 def _add_plot(commands: _Commands) -> None:

@@ -66,7 +66,12 @@ class Attachment:
     """
 
     def __init__(
-        self, options: Mapping[str, Any], *, tell: Tells, attached: Callable[[Exporter], object], replaced: Callable[[Exporter], object]
+        self,
+        options: Mapping[str, Any],
+        *,
+        tell: Tells,
+        attached: Callable[[Exporter], object],
+        replaced: Callable[[Exporter], object],
     ) -> None:
         self._options = dict(options)
         self._tell = tell

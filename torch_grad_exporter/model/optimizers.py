@@ -75,9 +75,7 @@ class Optimizers:
         try:
             changed = self._index.changed()
             # Of models that are gone, the identities of parameters may be those of others by now.
-            concerned = bool(self._index.roots()) and (
-                _owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed)
-            )
+            concerned = bool(self._index.roots()) and (_owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed))
         except (RuntimeError, LookupError):  # another thread is changing a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
