@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,10 +54,10 @@ class Composition:
     """The parts of a running exporter, from their start to their end; `Exporter` adds what a user may ask of them.
 
     `port` is the port in use and `url` the address of the metrics on this host; both `None` if nothing is served.
-    `gives_way`: of an exporter that the script knows nothing of, what is told which exporter has taken its place; each new one does.
+    `gives_way`: of an exporter that the script knows nothing of, what is told which one has taken its place, as each new one does.
     """
 
-    gives_way: Callable[[object], object] | None = None
+    gives_way: Callable[[Any], object] | None = None
 
     def __init__(self, checked: Checked) -> None:
         self.settings = checked.settings

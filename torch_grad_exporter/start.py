@@ -134,7 +134,7 @@ def start_exporter(
     return exporter
 
 
-def _replace_others(models: Collection[torch.nn.Module]) -> list[Callable[[object], object]]:
+def _replace_others(models: Collection[torch.nn.Module]) -> list[Callable[[Exporter], object]]:
     """Closes the exporters whose place a new one takes; whom to tell of that one."""
     told = []
     for other in open_exporters():

@@ -162,13 +162,18 @@ train()
 print("done", model.weight.sum().item())
 """
 
+FAIL_AGAIN = """try:
+                [][0]
+            except IndexError as error:
+                raise OSError from error"""
+
 ENDS = {
     "by itself": ("pass", 0, "finished"),
     "by sys.exit": ("sys.exit(3)", 3, "failed"),
     "by sys.exit without a code": ("sys.exit()", 0, "finished"),
     "by sys.exit with a text": ("sys.exit('no more')", 1, "failed"),
     "by an exception": ("raise ValueError('wrong')", 1, "failed"),
-    "by an exception from another": ("try:\n                [][0]\n            except IndexError as error:\n                raise OSError from error", 1, "failed"),
+    "by an exception from another": (FAIL_AGAIN, 1, "failed"),
     "by KeyboardInterrupt": ("raise KeyboardInterrupt", -signal.SIGINT, "finished"),
     "by SIGTERM": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()", -signal.SIGTERM, None),
     "by os._exit": ("import os; os._exit(4)", 4, None),
@@ -229,7 +234,7 @@ if __name__ == "__main__":
 
 
 def test_a_real_interpreter_shows_no_difference(tmp_path: Path) -> None:
-    """`python train.py` and `run train.py` agree on arguments, path, names of the main module, pickles, spawned children, traceback."""
+    """`python train.py` and `run train.py` agree on arguments, path, the main module, pickles, spawned children, traceback."""
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "helper.py").write_text("")
     script = tmp_path / "real" / "train.py"
@@ -320,7 +325,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-print(len(_global_forward_pre_hooks), len(_global_forward_hooks), len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks))
+kinds = _global_forward_pre_hooks, _global_forward_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+print(*map(len, kinds))
 """
 
 

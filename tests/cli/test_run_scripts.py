@@ -36,13 +36,17 @@ class Expected:
     exporters: int = 1
 
 
+BY_HAND = (
+    "watching RNN, trained by no optimizer of PyTorch: "
+    "norms are shown only where the script calls the step() of an exporter of its own"
+)
+
 EXPECTED = {
     "mlp": Expected("watching Sequential, trained by SGD", 2),
     "gan": Expected("watching netG (Net), netD (Net), trained by Adam", 4),
     "gpt": Expected("watching GPT, trained by AdamW", 14),
     "lbfgs": Expected("watching Sequential, trained by LBFGS", 2),
-    "by_hand": Expected("watching RNN, trained by no optimizer of PyTorch: norms are shown only where the script calls the step() of an "
-                        "exporter of its own", 2, absent=True),
+    "by_hand": Expected(BY_HAND, 2, absent=True),
     "ppo": Expected("watching actor (Sequential), critic (Sequential), trained by Adam", 4),
     "compiled": Expected("watching OptimizedModule, trained by AdamW", 2),
     "compiled_step": Expected("watching Sequential, trained by SGD", 2, unseen=1),

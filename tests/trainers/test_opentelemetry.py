@@ -88,8 +88,14 @@ def test_a_program_without_torch_pays_nothing() -> None:
     assert instrumented("-c", NOT_IMPORTED, OTEL_METRICS_EXPORTER="console").stdout.splitlines()[0] == "[]"
 
 
-@pytest.mark.parametrize("variables", [{"OTEL_METRICS_EXPORTER": "none"}, {"OTEL_METRICS_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},
-                                       {"OTEL_METRICS_EXPORTER": "console", "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "torch_grad_exporter"}])  # fmt: skip
+OFF = [
+    {"OTEL_METRICS_EXPORTER": "none"},
+    {"OTEL_METRICS_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},
+    {"OTEL_METRICS_EXPORTER": "console", "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "torch_grad_exporter"},
+]
+
+
+@pytest.mark.parametrize("variables", OFF, ids=str)
 def test_what_is_switched_off_stays_off(variables: dict[str, str]) -> None:
     """Where nothing may be shown, or the instrumentor is disabled, a training is not watched."""
     done = instrumented("-c", NOT_WATCHED, **variables)

@@ -148,30 +148,36 @@ def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
     """The options before the script, and the script with all behind it."""
     ours: list[str] = []
     rest = [*arguments]
-    while rest:
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--") and (rest[0][:2] != "-m"):
         one = rest.pop(0)
-        name, equals, value = one.partition("=")
-        if one == "-m" or (one.startswith("-m") and not one.startswith("--")):
-            module = one[2:] or (rest.pop(0) if rest else "")
-            if not module:
-                parser.error("argument -m: name the module to run")
-            return ours, script.Target(module, rest, is_module=True)
-        if one == "--":
-            return ours, script.Target(rest[0], rest[1:]) if rest else None
-        if not one.startswith("-") or one == "-":
-            return ours, script.Target(one, rest)
-        if name in ("-h", "--help"):
+        if one in ("-h", "--help"):
             return [one], None
-        if name not in (*_NAMES, "--save"):
-            parser.error(f"unknown option {name}; options of the script stand behind it: {PROGRAM} train.py {one}")
-        if name in _NAMES and _NAMES[name].is_switch:
-            value = value if equals else "on"
-        elif not equals:
-            if not rest:
-                parser.error(f"argument {name}: expected a value")
-            value = rest.pop(0)
-        ours.append(f"{name}={value}")
-    return ours, None
+        ours.append(_option(one, rest, parser))
+    if not rest:
+        return ours, None
+    first = rest.pop(0)
+    if first[:2] == "-m":
+        module = first[2:] or (rest.pop(0) if rest else "")
+        if not module:
+            parser.error("argument -m: name the module to run")
+        return ours, script.Target(module, rest, is_module=True)
+    if first == "--":
+        return ours, script.Target(rest[0], rest[1:]) if rest else None
+    return ours, script.Target(first, rest)
+
+
+def _option(one: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
+    """An option of ours as `--name=value`, whose value may be the next argument, which is then taken."""
+    name, equals, value = one.partition("=")
+    if name not in (*_NAMES, "--save"):
+        parser.error(f"unknown option {name}; options of the script stand behind it: {PROGRAM} train.py {one}")
+    if name in _NAMES and _NAMES[name].is_switch:
+        value = value if equals else "on"
+    elif not equals:
+        if not rest:
+            parser.error(f"argument {name}: expected a value")
+        value = rest.pop(0)
+    return f"{name}={value}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ LAUNCHERS = {
         name: f"{name} torch-grad-exporter run train.py"
         for name in ("mpirun", "mpiexec", "srun", "opentelemetry-instrument", "nohup", "uv", "env")
     },
-    **{name: "torch-grad-exporter run train.py" for name in ("python", "python3", "bash", "sh")},
+    **dict.fromkeys(("python", "python3", "bash", "sh"), "torch-grad-exporter run train.py"),
 }
 """What starts other processes, by its name or module, and how it is told to start this command in each of them."""
 

@@ -27,10 +27,10 @@ from torch_grad_exporter.integrations.roots import living, named, trained_roots
 from torch_grad_exporter.torch_compat import (
     forward_under_way,
     graph_task,
-    step_under_way,
     is_tracing,
     never_compile,
     optimizers_made,
+    step_under_way,
 )
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class Attachment:
         """Why there is no exporter, for the user."""
         if not (self.forwards or self.steps):
             return (
-                "this process never trained: there was neither a forward of a torch.nn.Module with gradients nor a step; of processes "
-                "that a script starts itself, each needs a start_exporter"
+                "this process never trained: there was neither a forward of a torch.nn.Module with gradients nor a step; a "
+                "process that a script starts itself needs a start_exporter of its own"
             )
         if self._waiting.backward_seen or self.steps:
             return "the training ended with its first step, or no module has the parameters that it trains"
@@ -184,7 +184,8 @@ class Attachment:
             self._give_way(others[0])
         return bool(others)
 
-    def _give_way(self, other: object) -> None:
+    def _give_way(self, other: Exporter) -> None:
+        """The script has an exporter of its own, or starts one, for which the one here has been closed."""
         self.disarm()
         self.gave_way = True
         self._attached(other)
@@ -214,7 +215,7 @@ class Attachment:
             self._replaced(before)
             self.exporter = None
         exporter = start_exporter(models[""] if [*models] == [""] else models, **options)
-        exporter.gives_way = self._took_over
+        exporter.gives_way = self._give_way
         exporter.on_foreign_optimizer(self._foreign_optimizer)
         self.exporter = exporter
         self._attached(exporter)
@@ -230,10 +231,6 @@ class Attachment:
             self._foreign.add(optimizer)
             if not self._handles and not self.gave_way and not self.given_up:
                 self._arm_forwards()
-
-    def _took_over(self, other: object) -> None:
-        """The script has started an exporter of its own since; the one here is closed."""
-        self._give_way(other)
 
     def _failed(self, error: Exception) -> None:
         """A boundary: the hooks call this within the script's own forward."""

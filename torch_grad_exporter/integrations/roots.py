@@ -77,7 +77,7 @@ def named(roots: Iterable[torch.nn.Module], frame: types.FrameType | None) -> di
     """
     models = [*roots]
     if len(models) < 2:
-        return {"": model for model in models}
+        return dict(zip([""], models, strict=False))
     wanted, names = {id(model) for model in models}, dict[int, str]()
     for name, value in _variables(frame):
         if id(value) in wanted and id(value) not in names and name not in names.values():

@@ -1,4 +1,4 @@
-"""In the manner of nanoGPT: everything at the top, micro-batches, autocast, two groups of AdamW, clipping, a learning rate by hand."""
+"""In the manner of nanoGPT: all at the top, micro-batches, autocast, two groups of AdamW, clipping, a learning rate by hand."""
 
 import contextlib
 import math

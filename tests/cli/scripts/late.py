@@ -6,7 +6,7 @@ from record import note
 torch.manual_seed(0)
 encoder = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
-for step in range(3):
+for _ in range(3):
     optimizer.zero_grad()
     loss = encoder(torch.randn(6, 4)).square().mean()
     loss.backward()
