@@ -49,7 +49,11 @@ LEFT_OUT = {
         "called by the user's own loop, or behind the guard of `at_steps`; tests/actions/test_clipper.py and test_clip_at_steps.py",
     ),
     "cli.main": "a program of its own",
-    "cli.demo": "a program of its own",
+    **dict.fromkeys(("cli.demo", "cli.run", "cli.script"), "a program of its own"),
+    **dict.fromkeys(
+        (f"integrations.{room}" for room in ("attach", "roots")),
+        "behind the guard of `integrations.attach`, tests/integrations/test_attach.py",
+    ),
     **dict.fromkeys(
         ("config.checked", "config.kinds", "config.option", "config.settings"),
         "wrong options raise before the training",
@@ -357,10 +361,14 @@ def doubled(original: Any, fault: Fault) -> Any:  # noqa: ANN401 - a function, o
 
 
 @functools.cache
+ELSEWHERE = {"torch_grad_exporter.integrations.opentelemetry"}
+"""What needs a framework; tests/trainers has its tests."""
+
+
 def modules() -> list[types.ModuleType]:
     """All modules of the package."""
     found = pkgutil.walk_packages(torch_grad_exporter.__path__, f"{torch_grad_exporter.__name__}.")
-    return [importlib.import_module(one.name) for one in found]
+    return [importlib.import_module(one.name) for one in found if one.name not in ELSEWHERE]
 
 
 def seams() -> Iterator[Seam]:

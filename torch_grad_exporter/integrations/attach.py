@@ -200,7 +200,9 @@ class Attachment:
         watched = [model for reference in self._watched if (model := reference()) is not None]
         if not roots or {*map(id, roots)} == {*map(id, watched)}:
             return False
-        names = sorted({type(one).__name__ for one in optimizers if trained_roots([one], roots)})
+        # What wraps an optimizer, such as Accelerate's, is none by itself.
+        own = [one for one in optimizers if not isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)]
+        names = sorted({type(one).__name__ for one in own if trained_roots([one], roots)})
         self._attach(named(roots, frame), ", ".join(names))
         return self.exporter is not None
 

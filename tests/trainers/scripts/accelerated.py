@@ -1,4 +1,4 @@
-"""A loop of Accelerate's own, in as many processes as its launcher starts."""
+"""A loop of Accelerate's own, as its launcher starts it."""
 
 import os
 
