@@ -269,6 +269,12 @@ UNREACHED = {
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
     "torch_compat.tell": "the start",
     **dict.fromkeys(
+        (f"torch_compat.{name}" for name in (
+            "ForwardUnderWay.begins_anew", "StepUnderWay.begins_anew", "forward_under_way", "optimizers_made", "step_under_way",
+        )),
+        "behind the guard of `integrations.attach`, tests/integrations/test_attach.py",
+    ),
+    **dict.fromkeys(
         ("torch_compat.runs_compiled", "torch_compat.uncompiled"), "explain, tests/inspection/explain/test_explain.py",
     ),
     "torch_compat.follows_freezing": "Freeze, tests/actions/freeze/test_ranks.py",
@@ -360,11 +366,11 @@ def doubled(original: Any, fault: Fault) -> Any:  # noqa: ANN401 - a function, o
     return double
 
 
-@functools.cache
 ELSEWHERE = {"torch_grad_exporter.integrations.opentelemetry"}
 """What needs a framework; tests/trainers has its tests."""
 
 
+@functools.cache
 def modules() -> list[types.ModuleType]:
     """All modules of the package."""
     found = pkgutil.walk_packages(torch_grad_exporter.__path__, f"{torch_grad_exporter.__name__}.")

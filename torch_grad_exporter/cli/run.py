@@ -119,7 +119,7 @@ def _log() -> logging.Logger:
     log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.ERROR)
     handler = logging.StreamHandler(sys.__stderr__)
-    log.addHandler(handler)
+    log.handlers[:] = [handler]
     return log
 
 

@@ -7,6 +7,7 @@ one look.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -195,8 +196,11 @@ class Attachment:
 
     def _find_and_attach(self, module: torch.nn.Module | None, frame: types.FrameType) -> bool:
         """Looks for what is trained, and watches it; whether that is something else than before."""
+        known = () if module is None else (module,)
+        if len(trained_roots(*living(), known)) > 1:
+            gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
         optimizers, modules = living()
-        roots = trained_roots(optimizers, modules, () if module is None else (module,))
+        roots = trained_roots(optimizers, modules, known)
         watched = [model for reference in self._watched if (model := reference()) is not None]
         if not roots or {*map(id, roots)} == {*map(id, watched)}:
             return False
