@@ -37,8 +37,7 @@ class Expected:
 
 
 BY_HAND = (
-    "watching RNN, trained by no optimizer of PyTorch: "
-    "norms are shown only where the script calls the step() of an exporter of its own"
+    "watching RNN, trained by no optimizer that is known: norms are shown where one of PyTorch steps, or exporter.step() is called"
 )
 
 EXPECTED = {

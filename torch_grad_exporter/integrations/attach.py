@@ -47,7 +47,7 @@ LONGEST_WAIT = 1024
 """Training forwards from one look at all objects of the process to the next, at most, while no optimizer owns a model."""
 
 
-_BY_HAND = ", trained by no optimizer of PyTorch: norms are shown only where the script calls the step() of an exporter of its own"
+_BY_HAND = ", trained by no optimizer that is known: norms are shown where one of PyTorch steps, or exporter.step() is called"
 
 
 class Tells(Protocol):
