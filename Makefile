@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+DIST ?= dist
 # Programs that the tests run against; a Debian package each, as PACKAGE or PACKAGE=PROGRAM. Chromium alone is installed.
 TOOLS ?= prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics docker-compose chromium
 
@@ -30,7 +31,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda lint type golden dashboards gallery docs tools build clean
+.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda lint type golden dashboards gallery docs tools build image clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -149,8 +150,12 @@ tools: ## fetch the servers, the browser and Grafana's types that the tests run 
 	@TOOLS='$(TOOLS)' scripts/get_tools.sh
 	@scripts/get_schema.sh
 
-build: venv ## build the wheel into dist
-	$(BIN)/python -m build --wheel
+build: venv ## build the sdist and, from it, the wheel into dist/ (DIST=...)
+	$(BIN)/python -m build --outdir $(DIST)
+
+image: ## build the image of the demo and the gate, where Docker is (ARGS='--build-arg ...')
+	@docker info >/dev/null 2>&1 || { echo 'make: no Docker daemon answers; install Docker, or start it' >&2; exit 1; }
+	docker build --tag torch-grad-exporter $(ARGS) .
 
 clean: ## remove everything that make and the tools made
 	rm -rf .venv .venv-bench .venv-trainers .venv-torch-* .tools build dist site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

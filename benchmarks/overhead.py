@@ -177,7 +177,7 @@ def _apart(plan: Plan) -> Cell:
 
 
 def main() -> None:
-    """Measures, prints the tables and writes `results/overhead.json`, or `overhead-trial.json` if that was not everything."""
+    """Measures, prints the tables and writes `results/overhead.json`; what was not everything goes to another file."""
     options = _options()
     quick = options.quick
     workloads = options.workload or (["mlp"] if quick else list(WORKLOADS))
@@ -201,7 +201,8 @@ def main() -> None:
     took = round(time.monotonic() - start)
     complete = not (quick or options.workload or options.monitor or options.seconds)
     results = {"tables": found, "took_seconds": took, "cells": cells}
-    print(f"\n{took} s; written to {record.save('overhead' if complete else 'overhead-trial', results).relative_to(record.ROOT)}")
+    path = record.save(options.save or ("overhead" if complete else "overhead-trial"), results)
+    print(f"\n{took} s; written to {path.relative_to(record.ROOT)}")
 
 
 def _options() -> argparse.Namespace:
@@ -209,6 +210,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="only this one; may be repeated")
     parser.add_argument("--monitor", action="append", choices=MONITORS, help="only this one; may be repeated")
     parser.add_argument("--seconds", type=float, help="of measuring the exporter, per workload; the others take 15 % of it each")
+    parser.add_argument("--save", metavar="NAME", help="write results/NAME.json, for a part of the page of its own")
     parser.add_argument("--quick", action="store_true", help="one workload and few rounds, in about two minutes: a smoke test")
     return parser.parse_args()
 

@@ -30,8 +30,10 @@ def _workload_table(cells: dict[str, dict[str, Cell]]) -> record.Table:
 def _overhead_table(cells: dict[str, dict[str, Cell]]) -> record.Table:
     monitors = [name for name in MONITORS if any(name in row for row in cells.values())]
     rows: list[list[str]] = []
-    if any("control" in cell for row in cells.values() for cell in row.values()):
-        rows.append(["no monitor (control)", "", *(_shown(row.get("exporter", {}), "control") for row in cells.values())])
+    for name in monitors:
+        if any("control" in row.get(name, {}) for row in cells.values()):
+            title = "no monitor (control)" if name == "exporter" else f"no monitor (control of {MONITORS[name].title})"
+            rows.append([title, "", *(_shown(row.get(name, {}), "control") for row in cells.values())])
     rows += [
         [MONITORS[name].title, MONITORS[name].gives, *(_shown(row.get(name, {}), "monitored") for row in cells.values())]
         for name in monitors
@@ -56,19 +58,25 @@ def _reasons(cells: dict[str, dict[str, Cell]]) -> list[str]:
 
 
 def _exporter_table(cells: dict[str, dict[str, Cell]]) -> record.Table:
+    found = [(workload, name, cell) for workload, row in cells.items() for name, cell in row.items() if cell.get("exporter")]
+    ours = {name for _, name, cell in found if "control" in cell}
     rows = []
-    for name, row in cells.items():
-        cell = row.get("exporter", {})
-        if "exporter" in cell:
-            seen, measured = cell["exporter"], cell["monitored"]
-            interval = f"{seen['interval_at_start']}, {seen['interval_at_end']}"
-            in_block = f"{seen['fewest_in_a_block']} to {seen['most_in_a_block']}"
-            said, all_rounds = f"{100 * seen['own_ratio']:.2f} %", f"{100 * measured['untrimmed']:+.2f} %"
-            rows.append([WORKLOADS[name].title, interval, cell["steps_per_block"], measured["rounds"], in_block, all_rounds, said])
+    for workload, name, cell in found:
+        if name in ours:
+            title = WORKLOADS[workload].title
+            rows.append([title if ours == {"exporter"} else f"{title}, {MONITORS[name].title}", *_meanwhile(cell)])
     columns = ["workload", "interval at start, end", "steps per block", "rounds", "samples per block"]
-    return record.table(
-        "The exporter at its defaults, meanwhile", [*columns, "overhead of all rounds, untrimmed", "its own figure"], rows
-    )
+    title = "The exporter at its defaults, meanwhile" if ours <= {"exporter"} else "The exporter, meanwhile"
+    return record.table(title, [*columns, "overhead of all rounds, untrimmed", "its own figure"], rows)
+
+
+def _meanwhile(cell: Cell) -> list[record.Cell]:
+    """What an exporter with its own interval did during the measurement."""
+    seen, measured = cell["exporter"], cell["monitored"]
+    interval = f"{seen['interval_at_start']}, {seen['interval_at_end']}"
+    in_block = f"{seen['fewest_in_a_block']} to {seen['most_in_a_block']}"
+    said, all_rounds = f"{100 * seen['own_ratio']:.2f} %", f"{100 * measured['untrimmed']:+.2f} %"
+    return [interval, cell["steps_per_block"], measured["rounds"], in_block, all_rounds, said]
 
 
 def _shown(cell: Cell, arm: str) -> str:

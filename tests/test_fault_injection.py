@@ -123,8 +123,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         (
-            "outputs.live.history", "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context",
-            "rules.declaration",
+            "outputs.live.history", "outputs.live.rows", "outputs.live.track",
+            "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration",
             "rules.memory", "rules.origin", "rules.resources", "rules.training", "rules.values", "rules.watch",
             "outputs.live.live", "outputs.live.pages",
         ),
@@ -237,9 +237,10 @@ UNREACHED = {
     ),
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
-            "worker.HostSide.read", "worker.EachSample.take",
+            "cursor.Singles.take", "worker.HostSide.read", "worker.HostSide.read_as",
         )), "the thread of the history, tests/aggregation/test_cursor.py",
     ),
+    "aggregation.cursor.Losses.with_one": "more losses than have a place of their own, tests/outputs/live/test_each_sample.py",
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
     "model.layers.LayerIndex.all_layers": "the start",

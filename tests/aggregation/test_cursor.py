@@ -20,8 +20,9 @@ from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.collectors.gradients import GradientCollector
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.outputs.live.history import SCALARS, History, Moment, Window
+from torch_grad_exporter.outputs.live.history import History, Moment, Window
 from torch_grad_exporter.outputs.live.recorder import Moments
+from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.otlp.delta import Deltas
 from torch_grad_exporter.transfer.events import Mailbox, Observed
 

@@ -15,16 +15,17 @@ from torch_grad_exporter.aggregation.cursor import Cursor, Losses
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.worker import Reading, Snapshot
+from torch_grad_exporter.collectors.clipping import GRAD_GLOBAL_NORM_AFTER_CLIP
 from torch_grad_exporter.collectors.gradients import (
     GRAD_GLOBAL_NORM,
-    GRAD_GLOBAL_NORM_AFTER_CLIP,
     GRAD_NORM,
     GRAD_SHARD_NORM,
     GradientCollector,
 )
 from torch_grad_exporter.metrics.families import Family
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, Moment
+from torch_grad_exporter.outputs.live.history import QUANTITIES, Moment
 from torch_grad_exporter.outputs.live.recorder import Moments
+from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.transfer.events import Observed, Outcome
 
 

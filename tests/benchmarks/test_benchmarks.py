@@ -135,6 +135,27 @@ def test_the_exporter_is_sampled_in_the_blocks_that_are_measured(monkeypatch: py
     assert [row[0] for row in table["rows"]] == ["no monitor (control)", "this exporter, defaults"]
 
 
+def test_two_exporters_have_a_control_each(one_thread: None) -> None:
+    """Both controls are rows, and the table of intervals says of each row which exporter it is about."""
+    compared = {"overhead": 0.01, "low": 0.0, "high": 0.02, "untrimmed": 0.01, "rounds": 3}
+    seen = {"interval_at_start": 8, "interval_at_end": 16, "fewest_in_a_block": 1, "most_in_a_block": 2, "own_ratio": 0.005}
+    cell = {"monitored": compared, "control": compared, "exporter": seen, "steps_per_block": 16}
+    of_each_step = {"monitored": compared, "exporter": seen, "steps_per_block": 16}  # an interval of 1, and so no control
+    found = {"exporter": cell, "exporter_activations": cell, "exporter_every_1": of_each_step}
+    _, overheads, meanwhile = overhead_tables.tables({"mlp": found})
+    assert [row[0] for row in overheads["rows"]] == [
+        "no monitor (control)",
+        "no monitor (control of this exporter, `activations=True`)",
+        "this exporter, defaults",
+        "this exporter, `activations=True`",
+        "this exporter, `every=1`",
+    ]
+    assert [row[0] for row in meanwhile["rows"]] == [
+        "MLP 784-256-128-10, this exporter, defaults",
+        "MLP 784-256-128-10, this exporter, `activations=True`",
+    ]
+
+
 def test_a_plain_arm_runs_without_the_exporters_hooks(one_thread: None) -> None:
     """PyTorch's global optimizer hooks hold the exporter's while its own arm runs, and nothing while a plain one does."""
     before = len(_global_optimizer_pre_hooks)

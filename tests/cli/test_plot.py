@@ -44,8 +44,9 @@ from torch_grad_exporter.collectors.gradients import GRAD_DEAD_RATIO
 from torch_grad_exporter.collectors.training import TRAIN_STATE, TRAIN_STEPS
 from torch_grad_exporter.metrics.families import Family, LabelRows
 from torch_grad_exporter.outputs.live import saved as reading
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, SCALARS, History, Moment
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, History, Moment
 from torch_grad_exporter.outputs.live.live import Live, Run
+from torch_grad_exporter.outputs.live.rows import SCALARS
 
 HOSTILE = ["</script><script>alert(1)</script>", "<!--", "]]>", "a$b$c^_{", "lone \ud800", "schicht.ä", "\u2028 \\n", "x" * 200]
 PASSWORD = "p@ss: w/rd%"  # noqa: S105 - of these tests alone

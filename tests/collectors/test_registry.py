@@ -21,7 +21,12 @@ from torch_grad_exporter.collectors.registry import Collector, Declaration, Regi
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, scalar
 
-NO_COLLECTORS = {"__init__", "clip_reports", "context", "frozen_layers", "happened", "origins", "outcomes", "registry", "scrape"}
+OF_GRADIENTS = {"clipping", "weights"}
+"""Files with metrics of the collector `gradients`."""
+
+NO_COLLECTORS = OF_GRADIENTS | {
+    *("__init__", "clip_reports", "context", "frozen_layers", "happened", "origins", "outcomes", "registry", "scrape"),
+}
 """Files of the package that hold none."""
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
+
+from tests.support.compiled import forget_what_was_compiled
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled() -> None:
-    compiler, utils = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.utils")
-    if compiler is not None and utils is not None:
-        compiler.reset()
-        utils.counters.clear()
+    forget_what_was_compiled()

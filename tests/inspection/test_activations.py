@@ -273,6 +273,25 @@ def test_forwards_that_are_no_training_do_not_count() -> None:
     assert found[0][0]["rms"] is not None
 
 
+def test_micro_batches_that_are_given_up_do_not_count() -> None:
+    """Of a step whose gradients are cleared after one of two micro-batches nothing is in the sample of the next step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kept = Kept(model, {"0": 1, "1": 1, "2": 1})
+    with watched(model) as exporter:
+        for step in range(6):
+            if step == 5:
+                optimizer.zero_grad()
+                model(1000 * torch.randn(3, 4)).sum().backward()
+            kept.clear()
+            train(model, optimizer, *torch.randn(2, 3, 4))
+        exporter._training.capture.close()
+        assert value(exporter, "torch_train_skipped_steps_total") == 1
+        for name in ("0", "1", "2"):
+            agree(shown(exporter, name), kept.reference(name), 1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_second_forward_of_a_checkpoint_is_left_out(reentrant: bool) -> None:
     """A checkpointed part shows each output once; its gradients as well, where the checkpoint is not reentrant."""

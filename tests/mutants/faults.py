@@ -1,4 +1,4 @@
-"""106 small faults of the kind that a careless move makes, 69 of them spread over the folders of the package.
+"""116 small faults of the kind that a careless move makes, 74 of them spread over the folders of the package.
 
 They were written down from the code alone, before anybody looked whether a test finds them: a reset that is dropped, two calls in
 the wrong order, `=` for `|=`, `or` for `and`, a guard that is left out, a unit that is missing. Each changes what a user sees; none
@@ -186,7 +186,7 @@ OUTPUTS = (
     ),
     Fault(
         "times that were moved are not new",
-        "outputs/live/history.py",
+        "outputs/live/track.py",
         '        self._whole["at"][:, 0] += seconds\n        self._moved = self.count\n',
         '        self._whole["at"][:, 0] += seconds\n',
         ("outputs/live/test_history.py",),
@@ -626,7 +626,7 @@ INSPECTION = (
         ("inspection/test_record.py",),
     ),
     Fault(
-        "what a forward has shown counts without a backward",
+        "what a step that is given up has shown counts in the next one",
         "inspection/rounds.py",
         "        if self._round.number != number:\n            self._round = _Round(number)\n",
         "        if self._round.number == -1:\n            self._round = _Round(number)\n        self._round.number = number\n",

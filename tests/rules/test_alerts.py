@@ -42,6 +42,16 @@ weights and of several models."""
 EVALUATES = "fires, though it evaluates for one minute in ten"
 """The name of the unit test of each alert that asks whether a run evaluates."""
 
+TOOLS = {
+    "activations=True": "activations.md",
+    "exporter.watch(": "activations.md#watch",
+    "weights=True": "metrics.md#weights",
+    "nan_origin=": "nan-origin.md",
+    "explain(": "explain.md",
+    "record": "record.md",
+}
+"""The tools of inspection as the texts name them, and the page on each."""
+
 NO_METRICS = {"torch_grad_exporter"}
 """What begins like a metric and is the package."""
 
@@ -290,6 +300,45 @@ def test_the_runbook_says_what_to_do(name: str) -> None:
     assert {"run"} <= matchers.keys()
     seen = [labels for test in UNIT_TESTS[name] for labels in firing(test)]
     assert all(matchers.keys() <= labels.keys() for labels in seen)
+
+
+def of_the_model() -> list[str]:
+    """The alerts on what the model does: their expressions ask for gradients, weights, outputs of modules or the loss."""
+    sections = {"Gradients", "Clipping", "Weights", "Activations", "Watched tensors"}
+    shown = {spec.name for section in CATALOGUE.sections if section.title in sections for spec in section.specs}
+    shown |= {name for name in CATALOGUE if re.match(r"torch_train_loss(_(spikes|nonfinite).*)?$", name)}
+
+    def concerns(name: str) -> bool:
+        return any(shown & set(re.findall(r"torch_\w+", str(rule["expr"]))) for rule in BY_NAME[name])
+
+    return sorted(filter(concerns, BY_NAME))
+
+
+def test_most_alerts_are_not_on_the_model() -> None:
+    """Those on gradients, weights and losses are found by what they ask for, and no others."""
+    assert of_the_model() == [
+        *("GradientExploding", "GradientVanishing", "LayerDead", "LayerNotUpdating", "LayerWithoutGradient", "LossNotImproving"),
+        *("LossSpike", "ModelsOutOfBalance", "TrainingNonFiniteGradients", "TrainingNonFiniteLoss"),
+    ]
+
+
+@pytest.mark.parametrize("name", of_the_model())
+def test_the_runbook_says_what_looks_closer(name: str) -> None:
+    """A section on what the model does has a part that names a tool of inspection and leads to its page."""
+    section = re.split(r"^## ", RUNBOOK.partition(f"\n## {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    part = section.partition("**Look closer.**")[2].partition("**To silence it.**")[0]
+    links = re.findall(r"\]\(([\w-]+\.md(?:#[\w-]+)?)\)", part)
+    assert any(tool.rstrip("(") in part and page in links for tool, page in TOOLS.items())
+    for page, _, anchor in (link.partition("#") for link in links):
+        headings = re.findall(r"^#+ (.*)$", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def test_tools_of_inspection_are_there() -> None:
+    """Each tool that the runbook may name is named in it, and has its page."""
+    for tool, page in TOOLS.items():
+        assert tool.rstrip("(") in RUNBOOK
+        assert (REPOSITORY / "docs" / page.partition("#")[0]).is_file()
 
 
 @pytest.mark.parametrize("page", ["runbook.md", "dashboards.md"])

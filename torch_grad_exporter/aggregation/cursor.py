@@ -7,7 +7,9 @@ are referenced weakly: one that its consumer has dropped is forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,11 +76,44 @@ class NormSums:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Single:
+    """A value by itself, with the number of the optimizer step that it is of, and its Unix time. Infinity: it is not finite."""
+
+    name: str
+    step: int
+    at: float
+    value: float
+
+
+class Singles:
+    """The first values of each quantity, `most` of each, by themselves. `now`: Unix time."""
+
+    def __init__(self, most: int, now: Callable[[], float]) -> None:
+        self._most = most
+        self._now = now
+        self._count: Counter[str] = Counter()
+        self._values: list[Single] = []
+
+    def enter(self, name: str, step: int | None, value: float) -> bool:
+        """Takes a value, if its step is known and there have not been too many of its name; whether it did."""
+        if step is None or self._count[name] >= self._most:
+            return False
+        self._count[name] += 1
+        self._values.append(Single(name, step, self._now(), value if math.isfinite(value) else math.inf))
+        return True
+
+    def take(self) -> Sequence[Single]:
+        """Those since the last call, in the order in which they came."""
+        found, self._values = self._values, []
+        return found
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Cursor:
     """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read.
 
-    `norms`: of layers, only for a consumer that asks for them.
+    `norms`: of layers, only for a consumer that asks for them. `singles`: the same; what is there is in no mean and no peak.
     """
 
     samples: int = 0
@@ -86,3 +121,4 @@ class Cursor:
     layers: Peaks = field(default_factory=Peaks)
     optimizers: Peaks = field(default_factory=Peaks)
     norms: NormSums | None = None
+    singles: Singles | None = None

@@ -131,10 +131,13 @@ class GradientAggregation:
         """Counts a capture whose vectors never arrived."""
         self._undelivered += isinstance(event, Captured)
 
-    def observe_norm(self, norm: float) -> None:
-        """Takes a global norm that the user computed before clipping; from then on it is the source of that norm."""
+    def observe_norm(self, norm: float, step: int | None = None) -> None:
+        """Takes a global norm that the user computed before clipping; from then on it is the source of that norm.
+
+        `step`: the number of the optimizer step that it is of.
+        """
         with np.errstate(all="ignore"):
-            self._optimizers.observe(norm)
+            self._optimizers.observe(norm, step)
             self._pending.given(norm)
             if self._nonfinite is not None and not math.isfinite(norm):
                 self._nonfinite(())

@@ -71,13 +71,15 @@ class OptimizerTotals:
         if optimizer in settled.uncounted:
             one[f"nonfinite_{outcome.value}"] += sample.nonfinite(mine)
 
-    def observe(self, norm: float) -> None:
-        """Takes an observed norm; from then on it is the source of norms, as far as it is known whose it is."""
+    def observe(self, norm: float, step: int | None = None) -> None:
+        """Takes an observed norm of a step; from then on it is the source of norms, as far as it is known whose it is."""
         found = np.array([norm if norm >= 0 else np.nan])  # DeepSpeed says -1 where the norm is NaN or Inf
         self._untold = not np.isfinite(found[0])
         row = self._row(OBSERVED)
         self._totals["norm"][row], self._totals["sized"][row] = found[0], True
-        self._enter(row, found, np.array([np.nan]), fresh=True)
+        # With several optimizers it is not known whose norm it is; of one that is not finite the outcome tells.
+        single = step if len(self._row_of) < 3 and not self._untold else None
+        self._enter(row, found, np.array([np.nan]), fresh=True, step=single)
 
     def resolve(self, outcome: Outcome) -> None:
         """Says what became of the step whose norm was observed last."""
@@ -85,10 +87,12 @@ class OptimizerTotals:
             self._totals[f"nonfinite_{outcome.value}"][self._row(OBSERVED)] += 1
             self._untold = False
 
-    def _enter(self, row: int, norm: FloatArray, after: FloatArray, *, fresh: bool) -> None:
-        """`fresh`: the norm of this round was not known before."""
+    def _enter(self, row: int, norm: FloatArray, after: FloatArray, *, fresh: bool, step: int | None = None) -> None:
+        """`fresh`: the norm of this round was not known before. `step`: that of a norm for those who want each by itself."""
         rows = np.array([row])
         for cursor in self._cursors:
+            if cursor.singles is not None and cursor.singles.enter("norm", step, float(norm[0])):
+                continue
             cursor.optimizers.enter(rows, norm if fresh else np.array([np.nan]), after)
         if fresh:
             entered, norms = enter_norms(self._totals, rows, norm, HALF_DECADE_BOUNDS)

@@ -70,6 +70,7 @@ class TrainingTotals:
         bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
         totals.duration_buckets[bucket] += 1
         totals.duration_sum += event.seconds
+        self._enter("step_seconds", event.step, event.seconds)
         if event.trace is not None:
             totals.exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
 
@@ -108,6 +109,8 @@ class TrainingTotals:
         totals = self._totals
         if event.labels:
             totals.learning_rates[event.labels] = value
+            if event.labels == next(iter(totals.learning_rates)):
+                self._enter("learning_rate", event.step, value)
         elif event.name in ("samples", "tokens"):
             total = totals.sums.get(event.name, 0.0) + value
             if value >= 0 and math.isfinite(total):
@@ -115,16 +118,24 @@ class TrainingTotals:
         else:
             totals.last[event.name] = value
             if event.name == "loss":
-                self._judge_loss(value)
+                self._judge_loss(value, event.step)
 
-    def _judge_loss(self, value: float) -> None:
+    def _enter(self, name: str, step: int | None, value: float) -> None:
+        """A value of a step, for those who want each by itself."""
+        for cursor in self._cursors:
+            if cursor.singles is not None:
+                cursor.singles.enter(name, step, value)
+
+    def _judge_loss(self, value: float, step: int | None) -> None:
+        alone = [cursor for cursor in self._cursors if cursor.singles is not None and cursor.singles.enter("loss", step, value)]
         if not math.isfinite(value):
             self._totals.loss_nonfinite += 1
             if self.nonfinite is not None:
                 self.nonfinite()
             return
         for cursor in self._cursors:
-            cursor.losses = cursor.losses.with_one(value)
+            if cursor not in alone:
+                cursor.losses = cursor.losses.with_one(value)
         self._totals.loss_spikes += self._loss_baseline.is_spike(value)
 
     def snapshot(self) -> TotalsSnapshot:

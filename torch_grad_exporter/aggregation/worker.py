@@ -11,16 +11,16 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 # NumPy imports this when its `unique` or `median` is first called. No background thread may be the one that does: its imports
 # wait for a fork of the training, and a child that is forked meanwhile waits for them without end.
 import numpy.ma  # noqa: F401
 
 from torch_grad_exporter.aggregation import samples
-from torch_grad_exporter.aggregation.cursor import Cursor, Losses, NormSums
+from torch_grad_exporter.aggregation.cursor import Cursor, Losses, NormSums, Single, Singles
 from torch_grad_exporter.aggregation.gradients import GradientAggregation, GradientSnapshot, NewGradients
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotals
 from torch_grad_exporter.errors import ErrorLog
@@ -75,32 +75,24 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Everything as of one moment, and what of it is new to the consumer whose cursor has read."""
+    """Everything as of one moment, and what of it is new to the consumer whose cursor has read.
+
+    `singles`: what it gets by itself, with its step.
+    """
 
     snapshot: Snapshot
     gradients: NewGradients
     losses: Losses
+    singles: Sequence[Single] = ()
 
 
-class EachSample(Generic[_Kept]):
-    """What `of` makes of a reading at each of the next samples, with its Unix time, as long as there are some `left` to be read."""
+@dataclass(slots=True, eq=False)
+class EachSample:
+    """A consumer that reads at each of the next samples while there are some `left`. `take` gets Unix time and the reading."""
 
-    def __init__(self, cursor: Cursor, of: Callable[[Reading], _Kept], left: int) -> None:
-        self.cursor = cursor
-        self.left = left
-        self._of = of
-        self._found: deque[tuple[float, _Kept]] = deque()
-
-    def add(self, at: float, reading: Reading) -> None:
-        """There is one more; on the thread that drains."""
-        self._found.append((at, self._of(reading)))
-        self.left -= 1
-
-    def take(self) -> list[tuple[float, _Kept]] | None:
-        """Those since the last call, in their order; `None` once all have been taken. On one thread."""
-        over = self.left <= 0
-        found = [self._found.popleft() for _ in range(len(self._found))]
-        return None if over and not found else found
+    cursor: Cursor
+    take: Callable[[float, Reading], object]
+    left: int
 
 
 class HostSide:
@@ -130,7 +122,7 @@ class HostSide:
         self._counting = counting
         self._left_out = 0
         self._samples = 0
-        self._each: list[EachSample[Any]] = []
+        self._each: list[EachSample] = []
         """Who wants each sample by itself."""
         self._waiting: deque[tuple[float, _Ticketed]] = deque()
         self._observed: deque[tuple[float, _Ticketed]] = deque()
@@ -157,18 +149,24 @@ class HostSide:
         with self._held(WAIT_SECONDS):
             return self._snapshot()
 
-    def cursor(self, *, norms: bool = False) -> Cursor:
-        """A new consumer's: what comes from now on is new to it. `norms`: whether it asks for those. Raises as `snapshot`."""
-        cursor = Cursor(norms=NormSums() if norms else None)
+    def cursor(self, *, norms: bool = False, singles: int = 0) -> Cursor:
+        """A new consumer's: what comes from now on is new to it. Raises as `snapshot`.
+
+        `norms`: whether it asks for those. `singles`: how many values of each quantity it gets by themselves.
+        """
+        cursor = Cursor(norms=NormSums() if norms else None, singles=Singles(singles, self._now) if singles else None)
         with self._held(WAIT_SECONDS):
             self._drain()
             self._gradients.follow(cursor)
             self._totals.follow(cursor)
         return cursor
 
-    def each_sample(self, of: Callable[[Reading], _Kept], most: int) -> EachSample[_Kept]:
-        """Reads at each of the next samples, so many at most, for a consumer that takes what `of` makes of it."""
-        found = EachSample(self.cursor(), of, most)
+    def each_sample(self, cursor: Cursor, take: Callable[[float, Reading], object], most: int) -> EachSample:
+        """Reads what is new of gradients at each of the next samples, so many at most; losses and singles are left to `read`.
+
+        `take` gets Unix time and the reading, one at a time, and never while `of` of `read_as` runs.
+        """
+        found = EachSample(cursor, take, most)
         self._each.append(found)
         return found
 
@@ -177,13 +175,15 @@ class HostSide:
 
         Raises as `snapshot`; what was new is then still new.
         """
-        with self._held(WAIT_SECONDS):
-            return self._reading(cursor, self._snapshot())
+        return self.read_as(cursor, lambda reading: reading)
 
-    def _reading(self, cursor: Cursor, snapshot: Snapshot) -> Reading:
-        gradients = self._gradients.read(cursor, snapshot.gradients)
-        losses, cursor.losses = cursor.losses, Losses()
-        return Reading(snapshot, gradients, losses)
+    def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
+        """What `of` makes of such a reading, before there is another one."""
+        with self._held(WAIT_SECONDS):
+            snapshot = self._snapshot()
+            gradients = self._gradients.read(cursor, snapshot.gradients)
+            losses, cursor.losses = cursor.losses, Losses()
+            return of(Reading(snapshot, gradients, losses, () if cursor.singles is None else cursor.singles.take()))
 
     def _snapshot(self) -> Snapshot:
         # Read first: what is over when the mailbox is drained has its record there.
@@ -279,7 +279,7 @@ class HostSide:
         else:
             value = event.value if isinstance(event.value, float) else float(samples.values(event.value.ready())[0])
             if event.name == "grad_norm":
-                self._gradients.observe_norm(value)
+                self._gradients.observe_norm(value, event.step)
             else:
                 self._totals.observed(event, value)
                 if event.name == "samples":
@@ -290,7 +290,8 @@ class HostSide:
         now, self._each = self._now(), [each for each in self._each if each.left > 0]
         for each in self._each:
             snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True), self._totals.snapshot())
-            each.add(now, self._reading(each.cursor, snapshot))
+            each.take(now, Reading(snapshot, self._gradients.read(each.cursor, snapshot.gradients), Losses()))
+            each.left -= 1
 
 
 def _tickets(event: _Ticketed) -> list[Ticket]:

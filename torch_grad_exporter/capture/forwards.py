@@ -30,8 +30,6 @@ class ForwardWatch:
         self._preparation = backward.preparation
         self._steps = steps
         self._observations = observations
-        self._trained = False
-        """Whether there was a training forward, outside of a backward, since the last step."""
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
@@ -50,13 +48,13 @@ class ForwardWatch:
             if not again:  # within a backward this may be a thread of autograd's
                 self._parts.thread.is_here()
                 clock.switch(FORWARD)
-            if clock.examples_known and not (again and self._trained):
+            if clock.examples_known and not (again and clock.forward_came):
                 size = batch_size(args, kwargs) if self._parts.index.models == 1 else None
                 if size is None:
                     clock.examples_unknown()
                 else:
                     clock.examples_came(size)
-            self._trained |= not again
+            clock.forward_came |= not again
         clock.spent(clock.clock() - start)
 
     def ended(self, model: int, module: torch.nn.Module, _args: object, kwargs: dict[str, Any], output: object) -> None:
@@ -76,7 +74,7 @@ class ForwardWatch:
 
     def step_over(self) -> None:
         """A step is over."""
-        self._trained = False
+        self._clock.forward_came = False
 
 
 def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:

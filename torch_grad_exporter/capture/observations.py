@@ -18,7 +18,7 @@ import torch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.round_loss import READ_SECONDS, RoundLoss, Value
-from torch_grad_exporter.transfer.events import Divided, Observed
+from torch_grad_exporter.transfer.events import PLACED, Divided, Observed
 from torch_grad_exporter.transfer.transfer import Arrived, HostTransfer, Ticket
 
 GROUPS = 64
@@ -44,6 +44,10 @@ class Observations:
         self._ring = _Ring()
         self._losses = RoundLoss(parts)
         self._settings_read = float("-inf")
+        self._placed = {"loss": 0, "grad_norm": 0}
+        """Of how many values of each name the step was told."""
+        self._early = False
+        """Whether the last value that was told came between a forward and its backward, as long as rounds were followed closely."""
 
     def observe(self, values: Iterator[tuple[str, Number]]) -> None:
         """Takes observed values, by name; a tensor's first element is copied without waiting for it.
@@ -66,7 +70,7 @@ class Observations:
                         self._clock.examples_unknown()
                     if name == "loss":
                         self._losses.given()
-                    self._post(name, value)
+                    self._post(name, value, step=self._step_told("loss") if name == "loss" else None)
         finally:
             if here:
                 self._clock.spent(self._clock.clock() - start)
@@ -75,7 +79,7 @@ class Observations:
         ticket = self._sent(value)
         if ticket is not None:
             self._count_only.norm_comes()
-            self._parts.mailbox.append(Observed("grad_norm", ticket))
+            self._parts.mailbox.append(Observed("grad_norm", ticket, step=self._step_told("grad_norm")))
             self._count_only.norm_observed()
 
     def _divisor(self, value: Number) -> None:
@@ -91,10 +95,29 @@ class Observations:
         if wanted and divisor is not None:
             self._parts.mailbox.append(Divided(rounds.current.number + bool(rounds.current.stepped), divisor))
 
-    def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = ()) -> None:
+    def _post(self, name: str, value: object, labels: tuple[str, str] | tuple[()] = (), step: int | None = None) -> None:
         ticket = self._sent(value)
         if ticket is not None:
-            self._parts.mailbox.append(Observed(name, ticket, labels))
+            self._parts.mailbox.append(Observed(name, ticket, labels, step))
+
+    def _step_told(self, name: str) -> int | None:
+        """The number of the step that a value is of that is told now: the next one, if a forward or backward came since the last.
+
+        `None` where it is not needed any more, see `PLACED`.
+        Where rounds are only counted no forward is seen: a loop that has told values before its backward goes on to do so.
+        """
+        if self._placed[name] >= PLACED:
+            return None
+        self._placed[name] += 1
+        clock, surplus = self._clock, self._count_only.surplus
+        if surplus is None:
+            current = self._parts.rounds.current
+            passed = bool(current.backwards) and not current.stepped
+            self._early = clock.forward_came and not passed
+            under_way = clock.forward_came or passed
+        else:
+            under_way = surplus > 0 or self._early
+        return clock.taken() + under_way
 
     def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
         """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
@@ -110,18 +133,18 @@ class Observations:
 
     def _post_losses(self, losses: Sequence[Value]) -> None:
         for loss in losses:
-            self._post("loss", loss)
+            self._post("loss", loss, step=self._clock.taken())
 
     def settings(self, moment: float, *, sampled: bool) -> None:
         """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
         if not sampled and moment - self._settings_read <= READ_SECONDS:
             return
-        self._settings_read = self._clock.clock()
+        self._settings_read, step = self._clock.clock(), self._clock.taken()
         # Those that share a number step within the backward, one per parameter; the first stands for them.
         for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):
                 if settings.get("lr") is not None:
-                    self._post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)))
+                    self._post("learning_rate", settings["lr"], (self._parts.optimizers.names[number], str(group)), step)
         if self._parts.reader.scale is not None:
             self._post("loss_scale", self._parts.reader.scale)
 

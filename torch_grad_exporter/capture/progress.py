@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_grad_exporter.transfer.events import Counted, Counting, Mailbox, Stepped
+from torch_grad_exporter.transfer.events import PLACED, Counted, Counting, Mailbox, Stepped
 from torch_grad_exporter.transfer.tracing import TraceIds
 
 PHASES = ("outside", "data", "forward", "backward", "optimizer")
@@ -114,6 +114,8 @@ class StepClock:
         self.skipped = 0
         self.evaluating = False
         self.examples_known = True
+        self.forward_came = False
+        """Whether there was a training forward, outside of a backward, since the last step."""
         self.own_seconds = 0.0
         """What the exporter took on this thread since the last round."""
         self.device_seconds = 0.0
@@ -129,6 +131,8 @@ class StepClock:
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
         self._stretch = 0
+        self._placed = 0
+        """Of how many rounds the step was told."""
         self._round_at: float | None = None
         self._last_step: float | None = None
         self._last_activity: float | None = None
@@ -209,6 +213,13 @@ class StepClock:
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
 
+    def taken(self) -> int:
+        """The steps so far of the optimizer that took the most, as in `counts`. From any thread."""
+        uncommitted = self._uncommitted
+        if uncommitted is None:
+            return max(self.steps.values(), default=0)
+        return max(uncommitted.counts().steps.values())
+
     def _committed(self) -> Counts:
         return Counts(self.steps, self.backward_passes, self.examples)
 
@@ -258,7 +269,10 @@ class StepClock:
         moment = self.clock()
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
-        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace))
+        step = None
+        if self._placed <= PLACED:  # the first one has no duration
+            self._placed, step = self._placed + 1, self.taken()
+        self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
 

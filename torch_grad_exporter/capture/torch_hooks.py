@@ -20,7 +20,15 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.torch_compat import MODULE_HOOKS, STEP_HOOKS, has_step_hooks, is_tracing, never_compile, set_eval_frame
+from torch_grad_exporter.torch_compat import (
+    MODULE_HOOKS,
+    STEP_HOOKS,
+    compile_again,
+    has_step_hooks,
+    is_tracing,
+    never_compile,
+    stop_compiling,
+)
 
 
 class Handle(Protocol):
@@ -51,7 +59,7 @@ class GuardedHook:
         action = self._action
         if action is None:
             return
-        compiler = set_eval_frame(None)
+        compiler = stop_compiling()
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - the boundary: nothing of ours may reach the user's code
@@ -59,8 +67,7 @@ class GuardedHook:
         else:
             self._in_a_row = 0
         finally:
-            if compiler is not None:
-                set_eval_frame(compiler)
+            compile_again(compiler)
 
     def failed(self, error: Exception) -> None:
         """Counts a failure; after `LIMIT` in a row the action is not run again."""

@@ -1,4 +1,7 @@
-"""Collector `gradients`: what the samples show per layer and over each optimizer's parameters."""
+"""Collector `gradients`: what the samples show per layer and over each optimizer's parameters.
+
+`clipping.py` and `weights.py` have its metrics of clipping and of weights.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,16 @@ from torch_grad_exporter.aggregation.exponential import Counts
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.collectors.clipping import CLIPPING, ClipFamilies, clip_families
 from torch_grad_exporter.collectors.frozen_layers import FrozenLabels
 from torch_grad_exporter.collectors.registry import Declaration
-from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES, WEIGHT_MAGNITUDES
+from torch_grad_exporter.collectors.weights import WEIGHTS, weight_families
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows, RowCache
 from torch_grad_exporter.transfer.events import Outcome
 
-GRADIENTS, WEIGHTS = Section("Gradients"), Section("Weights")
+GRADIENTS = Section("Gradients")
 
 # Of a layer
 GRAD_NORM = GRADIENTS.gauge(
@@ -136,32 +141,6 @@ GRAD_MAX = GRADIENTS.gauge(
     opt_in="moments",
 )
 
-WEIGHT_NORM = WEIGHTS.gauge(
-    "torch_weight_norm",
-    "L2 norm of the layer's parameters after the last sampled update of the layer; absent where they are sharded.",
-    "layer",
-    opt_in="weights",
-)
-WEIGHT_UPDATE_RATIO = WEIGHTS.gauge(
-    "torch_weight_update_ratio",
-    "L2 norm of the layer's last sampled update over the L2 norm of its parameters before it; of a sharded layer, over this rank's part.",
-    "layer",
-    opt_in="weights",
-)
-WEIGHT_DISTRIBUTION = WEIGHTS.histogram(
-    "torch_weight_distribution",
-    "Magnitudes of the elements of the layer's parameters: each time that the layer is measured, each element is one observation; of this rank's part where they are sharded. Elements that are not finite are left out.",
-    WEIGHT_MAGNITUDES,
-    "layer",
-    opt_in="weights",
-)
-WEIGHT_CAPTURES = WEIGHTS.counter(
-    "torch_weight_captures_total",
-    "Sampled updates of the layer around which its parameters were measured, a few layers at each sample; steps that were left out do not count.",
-    "layer",
-    opt_in="weights",
-)
-
 # Of the whole model, one series per optimizer where several own different parameters
 GRAD_GLOBAL_NORM = GRADIENTS.gauge(
     "torch_grad_global_norm",
@@ -178,45 +157,6 @@ GRAD_GLOBAL_NORM_SPIKES = GRADIENTS.counter(
     "torch_grad_global_norm_spikes_total",
     "Samples whose global norm lay beyond 6 robust sigmas and 3 times the median of its own baseline, over sampled steps; of sharded gradients, the norm over this rank's parts, unless observe(grad_norm=) gives that of the whole.",
     "optimizer",
-)
-GRAD_GLOBAL_NORM_AFTER_CLIP = GRADIENTS.gauge(
-    "torch_grad_global_norm_after_clip",
-    "L2 norm over all tracked parameters as the optimizer saw it at the last sampled step: unscaled, after clipping.",
-    "optimizer",
-)
-GRAD_CLIP_COEFFICIENT = GRADIENTS.gauge(
-    "torch_grad_clip_coefficient",
-    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped, absent where the factor may be that of a division.",
-    "optimizer",
-)
-GRAD_CLIPPED_STEPS = GRADIENTS.counter(
-    "torch_grad_clipped_steps_total", "Steps whose gradients were clipped, over sampled steps.", "optimizer"
-)
-GRAD_CLIP_THRESHOLD = GRADIENTS.gauge(
-    "torch_grad_clip_threshold",
-    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, as of a moment ago; with a layer where each has its own, of its units or of what is folded the smallest; absent while none is too large.",
-    "layer",
-    "policy",
-    "optimizer",
-    opt_in="clip",
-)
-GRAD_LAYER_CLIP_COEFFICIENT = GRADIENTS.gauge(
-    "torch_grad_layer_clip_coefficient",
-    "L2 norm of the layer's gradient after clipping over the norm before it at the last sampled step; of this rank's part where the gradient is sharded.",
-    "layer",
-    opt_in="clip",
-)
-GRAD_LAYER_CLIPPED_STEPS = GRADIENTS.counter(
-    "torch_grad_layer_clipped_steps_total",
-    "Steps that made the layer's gradient smaller by clipping, over sampled steps.",
-    "layer",
-    opt_in="clip",
-)
-GRAD_CLIP_CANDIDATES = GRADIENTS.counter(
-    "torch_grad_clip_candidates_total",
-    "Steps in which a policy of dry_run= would have clipped, or would have left the step out, over all steps.",
-    "policy",
-    opt_in="dry_run",
 )
 GRAD_NONFINITE_STEPS = GRADIENTS.counter(
     "torch_grad_nonfinite_steps_total",
@@ -255,14 +195,13 @@ _LAST_VALUES = {
     GRAD_ZERO_UNITS_RATIO: "zero_units_ratio",
     GRAD_MISSING_PARAMETERS: "missing",
 }
-_OF_THE_WHOLE = {GRAD_NORM, GRAD_MAX_MAGNITUDE, WEIGHT_NORM}
+_OF_THE_WHOLE = {GRAD_NORM, GRAD_MAX_MAGNITUDE}
 _TOTALS = {
     GRAD_NORM_SQUARED_TOTAL: "squared_total",
     GRAD_CAPTURES: "captures",
     GRAD_NORM_SPIKES: "spikes",
 }
 _MOMENTS = {GRAD_MEAN: "mean", GRAD_STDDEV: "stddev", GRAD_MIN: "minimum", GRAD_MAX: "maximum"}
-_WEIGHTS = {WEIGHT_NORM: "weight_norm", WEIGHT_UPDATE_RATIO: "update_ratio"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,8 +228,8 @@ class GradientCollector:
         clip: ClipReports | None = None,
         frozen: FrozenLabels | None = None,
     ) -> None:
-        self._clip, self._frozen = clip, frozen or FrozenLabels()
-        self._thresholds, self._candidates, self._frozen_rows = LabelledRows(), LabelledRows(), LabelledRows()
+        self._clip = None if clip is None else ClipFamilies(clip)
+        self._frozen, self._frozen_rows = frozen or FrozenLabels(), LabelledRows()
         self._snapshot = snapshot
         self._names = names
         self._dead_from = dead_from(dead_window)
@@ -305,7 +244,7 @@ class GradientCollector:
         yield from self._per_layer(snapshot)
         yield from self._per_optimizer(snapshot)
         if self._clip is not None:
-            yield from self._policies(self._clip, snapshot)
+            yield from self._clip.of_policies(snapshot)
 
     def _per_layer(self, snapshot: GradientSnapshot) -> Iterator[Family]:
         table, shown = snapshot.table, snapshot.table.shown
@@ -338,43 +277,16 @@ class GradientCollector:
         kinds = self._kinds.get(tuple((layer, kind) for kind in ("nan", "inf") for (layer,) in counted.layers.rows))
         yield Family(GRAD_NONFINITE_ELEMENTS, nonfinite, kinds)
         if self._clip is not None:
-            coefficients = layer_values["coefficient"]
-            yield Family(GRAD_LAYER_CLIP_COEFFICIENT, coefficients, layers, ~np.isnan(coefficients))
-            yield Family(GRAD_LAYER_CLIPPED_STEPS, counted.values["clipped"], counted.layers)
+            yield from self._clip.of_layers(layer_values, layers, counted.values, counted.layers)
         if self._moments:
             yield from (Family(spec, layer_values[column], layers, sized) for spec, column in _MOMENTS.items())
         if self._weights:
-            for spec, column in _WEIGHTS.items():
-                known = ~np.isnan(layer_values[column])
-                yield Family(spec, layer_values[column], layers, known & whole if spec in _OF_THE_WHOLE else known)
-            of_weights, elements = counted.values["weight_sum"], counted.values["weight_buckets"]
-            yield Family(WEIGHT_DISTRIBUTION, elements, counted.layers, sums=of_weights)
-            yield Family(WEIGHT_CAPTURES, counted.values["weight_captures"], counted.layers)
+            yield from weight_families(layer_values, layers, whole, counted.values, counted.layers)
         if self._frozen.in_use:
             exist = {layer for (layer,) in counted.layers.rows}
             acted = {layer: frozen for layer, frozen in self._frozen.shown.items() if frozen or layer in exist}
             rows = {**dict.fromkeys(names, False), **acted}
             yield self._frozen_rows.family(LAYER_FROZEN, {(layer,): float(frozen) for layer, frozen in rows.items()})
-
-    def _policies(self, clip: ClipReports, snapshot: GradientSnapshot) -> Iterator[Family]:
-        """What the policies have come to, of layers as far as they are shown."""
-        table = snapshot.table
-        row_of = {one.layer: table.layers[row] for one, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
-        row_of[""] = ""
-        reports = clip.latest()
-        thresholds: dict[tuple[str, ...], float] = {}
-        candidates: dict[tuple[str, ...], float] = {}
-        for report, values in reports:
-            optimizer = report.optimizer if len(reports) > 1 else ""
-            split = len(report.thresholds)
-            for (policy, layer), value in zip(report.thresholds, values[:split].tolist(), strict=True):
-                if layer in row_of and np.isfinite(value):
-                    key = row_of[layer], policy, "" if layer else optimizer
-                    thresholds[key] = min(value, thresholds.get(key, np.inf))
-            for policy, value in zip(report.candidates, values[split:].tolist(), strict=True):
-                candidates[policy,] = candidates.get((policy,), 0.0) + value
-        yield self._thresholds.family(GRAD_CLIP_THRESHOLD, thresholds)
-        yield self._candidates.family(GRAD_CLIP_CANDIDATES, candidates)
 
     def _counted_layers(self, snapshot: GradientSnapshot, shown: _Counted) -> _Counted:
         """The shown layers of the table, those that are not tracked at present, and all removed ones together."""
@@ -396,10 +308,7 @@ class GradientCollector:
         counts = None if snapshot.exponential_totals is None else snapshot.exponential_totals + more
         yield Family(GRAD_GLOBAL_NORM_DISTRIBUTION, totals["buckets"], rows, whole, sums=totals["bucket_sum"], exponential=counts)
         yield Family(GRAD_GLOBAL_NORM_SPIKES, totals["spikes"], rows)
-        yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, totals["after_known"] & whole)
-        yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, totals["clip_known"] & whole)
-        # A rank that has a part of the gradients knows no limit by its own norms.
-        yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, whole | (totals["clipped"] > 0))
+        yield from clip_families(totals, rows, whole)
         yield from self._local(snapshot, rows)
         yield Family(GRAD_SAMPLE_STEP, totals["sample_step"], rows, totals["seen"])
         outcomes = self._outcomes.get(tuple((name, outcome.value) for outcome in Outcome for name in names))
@@ -438,7 +347,7 @@ class GradientCollector:
 
 COLLECTOR = Declaration(
     "gradients",
-    (GRADIENTS, WEIGHTS),
+    (GRADIENTS, CLIPPING, WEIGHTS),
     lambda context: GradientCollector(
         lambda: context.snapshots.latest.gradients,
         context.optimizers,

@@ -23,7 +23,15 @@ from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import wide
-from torch_grad_exporter.torch_compat import graph_task, is_tracing, never_compile, on_node_of, set_eval_frame, within_transform
+from torch_grad_exporter.torch_compat import (
+    compile_again,
+    graph_task,
+    is_tracing,
+    never_compile,
+    on_node_of,
+    stop_compiling,
+    within_transform,
+)
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 
@@ -145,7 +153,7 @@ class Watch:
         """For PyTorch: the clipped gradient, or `None`, for it to stay as it is. `measured`: before that it is to be measured."""
         if is_compiling() or is_tracing() or self._closed:
             return None
-        compiler = set_eval_frame(None)
+        compiler = stop_compiling()
         try:
             task = graph_task()
             if measured and task != -1 and not capturing_graph():
@@ -153,8 +161,7 @@ class Watch:
             factor = self._guard.result(self._factor, label, max_norm, gradient)
             return None if factor is None else gradient * factor
         finally:
-            if compiler is not None:
-                set_eval_frame(compiler)
+            compile_again(compiler)
 
     def _factor(self, label: str, max_norm: float, gradient: torch.Tensor) -> torch.Tensor:
         """By what to multiply a gradient, shape (): 1 where its norm is small enough, or is not finite."""

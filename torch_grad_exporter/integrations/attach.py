@@ -26,12 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_grad_exporter.errors import Guard, caught
 from torch_grad_exporter.integrations.roots import living, named, trained_roots
 from torch_grad_exporter.torch_compat import (
+    compile_again,
     forward_under_way,
     graph_task,
     is_tracing,
     never_compile,
     optimizers_made,
     step_under_way,
+    stop_compiling,
 )
 
 if TYPE_CHECKING:
@@ -136,10 +138,13 @@ class Attachment:
     def _alone(self, look: Callable[..., None], *arguments: object) -> None:
         """One look at a time: the replicas of `DataParallel` begin their forwards on threads."""
         if self._looking.acquire(blocking=False):
+            compiler = stop_compiling()
             try:
                 look(*arguments)
             finally:
                 self._looking.release()
+                if compiler is not None:
+                    compile_again(compiler)
 
     def _look_at_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType

@@ -23,7 +23,8 @@ MODELS_OUT_OF_BALANCE = server_rule(
     ),
     first_steps=(
         "Compare the two norms and losses: the model whose gradient has shrunk has won, or has nothing left to learn from. Train "
-        "the winner less often or with a lower learning rate."
+        "the winner less often or with a lower learning rate. exporter.watch on the generator's samples shows on which side the "
+        "gradient is lost."
     ),
     why=(
         "What ratio is right differs from one pair of models to the next, so each is compared with its own past. 10: of four small "

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.gradients import (
     GRAD_CAPTURES,
-    GRAD_CLIP_COEFFICIENT,
     GRAD_DEAD_RATIO,
     GRAD_GLOBAL_NORM,
     GRAD_GLOBAL_NORM_SPIKES,
@@ -170,7 +170,8 @@ def _sum(table: Table, *, skipped: bool) -> float:
     ),
     first_steps=(
         "Check what rose first in torch_grad_norm_zscore. If the loss rises as well, lower the learning rate and go "
-        "back to a checkpoint from before the first spike."
+        "back to a checkpoint from before the first spike. activations=True and exporter.watch on the model's output tell "
+        "unusual inputs from wrong targets."
     ),
     why=(
         "One spike, beyond 6 sigma and 3 times the median, may be a bad batch; three in 10 minutes are not. A "
@@ -251,7 +252,8 @@ def _clipped(context: RuleContext) -> bool:
         ),
     ),
     first_steps=(
-        "Find the affected layer nearest to the output: the cause lies directly behind it. Freeze a layer that is meant to be idle."
+        "Find the affected layer nearest to the output: the cause lies directly behind it. activations=True shows at which module "
+        "the gradient is lost. Freeze a layer that is meant to be idle."
     ),
     why=(
         "Float32 rounds away a ten-millionth of the global norm; SageMaker Debugger has this limit as an absolute "
@@ -311,8 +313,8 @@ def vanishing(context: RuleContext) -> Iterator[Finding]:
         ),
     ),
     first_steps=(
-        "Check when it began: a jump points at a spike of the gradients or of the learning rate at that time. Dead "
-        "rows of an embedding are normal."
+        "Check when it began: a jump points at a spike of the gradients or of the learning rate at that time. "
+        "activations=True shows whether a ReLU behind it gives nothing but zeros. Dead rows of an embedding are normal."
     ),
     why=("From half of the units on, the model loses capacity; at nine tenths the layer passes on almost nothing."),
     note=(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torch_grad_exporter.collectors import cuda_memory, exporter, gpu, gradients, training
+from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, training, weights
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules.values import Table, Values
 
@@ -21,7 +21,7 @@ REMEMBERED: Mapping[Spec, float] = {
         (
             training.TRAIN_STATE, training.TRAIN_SAMPLES, training.TRAIN_TOKENS, training.TRAIN_PHASE_SECONDS,
             training.TRAIN_LOSS_NONFINITE, training.TRAIN_LOSS_SPIKES, gradients.GRAD_GLOBAL_NORM_SPIKES,
-            gradients.GRAD_CLIP_COEFFICIENT, gradients.GRAD_SAMPLE_STEP, gradients.GRAD_NORM_SPIKES, gradients.GRAD_CAPTURES,
+            clipping.GRAD_CLIP_COEFFICIENT, gradients.GRAD_SAMPLE_STEP, gradients.GRAD_NORM_SPIKES, gradients.GRAD_CAPTURES,
             gradients.GRAD_NORM_RECENT_MAX, gradients.GRAD_NORM, gradients.GRAD_SHARD_NORM, gradients.GRAD_NONFINITE_ELEMENTS,
             cuda_memory.CUDA_OOMS, cuda_memory.CUDA_ALLOC_RETRIES, gpu.GPU_THROTTLED, gpu.GPU_UTILIZATION,
             exporter.EXPORTER_OVERHEAD_SECONDS, exporter.EXPORTER_ERRORS, exporter.EXPORTER_ACTIONS,
@@ -30,7 +30,7 @@ REMEMBERED: Mapping[Spec, float] = {
         MINUTES_10,
     ),
     **dict.fromkeys(
-        (gradients.WEIGHT_UPDATE_RATIO, gradients.WEIGHT_CAPTURES, training.TRAIN_LEARNING_RATE),
+        (weights.WEIGHT_UPDATE_RATIO, weights.WEIGHT_CAPTURES, training.TRAIN_LEARNING_RATE),
         MINUTES_30,
     ),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Rules on the progress of the run."""
+"""Rules on the progress of the run and on its speed; `loss.py` has those on the loss, `processes.py` those on its processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from torch_grad_exporter.collectors.gpu import GPU_UTILIZATION
 from torch_grad_exporter.collectors.training import (
     TRAIN_LAST_ACTIVITY_TIMESTAMP,
     TRAIN_LAST_STEP_TIMESTAMP,
-    TRAIN_LOSS_NONFINITE,
-    TRAIN_LOSS_SPIKES,
     TRAIN_PHASE_SECONDS,
     TRAIN_SLOWEST_STEP,
     TRAIN_START_TIMESTAMP,
 )
 from torch_grad_exporter.rules.balance import MODELS_OUT_OF_BALANCE
-from torch_grad_exporter.rules.context import BUSY, GOING, THRESHOLDS, Finding, RuleContext, duration, times
+from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, duration
 from torch_grad_exporter.rules.declaration import Alert, Group, rule, server_rule
-from torch_grad_exporter.rules.memory import MINUTES_5, MINUTES_10
-from torch_grad_exporter.rules.origin import ANNOTATION, origin
+from torch_grad_exporter.rules.loss import LOSS_NOT_IMPROVING, loss_spikes, nonfinite_loss
+from torch_grad_exporter.rules.memory import MINUTES_5
+from torch_grad_exporter.rules.processes import (
+    TRAINING_PUSH_STOPPED,
+    TRAINING_RANK_MISSING,
+    TRAINING_RESTARTING,
+    TRAINING_TARGET_DOWN,
+    failed,
+)
 
 SLOW, SLOWEST = 5.0, 1800.0
 """`TrainingStalled`: the pause also exceeds so many times the slowest of the last steps, `SLOWEST` seconds at most.
@@ -34,88 +39,6 @@ STARVED = 0.5
 
 FED = 0.5
 """`DataLoaderStarvation`: a GPU that is in use for this share of the time does not wait for data."""
-
-
-@rule(
-    "TrainingFailed",
-    frozenset({"failed"}),
-    Alert(
-        "critical",
-        """
-        count by (run) (
-          max by (run, rank) (
-            (
-              last_over_time(torch_train_last_activity_timestamp_seconds[1h])
-              or last_over_time(torch_train_start_timestamp_seconds[1h]) + 600
-            )
-            and on (run, rank, job, instance) last_over_time(torch_train_state{state="failed"}[1h]) == 1
-          )
-          >= on (run) group_left () max by (run) (last_over_time(torch_train_start_timestamp_seconds[1h]))
-        )
-        """,
-        for_="2m",
-        summary="Run {{ $labels.run }} has failed.",
-        description=(
-            "An exception ended {{ $value }} of its ranks within the last hour, and no process of the run has been started since."
-        ),
-    ),
-    first_steps=(
-        "Read the log of the rank that failed first: the one with the oldest torch_train_last_activity_timestamp_seconds. "
-        "Check that metrics were sound until the end, then start again from the last checkpoint."
-    ),
-    why=(
-        "1h: the alert reports a failure for an hour, also where the process has gone after a single scrape. 600 s: "
-        "a process that failed before its first activity counts as active until 600 s after its start, while other "
-        "ranks may still be starting. For 2m: a run that restarts by then needs no person."
-    ),
-    note=(
-        "Requires that no process of the run has started since the failure, so an elastic restart does not fire it. "
-        "Cannot fire where the state `failed` never reaches Prometheus: that takes `linger=`, `textfile_dir=` or a "
-        "push. Without them TrainingTargetDown fires."
-    ),
-)
-def failed(_context: RuleContext) -> Iterator[Finding]:
-    """The run has failed; as long as the process reports it, it was not started again."""
-    yield Finding("critical", "An exception ended the training.")
-
-
-@rule(
-    "TrainingNonFiniteLoss",
-    GOING,
-    Alert(
-        "critical",
-        """
-        max by (run) (
-          increase(torch_train_loss_nonfinite_total[5m]) > 0
-          or
-          torch_train_loss_nonfinite_total > 0
-          and on (run, rank, job, instance) time() - torch_train_start_timestamp_seconds < 600
-        )
-        and on (run) torch_train_state{state!~"finished|failed"} == 1
-        """,
-        keep_firing_for="30m",
-        summary="The loss of run {{ $labels.run }} is NaN or infinite.",
-        description=(
-            "A loss observed in the last minutes is NaN or infinite. Unless the loop skips such steps, the weights "
-            "are lost, and all further steps are wasted." + ANNOTATION
-        ),
-    ),
-    first_steps=(
-        "Check whether it continues. One such loss with finite gradients is a bad batch or a skipped step; "
-        'otherwise stop the run and go back to a checkpoint; nan_origin="always" names the module where it begins.'
-    ),
-    why=(
-        "One is enough: the weights are next. In the first 600 s of a process its whole count matters, since "
-        "`increase` does not show what came before the first scrape."
-    ),
-    note=("Cannot fire where no loss is observed: that takes `exporter.observe(loss=...)`, or a model that returns its loss."),
-)
-def nonfinite_loss(context: RuleContext) -> Iterator[Finding]:
-    """A loss was not finite."""
-    losses = context.lately(TRAIN_LOSS_NONFINITE, MINUTES_5).largest() or 0.0
-    if losses > 0:
-        text = f"{origin(context)}The loss was NaN or Inf {times(losses, 'time')} {context.since(MINUTES_5)}."
-        yield Finding("critical", text, value=losses)
 
 
 @rule(
@@ -215,32 +138,6 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
 
 
 @rule(
-    "LossSpike",
-    GOING,
-    Alert(
-        "warning",
-        """
-        max by (run) (increase(torch_train_loss_spikes_total[10m])) >= 3
-        and on (run) torch_train_state{state!~"finished|failed"} == 1
-        """,
-        summary="The loss of run {{ $labels.run }} spikes.",
-        description="At least three losses in 10 minutes were more than 6 sigma above the median of the last 128.",
-    ),
-    first_steps=(
-        "Watch whether the loss returns to its level. If it does not, go back to a checkpoint from before the first spike "
-        "and skip the data in between, or lower the learning rate."
-    ),
-    why=("One spike beyond 6 sigma is a bad batch; three in 10 minutes are a trend. OLMo-core uses 6 sigma over 128 steps."),
-    note="Cannot fire where no loss is observed, nor before 20 losses.",
-)
-def loss_spikes(context: RuleContext) -> Iterator[Finding]:
-    """The loss jumped again and again."""
-    spikes = context.growth(TRAIN_LOSS_SPIKES, MINUTES_10)
-    if spikes >= THRESHOLDS["LossSpike"]:
-        yield Finding("warning", f"The loss jumped {times(spikes, 'time')} {context.within(MINUTES_10)}.", value=spikes)
-
-
-@rule(
     "DataLoaderStarvation",
     BUSY,
     Alert(
@@ -296,143 +193,6 @@ def starvation(context: RuleContext) -> Iterator[Finding]:
     if share > THRESHOLDS["DataLoaderStarvation"] and in_use < FED:
         severity = "critical" if share > STARVED else "warning"
         yield Finding(severity, f"{share:.0%} of the time {context.within(MINUTES_5)} was spent waiting for data.", value=share)
-
-
-TRAINING_TARGET_DOWN = server_rule(
-    "TrainingTargetDown",
-    Alert(
-        "critical",
-        """
-        count by (run) (
-          max by (run, rank) (
-            target:torch_train_state:last{state=~"initialising|training|evaluating"}
-            and on (job, instance) up == 0
-            and on (job, instance) max_over_time(up[1h]) == 1
-            unless on (run, rank, job, instance) last_over_time(torch_train_state{state=~"finished|failed"}[1h]) == 1
-          )
-          unless on (run, rank) torch_train_state == 1
-        )
-        unless on (run) (
-          count by (run) (count by (run, rank) (torch_train_state{state!~"finished|failed"} == 1))
-          >= max by (run) (torch_train_world_size)
-        )
-        """,
-        for_="2m",
-        summary="Processes of run {{ $labels.run }} do not answer.",
-        description=(
-            "Prometheus can no longer scrape {{ $value }} ranks that were running: they were killed, or their host "
-            "or the network is down."
-        ),
-    ),
-    first_steps=(
-        "Check which targets have up == 0 and whether their processes run. If not, check the scheduler and dmesg "
-        'for "Out of memory"; if they run, open /metrics from the Prometheus host.'
-    ),
-    why=(
-        "1h: the alert reports a death for an hour, since a fixed target of a finished run stays down permanently. "
-        "For 2m: one scrape may fail."
-    ),
-    note=(
-        "Does not fire for ranks that an elastic restart has left out: the run has all ranks that it needs. Does "
-        "not fire for a target that was down from the start: nothing is known of it. With fixed targets a clean end "
-        "looks like a death for an hour after the target was last up, unless `linger=` shows the end. The last "
-        "scrape may lie between two evaluations of the rules."
-    ),
-)
-
-
-TRAINING_PUSH_STOPPED = server_rule(
-    "TrainingPushStopped",
-    Alert(
-        "critical",
-        """
-        count by (run) (
-          max by (run, rank) (
-            (
-              last_over_time(torch_train_last_activity_timestamp_seconds[1h])
-              > last_over_time(torch_train_start_timestamp_seconds[1h])
-              or last_over_time(torch_train_start_timestamp_seconds[1h]) + 600
-            )
-            and on (run, rank, job, instance) last_over_time(torch_train_state{state!~"finished|failed"}[1h]) == 1
-            and on (run, rank, job, instance) (
-              last_over_time(torch_train_start_timestamp_seconds[1h])
-              >= on (run, rank) group_left () max by (run, rank) (last_over_time(torch_train_start_timestamp_seconds[1h]))
-            )
-            unless on (job, instance) last_over_time(up[1h])
-            unless on (run, rank) last_over_time(torch_train_state[3m])
-          )
-          >= on (run) group_left () max by (run) (last_over_time(torch_train_start_timestamp_seconds[1h]))
-        )
-        """,
-        for_="2m",
-        summary="Processes of run {{ $labels.run }} no longer push.",
-        description=(
-            "{{ $value }} ranks that were running have pushed nothing for 5 minutes: they were killed, or their "
-            "host or the receiver is down."
-        ),
-    ),
-    first_steps=(
-        "Check whether the processes run; torch_train_info names their hosts. If they run, their log says why a "
-        "push failed. If it fires for several runs at once, check the receiver first."
-    ),
-    why=(
-        "3m: three exports at the usual 60 s are missing, and with for 2m two more. That is 5 minutes, before "
-        "TrainingStalled fires for the ranks that wait for this one. For 2m also because after an outage of the "
-        "store no run has pushed for minutes. 600 s and 1h as in TrainingFailed."
-    ),
-    note=(
-        "A process without `up` is one that pushes: a scraped series ends with its `up` or before it. A pushed "
-        "series has no mark for its end, so it has to be silent for a while. Only the newest process of each rank "
-        "counts, and only if no process of the run was started since it was last active: a restarted process pushes "
-        "as another instance, or under the same name with the activity of the one before."
-    ),
-)
-
-
-TRAINING_RANK_MISSING = server_rule(
-    "TrainingRankMissing",
-    Alert(
-        "warning",
-        """
-        count by (run) (count by (run, rank) (torch_train_state)) < max by (run) (torch_train_world_size)
-        and on (run) torch_train_state{state!~"finished|failed"} == 1
-        """,
-        for_="10m",
-        summary="Prometheus does not see all ranks of run {{ $labels.run }}.",
-        description=(
-            "Prometheus sees {{ $value }} ranks, fewer than the run reports (torch_train_world_size). What happens "
-            "on the others goes unnoticed."
-        ),
-    ),
-    first_steps=(
-        "List the ranks that are there with count by (rank) (torch_train_state), and look at the targets and the "
-        "logs of the others."
-    ),
-    why="For 10m: ranks start and end one after another.",
-)
-
-
-LOSS_NOT_IMPROVING = server_rule(
-    "LossNotImproving",
-    Alert(
-        "info",
-        """
-        avg_over_time(run:torch_train_loss:mean[6h]) >= avg_over_time(run:torch_train_loss:mean[6h] offset 6h)
-        and count_over_time(run:torch_train_loss:mean[6h] offset 6h) >= 0.9 * count_over_time(run:torch_train_loss:mean[6h])
-        and count_over_time(run:torch_train_loss:mean[6h]) >= 0.9 * count_over_time(run:torch_train_loss:mean[6h] offset 6h)
-        and on (run) torch_train_state{state=~"training|evaluating"} == 1
-        """,
-        for_="30m",
-        summary="The loss of run {{ $labels.run }} no longer falls.",
-        description=("Its mean over the last 6 hours, {{ $value | humanize }}, is not below the mean of the 6 hours before."),
-    ),
-    first_steps=("Look at the loss on validation data and at the learning rate, and decide whether the run is worth its machines."),
-    why=(
-        "Two windows of 6 h, each with at least nine tenths of the values of the other: half an hour without "
-        "Prometheus does not silence the alert, a run that is too young does."
-    ),
-    note="Cannot fire where no loss is observed, nor in the first 12 hours.",
-)
 
 
 THROUGHPUT_REGRESSION = server_rule(
@@ -518,38 +278,6 @@ RANK_DESYNC = server_rule(
     note=(
         "Compares the times of the last steps, not counters: counters of two scrapes differ by themselves. Where "
         "all ranks hang because they wait for each other, no rank is behind, and TrainingStalled fires."
-    ),
-)
-
-
-TRAINING_RESTARTING = server_rule(
-    "TrainingRestarting",
-    Alert(
-        "warning",
-        """
-        max by (run) (changes(max by (run, rank) (max_over_time(torch_train_start_timestamp_seconds[10m]))[1h:1m])) >= 3
-        and on (run) last_over_time(torch_train_state{state!="finished"}[10m]) == 1
-        """,
-        summary="Run {{ $labels.run }} restarts again and again.",
-        description=(
-            "On one of its ranks, a new process replaced the one before {{ $value }} times within the last hour. "
-            "Each time the work since the last checkpoint is lost."
-        ),
-    ),
-    first_steps=(
-        "Check whether its processes end at the same step. If so, the cause is the program or its data: read the "
-        "log of the first rank to end. Otherwise look for a host that is the same each time."
-    ),
-    why=(
-        "A preemption or a lost node means one or two restarts; three within an hour are a loop. 10 minutes bridge "
-        "the gap between two processes, Kubernetes' longest back-off of 5 minutes included, and end the alert when "
-        "processes no longer start. 1m: rules are evaluated each minute."
-    ),
-    note=(
-        "Detects a loop of crashes, each of which is repaired within minutes, so that no other alert fires. Takes "
-        "the newest process of each rank in 10 minutes: a process may come back on another host, two jobs may "
-        "scrape it, and the text file of an earlier process must not count while no process runs. Cannot fire where "
-        "processes run for less than the time between two scrapes."
     ),
 )
 

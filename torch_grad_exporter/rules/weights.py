@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torch_grad_exporter.collectors.gradients import LAYER_FROZEN, WEIGHT_CAPTURES, WEIGHT_UPDATE_RATIO
+from torch_grad_exporter.collectors.gradients import LAYER_FROZEN
 from torch_grad_exporter.collectors.training import TRAIN_LEARNING_RATE
+from torch_grad_exporter.collectors.weights import WEIGHT_CAPTURES, WEIGHT_UPDATE_RATIO
 from torch_grad_exporter.rules.context import BUSY, THRESHOLDS, Finding, RuleContext, by_layer, span
 from torch_grad_exporter.rules.declaration import Alert, rule
 from torch_grad_exporter.rules.memory import MINUTES_30
@@ -38,8 +39,8 @@ from torch_grad_exporter.rules.memory import MINUTES_30
         ),
     ),
     first_steps=(
-        "Check that the optimizer has the layer's parameters, with a learning rate above 0. If their type is bf16 or fp16, a small "
-        "update rounds to nothing."
+        "Check that the optimizer has the layer's parameters, which `explain(step, model, optimizer)` tells, with a learning rate "
+        "above 0. If their type is bf16 or fp16, a small update rounds to nothing."
     ),
     why=(
         "3 updates: a layer such as an expert may get no gradient in one sample, hardly in all. The weights of a few layers are "

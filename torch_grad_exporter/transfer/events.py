@@ -163,13 +163,14 @@ class OutcomeResolved:
 class Stepped:
     """A round's first optimizer step: `seconds` since that of the round before, and what the exporter took.
 
-    `at`: Unix time. `trace`: the one that was active, if it was read.
+    `at`: Unix time. `trace`: the one that was active, if it was read. `step`: its number, of the optimizer that took the most.
     """
 
     seconds: float | None
     own_seconds: float
     at: float = 0.0
     trace: TraceIds | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +197,14 @@ class Counting:
 class Observed:
     """A value that the user, the model's own output or an optimizer gave.
 
-    `labels`: optimizer and parameter group of a learning rate, else empty.
+    `labels`: optimizer and parameter group of a learning rate, else empty. `step`: the number of the step that the value is of, of
+    the optimizer that took the most, if that is known.
     """
 
     name: str
     value: Ticket | float
     labels: tuple[str, str] | tuple[()] = ()
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,6 +217,9 @@ class Inspected:
 
 OfRounds = Captured | Local | AfterClip | Weights | Closed | Divided | Withdrawn | OutcomeResolved | Inspected
 Event = OfRounds | Stepped | Counted | Observed
+
+PLACED = 600
+"""Of so many rounds, observed losses and observed norms the step is told: to find it costs as much as the rest of such a record."""
 
 ROOM = 1 << 13
 """Records in the mailbox, at most."""

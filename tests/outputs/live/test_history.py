@@ -19,16 +19,12 @@ from torch_grad_exporter.outputs.live.history import (
     LAYER_BYTES,
     LEAST,
     QUANTITIES,
-    RECENT,
-    SCALARS,
-    WHOLE,
     History,
     Moment,
-    Part,
-    Together,
-    Track,
     Window,
 )
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Part, Together, Track
 
 NAN, INF = math.nan, math.inf
 NUMBERS = st.one_of(st.sampled_from([NAN, INF, -INF, 0.0, 1.0, -1.0]), st.floats(-1e6, 1e6, width=32))

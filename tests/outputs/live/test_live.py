@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
@@ -37,8 +36,8 @@ from tests.support.tools import FOREVER, PATIENCE, REPOSITORY, eventually
 
 import tests.support.properties  # isort: skip  # noqa: F401 - the profile
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.collectors.clipping import GRAD_CLIP_COEFFICIENT
 from torch_grad_exporter.collectors.gradients import (
-    GRAD_CLIP_COEFFICIENT,
     GRAD_DEAD_RATIO,
     GRAD_GLOBAL_NORM,
     GRAD_MISSING_PARAMETERS,
@@ -55,10 +54,12 @@ from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live import live as live_module
 from torch_grad_exporter.outputs.live import view as view_module
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
+from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, encoded
 from torch_grad_exporter.outputs.live.pages import CSP, TYPES, Pages
 from torch_grad_exporter.outputs.live.recorder import recorder
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import WHOLE
 from torch_grad_exporter.outputs.prometheus.text import Renderer
 from torch_grad_exporter.rules import RULES
 
@@ -287,22 +288,23 @@ def test_the_status_is_what_metrics_say(trained: Trained) -> None:
 
 
 def test_the_runs_records_are_what_metrics_said_then(trained: Trained) -> None:
-    """Both views have steps 30 and 50, with the mean loss and the largest norms since the record before."""
+    """Both views have each step, with its own loss, norms, learning rate and seconds."""
     for view in ("recent", "whole"):
         answer = trained.json(f"/api/v1/run?view={view}")
         assert (answer["view"], answer["first"], answer["stride"]) == (view, 0, 1)
         assert set(answer) == {"view", "first", "stride", "times", "steps", "nonfinite", *SCALARS}
         assert answer["nonfinite"] == {}
-        for step in (30, 50):
-            at, metrics = answer["steps"].index(step), trained.scrapes[step]
-            losses = trained.since_the_record_before(view, step, "torch_train_loss")
-            assert len(losses) >= 20
-            assert answer["loss"][at] == pytest.approx(fmean(losses), rel=1e-5)
+        assert answer["steps"] == list(range(1, 51))
+        assert answer["times"] == sorted(answer["times"])
+        assert answer["step_seconds"][0] is None
+        for at, step in enumerate(map(int, answer["steps"])):
+            metrics = trained.scrapes[step]
+            assert answer["loss"][at] == pytest.approx(metrics[key("torch_train_loss")], rel=1e-5)
             [rate] = [value for (other, _), value in metrics.items() if other == "torch_train_learning_rate"]
             assert answer["learning_rate"][at] == pytest.approx(rate, rel=1e-5)
             for name, metric in [("norm", "torch_grad_global_norm"), ("norm_after_clip", "torch_grad_global_norm_after_clip")]:
                 assert answer[name][at] == pytest.approx(trained.largest(view, step, metric), rel=1e-5), name
-            assert answer["step_seconds"][at] > 0
+            assert step == 1 or answer["step_seconds"][at] > 0
             assert abs(answer["times"][at] - metrics[key("torch_train_last_step_timestamp_seconds")]) < PATIENCE
 
 
@@ -1027,11 +1029,11 @@ def test_the_last_steps_are_recorded_at_the_end(tmp_path: Path) -> None:
 
     assert eventually(lambda: value(exporter, "torch_grad_captures_total", layer="first") == 2)
     exporter._view.history.finish()
-    assert recorded() == [2]
+    assert recorded() == [1, 2]
     train(exporter, model, optimizer, 1)
     exporter.close()
     assert recorders() == before
-    assert recorded() == [2, 3]
+    assert recorded() == [1, 2, 3]
     assert json.loads(path.read_text())["status"]["state"] == "finished"
 
 

@@ -31,10 +31,12 @@ from tests.support.tools import FOREVER, PATIENCE, eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli import plot
 from torch_grad_exporter.collectors.training import TRAIN_LAST_STEP_TIMESTAMP
-from torch_grad_exporter.outputs.live.history import QUANTITIES, SCALARS, WHOLE, History, Moment, Window
+from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import Live
 from torch_grad_exporter.outputs.live.live import Run as Identity
 from torch_grad_exporter.outputs.live.pages import CSP
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import WHOLE
 from torch_grad_exporter.rules import THRESHOLDS
 
 HOSTILE = "<img src=x onerror=alert(1)>"

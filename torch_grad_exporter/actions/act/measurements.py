@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS, WEIGHTS
+from torch_grad_exporter.collectors.clipping import CLIPPING
+from torch_grad_exporter.collectors.gradients import GRAD_SAMPLE_STEP, GRADIENTS
+from torch_grad_exporter.collectors.weights import WEIGHTS
 from torch_grad_exporter.metrics.families import Kind, Spec
 from torch_grad_exporter.rules import Values
 
@@ -21,7 +23,7 @@ LONGEST_SECONDS, MOST_SAMPLES = 86_400.0, 100_000
 MOST_WINDOWS = 1000
 """Of one condition."""
 
-_SAMPLED = frozenset((*GRADIENTS.specs, *WEIGHTS.specs))
+_SAMPLED = frozenset((*GRADIENTS.specs, *CLIPPING.specs, *WEIGHTS.specs))
 """Metrics that change with a sample of the gradients, of which there may be none between two evaluations."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

@@ -31,7 +31,14 @@ from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
-from torch_grad_exporter.torch_compat import graph_task, hooked_last, is_tracing, set_eval_frame, stepping_around
+from torch_grad_exporter.torch_compat import (
+    compile_again,
+    graph_task,
+    hooked_last,
+    is_tracing,
+    stepping_around,
+    stop_compiling,
+)
 
 SOURCE, TRIED, SHOWN = SOURCES = "clip", "clip_dry_run", "clip_report"
 """Of its failures: of steps that were not clipped, of policies that are only tried, and of what is told of them."""
@@ -85,12 +92,11 @@ class _Hook:
         action = self._action
         if action is None or is_tracing():
             return None
-        compiler = set_eval_frame(None)  # where a graph is broken: at a third of the cost of what a compiler leaves alone
+        compiler = stop_compiling()  # where a graph is broken: at a third of the cost of what a compiler leaves alone
         try:
             return action(optimizer, args, kwargs)
         finally:
-            if compiler is not None:
-                set_eval_frame(compiler)
+            compile_again(compiler)
 
 
 class _Boundary:

@@ -225,6 +225,12 @@ class CountOnly:
 
     # From other threads
 
+    @property
+    def surplus(self) -> int | None:
+        """How many more backwards there were than steps account for; `None` where rounds are followed closely."""
+        counting = self._counting
+        return None if counting is None else counting.surplus
+
     def look(self) -> None:
         """Puts the hooks around forwards back if no step has come for long. A few times a second."""
         counting = self._counting

@@ -1,28 +1,20 @@
 """History: the values of the samples over the whole run, in memory of a fixed size, for the live page and for pictures.
 
-It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. Of the
-layers each sample has a record of its own at first, until the recent part is full.
-The recent part is kept as it was; the whole run in bins of equal numbers of records, of which two become one when there is
-no space left, so that a run of any length has between `WHOLE` / 2 and `WHOLE` of them.
+It is written by a thread of its own, once a second and only when there is something new, and does not depend on scrapes. At first
+each sample has a record of its own, and so has each step of which a value of the run is known; see `Moment`.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from torch_grad_exporter.metrics.families import FloatArray, IntArray
-
-RECENT = 600
-"""Records that are kept as they were, at most."""
-
-WHOLE = 480
-"""Bins of the whole run, at most."""
+from torch_grad_exporter.aggregation.cursor import Single
+from torch_grad_exporter.outputs.live.rows import LASTING, OF_SAMPLES, SCALARS, StepRows, scalars
+from torch_grad_exporter.outputs.live.track import RECENT, WHOLE, Flags, Part, Together, Track, Values, farther
 
 LAYER_BYTES = 16 * 2**20
 """For the records of layers: where there are very many, fewer of them are kept."""
@@ -33,180 +25,6 @@ MOST_GONE = 1000
 LEAST = 32
 """Records and bins that are kept, however many layers there are."""
 
-Values = NDArray[np.float32]
-Flags = NDArray[np.bool_]
-_Rows = NDArray[np.void]
-
-
-class Together(enum.Enum):
-    """How the finite values of records become one of a bin. NaN means that there is no value, and goes into none."""
-
-    LARGEST = "largest"
-    """The one that is farthest from zero."""
-    MEAN = "mean"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Records or bins in the order of time.
-
-    `times`: Unix time of each end, shape (n,). `steps`: the optimizer step then. `values`: shape (n, width), what is finite, or
-    else infinity where something was not, or else NaN. `nonfinite`: shape (n, width), whether any of the records was not finite.
-    `first`: the number of the first one, counted from the start of the run; `stride`: how many records are in one.
-    """
-
-    times: FloatArray
-    steps: FloatArray
-    values: Values
-    nonfinite: Flags
-    first: int
-    stride: int
-
-    def columns(self, chosen: slice) -> Part:
-        """The same of some of the values."""
-        return replace(self, values=self.values[:, chosen], nonfinite=self.nonfinite[:, chosen])
-
-
-def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
-    """Empty ones: time and step, finite values, which were not finite, eight to a byte, and for means of how many each value is."""
-    packed = -(-width // 8)
-    fields = [
-        ("at", "f8", (2,)),
-        ("values", "f4", (width,)),
-        ("nonfinite", "u1", (packed,)),
-        ("weights", "f4", (weighted * width,)),
-    ]
-    found = np.zeros(count, dtype=np.dtype(fields, align=True))
-    found["values"] = np.nan
-    return found
-
-
-class Track:
-    """Records of `width` values each; `whole` is even, as of two bins one is made."""
-
-    def __init__(self, width: int, together: Together, *, recent: int = RECENT, whole: int = WHOLE) -> None:
-        self._weighted = together is Together.MEAN
-        self.width = width
-        self.count = 0
-        self._recent, self._whole = (_rows(count, width, weighted=self._weighted) for count in (recent, whole))
-        self._stride = 1
-        self._moved = 0
-        """Records whose times, or the order of whose values, have changed after they were there."""
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that it takes, from its first record to its last."""
-        return self._recent.nbytes + self._whole.nbytes
-
-    def append(self, time: float, step: float, values: Values, nonfinite: Flags | None = None) -> None:
-        """Takes a record; `values` of shape (width,). `nonfinite`: which were, besides, not finite within it."""
-        infinite = np.isinf(values)
-        record = _rows(1, self.width, weighted=self._weighted)
-        record["at"], record["values"] = (time, step), np.where(infinite, np.float32(np.nan), values)
-        record["nonfinite"] = np.packbits(infinite if nonfinite is None else infinite | nonfinite)
-        if self._weighted:
-            record["weights"] = ~np.isnan(record["values"])
-        place = self.count % len(self._recent)
-        self._recent[place : place + 1] = record
-        if self.count == len(self._whole) * self._stride:
-            self._halve()
-        place, within = divmod(self.count, self._stride)
-        if within:
-            self._merge(self._whole[place : place + 1], record)
-        self._whole[place : place + 1] = record
-        self.count += 1
-
-    def _merge(self, one: _Rows, other: _Rows) -> None:
-        """Makes of the other one, elementwise, what both are together; its time and step stay."""
-        other["nonfinite"] |= one["nonfinite"]
-        if self._weighted:
-            other["values"], other["weights"] = _mean(one["values"], other["values"], one["weights"], other["weights"])
-        else:
-            other["values"] = _farther(one["values"], other["values"])
-
-    def _halve(self) -> None:
-        """Makes one bin of two."""
-        half = len(self._whole) // 2
-        even, odd = self._whole[0 : 2 * half : 2], self._whole[1 : 2 * half : 2]
-        self._merge(even, odd)
-        self._whole[:half] = odd
-        self._stride *= 2
-
-    def arrange(self, columns: IntArray) -> None:
-        """Makes records of these of their values, in this order; -1 stands for a new one, which no earlier record has.
-
-        Until the next record, reading what is new gives all records, unless the values before stay where they are.
-        """
-        if not np.array_equal(columns[: self.width], np.arange(self.width)):
-            self._moved = self.count
-        self._recent, self._whole = (self._arranged(rows, columns) for rows in (self._recent, self._whole))
-        self.width = len(columns)
-
-    def _arranged(self, rows: _Rows, columns: IntArray) -> _Rows:
-        found = _rows(len(rows), len(columns), weighted=self._weighted)
-        found["at"] = rows["at"]
-        new, old = np.flatnonzero(columns >= 0), columns[columns >= 0]
-        found["values"][:, new] = rows["values"][:, old]
-        flags = np.zeros((len(rows), len(columns)), dtype=np.bool_)
-        flags[:, new] = np.unpackbits(rows["nonfinite"], axis=1, count=self.width)[:, old]
-        found["nonfinite"] = np.packbits(flags, axis=1)
-        if self._weighted:
-            found["weights"][:, new] = rows["weights"][:, old]
-        return found
-
-    def shrink(self, recent: int, whole: int) -> None:
-        """Keeps fewer records and bins, where there were more; the whole run stays covered."""
-        if recent < len(self._recent):
-            numbers = np.arange(max(0, self.count - recent), self.count)
-            kept = self._recent[numbers % len(self._recent)]
-            self._recent = _rows(recent, self.width, weighted=self._weighted)
-            self._recent[numbers % recent] = kept
-        while (used := -(-self.count // self._stride)) > whole:
-            # What was there before two became one.
-            self._whole[used:] = _rows(1, self.width, weighted=self._weighted)
-            self._whole["at"][used:] = self._whole["at"][used - 1]
-            self._halve()
-        self._whole = self._whole[:whole].copy()
-
-    def shift(self, seconds: float) -> None:
-        """Moves the times of all records; until the next record, reading what is new gives all records."""
-        self._recent["at"][:, 0] += seconds
-        self._whole["at"][:, 0] += seconds
-        self._moved = self.count
-
-    def recent(self, since: int = 0) -> Part:
-        """The records from number `since` on that are still there."""
-        since = since if since > self._moved else 0
-        first = min(max(since, self.count - len(self._recent), 0), self.count)
-        return self._part(self._recent[np.arange(first, self.count) % len(self._recent)], first, 1)
-
-    def whole(self, since: int = 0, stride: int = 0) -> Part:
-        """The bins of the whole run, from number `since` on if they are still of `stride` records; the last one may not be full."""
-        used = -(-self.count // self._stride)
-        first = min(since, used) if stride == self._stride and since * stride >= self._moved else 0
-        return self._part(self._whole[first:used], first, self._stride)
-
-    def _part(self, rows: _Rows, first: int, stride: int) -> Part:
-        flags = np.unpackbits(rows["nonfinite"], axis=1, count=self.width).view(np.bool_)
-        values = np.where(flags & np.isnan(rows["values"]), np.float32(np.inf), rows["values"])
-        return Part(rows["at"][:, 0].copy(), rows["at"][:, 1].copy(), values, flags, first, stride)
-
-
-def _farther(one: Values, other: Values) -> Values:
-    """Elementwise the one that is farther from zero; where one is NaN, the other."""
-    found: Values = np.where(np.isnan(one) | (np.abs(other) > np.abs(one)), other, one)
-    return found
-
-
-def _mean(one: Values, other: Values, weight: Values, more: Values) -> tuple[Values, Values]:
-    """Elementwise the mean of two means of so many values each, NaN where there are none, and of how many it is."""
-    weights = weight + more
-    share = np.divide(more, weights, out=np.zeros_like(weights), where=weights > 0)
-    # A difference may not fit into 32 bits.
-    a, b = np.where(weight > 0, one, 0.0).astype(np.float64), np.where(more > 0, other, 0.0)
-    return np.where(weights > 0, a + (b - a) * share, np.nan).astype(np.float32), weights
-
-
 QUANTITIES = ("norm", "zero_ratio", "dead_ratio", "zscore")
 """What is kept of each layer. A norm that is not finite is kept as infinity; NaN means that there is no value."""
 
@@ -214,12 +32,6 @@ MOMENTS = ("mean", "stddev")
 """What is kept of each layer as well where `moments` is on: over the elements of its gradient."""
 ACTIVATIONS = ("activation_rms", "activation_zero_ratio", "activation_dead_ratio")
 """What is kept of the outputs of each inner module, in a history of their own."""
-
-SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
-"""What is kept of the run: the first optimizer's norms, and its first learning rate."""
-
-OF_SAMPLES = np.array([name in ("norm", "norm_after_clip") for name in SCALARS])
-"""Which of these are of samples, and not of each step."""
 
 RECORD_SECONDS = 1.0
 """Between two records, at least."""
@@ -231,8 +43,9 @@ class Moment:
 
     `values`: shape (layers, quantities). `scalars`: shape (scalars,). `nonfinite`, `scalars_nonfinite`: of the same shapes, what
     was not finite since the moment before, whatever it is now. `sample_step`: of the last sample, if that is known. `sharded`:
-    layers of which there is this rank's part.
-    `of_samples`: of each sample since the moment before, its moment with its Unix time; `None` where these are not wanted any more.
+    layers of which there is this rank's part. `earlier`: of each sample since the moment before that has a record of its own, its
+    moment with its Unix time; the last of them may be this one. `singles`: values of the run that are of a certain step.
+    `by_step`: the values of the run are put together by their steps, as more `earlier` ones may come.
     """
 
     samples: int
@@ -244,7 +57,9 @@ class Moment:
     scalars_nonfinite: Flags | None = None
     sample_step: int | None = None
     sharded: frozenset[str] = frozenset()
-    of_samples: Sequence[tuple[float, Moment]] | None = None
+    earlier: Sequence[tuple[float, Moment]] = ()
+    singles: Sequence[Single] = ()
+    by_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +90,8 @@ class History:
         self._checked = self._next = self._recorded = float("-inf")
         self._seen = (0, 0)
         self._sample_step = 0
-        self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
+        self._late = scalars()
+        self._rows = StepRows()
         self._column: dict[str, int] = {}
         self._sharded: frozenset[str] = frozenset()
         self._layers = Track(0, Together.LARGEST)
@@ -320,7 +136,7 @@ class History:
             self._next -= back
             self._recorded -= back
             with self._lock:
-                for track in (self._scalars, self._layers):
+                for track in (self._scalars, self._layers, self._rows):
                     track.shift(-back)
         self._checked = now
         return now
@@ -330,23 +146,38 @@ class History:
         moment = self._moment()
         with self._lock:
             samples, steps = self._seen
-            self._record_run(now, moment, new=moment.samples != samples, due=moment.steps != steps, last=last)
-            for at, sample in moment.of_samples or ():
-                self._recorded = min(max(at, self._recorded), now)
+            for at, sample in moment.earlier:
+                self._recorded, samples = min(max(at, self._recorded), now), sample.samples
                 self._record_layers(self._recorded, sample)
-            if moment.of_samples is None and moment.samples != samples:
+                self._rows.add(self._sample_step, self._recorded, sample.scalars, sample.scalars_nonfinite)
+            new = moment.samples != samples
+            if moment.by_step or self._rows or moment.singles:
+                self._record_steps(now, moment, due=moment.steps != steps, every=last or not moment.by_step)
+            else:
+                self._record_run(now, moment, new=new, due=moment.steps != steps, last=last)
+            if new:
                 self._record_layers(now, moment)
             self._seen, self._recorded = (moment.samples, moment.steps), now
 
+    def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
+        """Puts what is known of steps together, and records those that are complete. `due`: there was a step."""
+        for one in moment.singles:
+            self._rows.add(one.step, min(one.at, now), scalars(**{one.name: one.value}))
+        values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
+        self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
+        self._late = scalars()
+        for row in self._rows.take(every=every):
+            self._scalars.append(row.at, row.step, row.values, row.nonfinite)
+
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
         """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""
-        scalars, flags = _farther(self._late, moment.scalars), moment.scalars_nonfinite
+        values, flags = farther(self._late, moment.scalars), moment.scalars_nonfinite
         if new:
-            self._late = np.where(OF_SAMPLES, scalars, np.float32(np.nan))
+            self._late = np.where(OF_SAMPLES, values, np.float32(np.nan))
         late = last and not np.isnan(self._late).all()
         if due or late or (flags is not None and flags.any()):
-            self._scalars.append(now, moment.steps, scalars, flags)
-            self._late = np.full(len(SCALARS), np.nan, dtype=np.float32)
+            self._scalars.append(now, moment.steps, values, flags)
+            self._late = scalars()
 
     def _record_layers(self, now: float, moment: Moment) -> None:
         self._forget(moment.layers)

@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from torch_grad_exporter.collectors import container, cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors import clipping, container, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, SCALARS, History, Part, Window
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
+from torch_grad_exporter.outputs.live.rows import SCALARS
+from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS, Problem, Values, Watch
 
 MAX_AGE = 1.0
@@ -211,7 +213,7 @@ class Live:
 
         A record may have one of the norms without the other, and the other may come with the record before.
         """
-        coefficient = None if self._values is None else self._values.one(gradients.GRAD_CLIP_COEFFICIENT)
+        coefficient = None if self._values is None else self._values.one(clipping.GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -261,8 +263,8 @@ _NUMBERS: Mapping[str, Spec] = {
     "loss": training.TRAIN_LOSS,
     "learning_rate": training.TRAIN_LEARNING_RATE,
     "global_norm": gradients.GRAD_GLOBAL_NORM,
-    "global_norm_after_clip": gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    "clip_coefficient": gradients.GRAD_CLIP_COEFFICIENT,
+    "global_norm_after_clip": clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    "clip_coefficient": clipping.GRAD_CLIP_COEFFICIENT,
     "skipped_steps": training.TRAIN_SKIPPED_STEPS,
     "loss_spikes": training.TRAIN_LOSS_SPIKES,
     "layers": exporter.EXPORTER_LAYERS,

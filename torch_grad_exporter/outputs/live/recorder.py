@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -12,21 +14,14 @@ from torch_grad_exporter.aggregation.activations import ActivationSnapshot
 from torch_grad_exporter.aggregation.gradients import GradientSnapshot
 from torch_grad_exporter.aggregation.tables import Records
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.aggregation.worker import Reading
+from torch_grad_exporter.aggregation.worker import HostSide, Reading
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.metrics.families import REMOVED, FloatArray
-from torch_grad_exporter.outputs.live.history import (
-    ACTIVATIONS,
-    MOMENTS,
-    QUANTITIES,
-    RECORD_SECONDS,
-    SCALARS,
-    Flags,
-    Moment,
-    Values,
-)
-from torch_grad_exporter.transfer.events import Outcome
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECORD_SECONDS, Moment
+from torch_grad_exporter.outputs.live.rows import OF_SAMPLES, SCALARS, scalars
+from torch_grad_exporter.outputs.live.track import RECENT, Flags, Values
+from torch_grad_exporter.transfer.events import PLACED, Outcome
 
 REMEMBER_SECONDS = 15.0
 """Between two readings of the counters by which problems are judged."""
@@ -69,11 +64,26 @@ class Moments:
         self._dead_from = dead_from
         self._quantities = quantities
         self._steps = (0.0, 0.0)
-        self._captured, self._spoiled, self._of_the_run = _Growth(), _Growth(), _Growth()
+        self._losses_told = 0
+        """How many losses that are not finite were told by themselves."""
+        self._captured, self._spoiled, self._norms, self._losses = _Growth(), _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
         """The moment of a reading after so many steps."""
+        moment, (values, nonfinite) = self.of_sample(reading, steps), self._of_steps(reading)
+        flags = nonfinite if moment.scalars_nonfinite is None else moment.scalars_nonfinite | nonfinite
+        return replace(
+            moment,
+            steps=steps,
+            scalars=np.where(OF_SAMPLES, moment.scalars, values),
+            scalars_nonfinite=flags,
+            singles=reading.singles,
+        )
+
+    def of_sample(self, reading: Reading, steps: int) -> Moment:
+        """That of a sample, without what is of each step. It is of the step of the sample, or of `steps` if that is not known."""
         gradients = reading.snapshot.gradients
+        step = _sample_step(gradients)
         shown = gradients.table.shown
         layer_values = gradients.layer_values[shown]
         names = list(compress(gradients.table.layers, shown.tolist()))
@@ -93,16 +103,16 @@ class Moments:
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
         flagged = [place for place, name in enumerate(self._quantities) if name in ("norm", *MOMENTS)]
         nonfinite[:, flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
-        scalars, of_the_run = self._scalars(reading)
+        norms, spoiled_norms = self._of_samples(reading)
         return Moment(
             gradients.samples,
-            steps,
+            steps if step is None else step,
             names,
             _narrowed([values[name] for name in self._quantities]).T,
-            _narrowed([scalars[name] for name in SCALARS]),
+            norms,
             nonfinite,
-            of_the_run,
-            _sample_step(gradients),
+            spoiled_norms,
+            step,
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
 
@@ -117,29 +127,32 @@ class Moments:
         spoiled = self._spoiled.since(every, values["nans"] + values["infs"])
         return new[: len(names)], spoiled[: len(names)]
 
-    def _scalars(self, reading: Reading) -> tuple[dict[str, float], Flags]:
-        """The values of the run by name, and which of them were not finite since the moment before."""
-        gradients, totals = reading.snapshot.gradients, reading.snapshot.totals
+    def _of_samples(self, reading: Reading) -> tuple[Values, Flags]:
+        """The norms of the run, and which of them were not finite since the moment before."""
+        gradients = reading.snapshot.gradients
         # One rank alone cannot know the norm of a gradient that is sharded.
         whole = bool(len(gradients.totals)) and (gradients.norm_observed or not gradients.table.sharded.any())
         norm, after = reading.gradients.peaks_of_totals[:, 0].tolist() if whole else (np.nan, np.nan)
         skipped_or_not = sum(float(gradients.totals[f"nonfinite_{one.value}"][0]) for one in Outcome) if whole else 0.0
-        counts = {"loss": float(totals.loss_nonfinite), "norm": skipped_or_not}
-        values = {
-            "loss": reading.losses.mean if reading.losses.count else np.nan,
-            "norm": norm,
-            "norm_after_clip": after,
-            "step_seconds": self._step_seconds(totals),
-            "learning_rate": next(iter(totals.learning_rates.values()), np.nan),
-        }
-        grown = self._of_the_run.since(list(SCALARS), np.array([counts.get(name, 0.0) for name in SCALARS]))
-        return values, grown
+        return scalars(norm=norm, norm_after_clip=after), self._norms.of_scalar("norm", skipped_or_not)
 
-    def _step_seconds(self, totals: TotalsSnapshot) -> float:
-        """The mean since the last moment."""
+    def _of_steps(self, reading: Reading) -> tuple[Values, Flags]:
+        """The other values of the run, and which were not finite since the moment before; without those that are there alone."""
+        totals, alone = reading.snapshot.totals, {one.name: one.value for one in reading.singles}
+        self._losses_told += sum(one.name == "loss" and np.isinf(one.value) for one in reading.singles)
+        values = scalars(
+            loss=reading.losses.mean if reading.losses.count else np.nan,
+            step_seconds=self._step_seconds(totals, [one.value for one in reading.singles if one.name == "step_seconds"]),
+            learning_rate=np.nan if "learning_rate" in alone else next(iter(totals.learning_rates.values()), np.nan),
+        )
+        return values, self._losses.of_scalar("loss", float(totals.loss_nonfinite - self._losses_told))
+
+    def _step_seconds(self, totals: TotalsSnapshot, alone: Sequence[float]) -> float:
+        """The mean since the last moment, without those that are there alone."""
         count, seconds = float(totals.duration_buckets.sum()), totals.duration_sum
         before, self._steps = self._steps, (count, seconds)
-        return (seconds - before[1]) / (count - before[0]) if count > before[0] else np.nan
+        others = count - before[0] - len(alone)
+        return (seconds - before[1] - sum(alone)) / others if others > 0 else np.nan
 
 
 class ActivationMoments:
@@ -149,8 +162,8 @@ class ActivationMoments:
         self._activations = activations
         self._nonfinite = _Growth()
 
-    def of(self, steps: int) -> Moment:
-        """The moment after so many steps; a layer without a value of the last sample has none."""
+    def of(self, steps: int, sample_step: int | None = None) -> Moment:
+        """The moment after so many steps, with the step of the last sample; a layer without a value of that one has none."""
         found = self._activations()
         layers = {name: one for name, one in found.layers.items() if name != REMOVED}
         last = [one if one.sample == found.samples else one.only_counts() for one in layers.values()]
@@ -159,8 +172,66 @@ class ActivationMoments:
         names = list(layers)
         nonfinite = np.zeros((len(names), len(ACTIVATIONS)), dtype=np.bool_)
         nonfinite[:, 0] = self._nonfinite.since(names, np.array([one.nans + one.infs for one in layers.values()]))
-        nothing = np.full(len(SCALARS), np.nan, dtype=np.float32)
-        return Moment(found.samples, steps, names, _narrowed(values).T, nothing, nonfinite)
+        return Moment(found.samples, steps, names, _narrowed(values).T, scalars(), nonfinite, sample_step=sample_step)
+
+
+class Looks:
+    """What the histories of gradients and of activations record at a look: the present moment, and those of the samples before.
+
+    The first `RECENT` samples have a moment each, on the thread that drains; the others share that of the look. `steps`: of the
+    optimizer that took the most. `now`: Unix time.
+    """
+
+    def __init__(
+        self,
+        host: HostSide,
+        moments: Moments,
+        activations: ActivationMoments | None,
+        steps: Callable[[], int],
+        now: Callable[[], float],
+    ) -> None:
+        self._host, self._moments, self._activations = host, moments, activations
+        self._steps, self._now = steps, now
+        self._samples: deque[tuple[float, Moment]] = deque()
+        self._inner: deque[tuple[float, Moment]] = deque()
+        self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
+        """The last moment of the activations."""
+        self._cursor = host.cursor(singles=PLACED)
+        self._each = host.each_sample(self._cursor, self._sampled, RECENT)
+
+    def gradients(self) -> Moment:
+        """The moment of the gradients and of the run. Raises as `HostSide.read`."""
+        return self._host.read_as(self._cursor, self._present)
+
+    def activations(self) -> Moment:
+        """That of the activations, as of the last call of `gradients`."""
+        earlier = _taken(self._inner)
+        return replace(earlier[-1][1] if earlier else self._last, earlier=earlier)
+
+    def _sampled(self, at: float, reading: Reading) -> None:
+        """There is one more sample."""
+        moment = self._moments.of_sample(reading, self._steps())
+        self._samples.append((at, moment))
+        self._look_inside(at, moment)
+
+    def _present(self, reading: Reading) -> Moment:
+        by_step = self._each.left > 0
+        moment = self._moments.of(reading, self._steps())
+        self._look_inside(self._now(), moment)
+        return replace(moment, earlier=_taken(self._samples), by_step=by_step)
+
+    def _look_inside(self, at: float, moment: Moment) -> None:
+        """The activations of a sample are there before its gradients."""
+        if self._activations is not None:
+            inner = self._activations.of(moment.steps, moment.sample_step)
+            if inner.samples != self._last.samples:
+                self._inner.append((at, inner))
+                self._last = inner
+
+
+def _taken(line: deque[tuple[float, Moment]]) -> list[tuple[float, Moment]]:
+    """All that are there, the first one first."""
+    return [line.popleft() for _ in range(len(line))]
 
 
 class _Growth:
@@ -177,6 +248,12 @@ class _Growth:
         self._before = dict(zip(names, counts.tolist(), strict=True))
         grown: Flags = (counts != before) & (counts > 0)
         return grown
+
+    def of_scalar(self, name: str, count: float) -> Flags:
+        """The same of one of the run, shape (scalars,)."""
+        found = np.zeros(len(SCALARS), dtype=np.bool_)
+        found[SCALARS.index(name)] = self.since([name], np.array([count]))[0]
+        return found
 
 
 def _narrowed(values: Sequence[FloatArray] | Sequence[float]) -> Values:

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES, SCALARS
+from torch_grad_exporter.outputs.live.history import MOMENTS, QUANTITIES
 from torch_grad_exporter.outputs.live.live import FORMAT, NONFINITE, VERSION, ZERO
+from torch_grad_exporter.outputs.live.rows import SCALARS
 
 TIMEOUT = 30.0
 """Seconds for the answer of a running exporter."""

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch_grad_exporter.aggregation.activations import ActivationSnapshot
@@ -14,10 +13,10 @@ from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.http.message import Request, Response
-from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, RECENT, History
+from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, QUANTITIES, History
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.pages import Pages
-from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Moments, recorder
+from torch_grad_exporter.outputs.live.recorder import ActivationMoments, Looks, Moments, recorder
 
 CLOSE_SECONDS = 0.5
 """How long the end waits for the last record, at most."""
@@ -47,17 +46,13 @@ class View:
         activations: Callable[[], ActivationSnapshot] | None = None,
     ) -> None:
         quantities = QUANTITIES + MOMENTS * moments
-        present, cursor = Moments(dead_from, quantities), host.cursor()
-        of_samples = Moments(dead_from, quantities)
-        each = host.each_sample(lambda reading: of_samples.of(reading, steps()), RECENT)
-        self.history = History(
-            lambda: replace(present.of(host.read(cursor), steps()), of_samples=each.take()), now=now, quantities=quantities
-        )
+        inside = None if activations is None else ActivationMoments(activations)
+        looks = Looks(host, Moments(dead_from, quantities), inside, steps, now)
+        self.history = History(looks.gradients, now=now, quantities=quantities)
         self._histories = [self.history]
         inner = None
-        if activations is not None:
-            of_activations = ActivationMoments(activations)
-            inner = History(lambda: of_activations.of(steps()), now=now, quantities=ACTIVATIONS)
+        if inside is not None:
+            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
             self._histories.append(inner)
         self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner)
         self._pages = Pages(self.live)

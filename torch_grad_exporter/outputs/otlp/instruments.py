@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
-from torch_grad_exporter.collectors import cuda_memory, exporter, gpu, gradients, host, process, training
+from torch_grad_exporter.collectors import clipping, cuda_memory, exporter, gpu, gradients, host, process, training
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, by_spec
 from torch_grad_exporter.outputs.otlp.otlp import SCOPE, UNITS
@@ -26,10 +26,10 @@ from torch_grad_exporter.version import __version__
 
 SPECS = (
     gradients.GRAD_GLOBAL_NORM,
-    gradients.GRAD_GLOBAL_NORM_AFTER_CLIP,
-    gradients.GRAD_CLIP_COEFFICIENT,
+    clipping.GRAD_GLOBAL_NORM_AFTER_CLIP,
+    clipping.GRAD_CLIP_COEFFICIENT,
     gradients.GRAD_NONFINITE_STEPS,
-    gradients.GRAD_CLIPPED_STEPS,
+    clipping.GRAD_CLIPPED_STEPS,
     training.TRAIN_STATE,
     training.TRAIN_STEPS,
     training.TRAIN_SKIPPED_STEPS,

@@ -1,0 +1,97 @@
+"""The metrics of clipping that the collector `gradients` shows, and their families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torch_grad_exporter.aggregation.gradients import GradientSnapshot
+from torch_grad_exporter.aggregation.tables import Records
+from torch_grad_exporter.collectors.clip_reports import ClipReports
+from torch_grad_exporter.metrics.catalogue import Section
+from torch_grad_exporter.metrics.families import BoolArray, Family, LabelledRows, LabelRows
+
+CLIPPING = Section("Clipping")
+
+GRAD_GLOBAL_NORM_AFTER_CLIP = CLIPPING.gauge(
+    "torch_grad_global_norm_after_clip",
+    "L2 norm over all tracked parameters as the optimizer saw it at the last sampled step: unscaled, after clipping.",
+    "optimizer",
+)
+GRAD_CLIP_COEFFICIENT = CLIPPING.gauge(
+    "torch_grad_clip_coefficient",
+    "Global norm after clipping over the global norm before it at the last sampled step; 1 where nothing was clipped, absent where the factor may be that of a division.",
+    "optimizer",
+)
+GRAD_CLIPPED_STEPS = CLIPPING.counter(
+    "torch_grad_clipped_steps_total", "Steps whose gradients were clipped, over sampled steps.", "optimizer"
+)
+GRAD_CLIP_THRESHOLD = CLIPPING.gauge(
+    "torch_grad_clip_threshold",
+    "Largest norm, or element, that a policy of clip= or dry_run= leaves alone, as of a moment ago; with a layer where each has its own, of its units or of what is folded the smallest; absent while none is too large.",
+    "layer",
+    "policy",
+    "optimizer",
+    opt_in="clip",
+)
+GRAD_LAYER_CLIP_COEFFICIENT = CLIPPING.gauge(
+    "torch_grad_layer_clip_coefficient",
+    "L2 norm of the layer's gradient after clipping over the norm before it at the last sampled step; of this rank's part where the gradient is sharded.",
+    "layer",
+    opt_in="clip",
+)
+GRAD_LAYER_CLIPPED_STEPS = CLIPPING.counter(
+    "torch_grad_layer_clipped_steps_total",
+    "Steps that made the layer's gradient smaller by clipping, over sampled steps.",
+    "layer",
+    opt_in="clip",
+)
+GRAD_CLIP_CANDIDATES = CLIPPING.counter(
+    "torch_grad_clip_candidates_total",
+    "Steps in which a policy of dry_run= would have clipped, or would have left the step out, over all steps.",
+    "policy",
+    opt_in="dry_run",
+)
+
+
+def clip_families(totals: Records, rows: LabelRows, whole: BoolArray) -> Iterator[Family]:
+    """What the optimizers saw of their gradients. `whole`: the optimizers of whose gradients this rank has all."""
+    yield Family(GRAD_GLOBAL_NORM_AFTER_CLIP, totals["after_clip"], rows, totals["after_known"] & whole)
+    yield Family(GRAD_CLIP_COEFFICIENT, totals["coefficient"], rows, totals["clip_known"] & whole)
+    # A rank that has a part of the gradients knows no limit by its own norms.
+    yield Family(GRAD_CLIPPED_STEPS, totals["clipped"], rows, whole | (totals["clipped"] > 0))
+
+
+class ClipFamilies:
+    """Families of what `clip=` and `dry_run=` have come to."""
+
+    def __init__(self, reports: ClipReports) -> None:
+        self._reports = reports
+        self._thresholds, self._candidates = LabelledRows(), LabelledRows()
+
+    def of_layers(self, last: Records, layers: LabelRows, counted: Records, counted_layers: LabelRows) -> Iterator[Family]:
+        """Of the layers' last values, and of what only grows."""
+        coefficients = last["coefficient"]
+        yield Family(GRAD_LAYER_CLIP_COEFFICIENT, coefficients, layers, ~np.isnan(coefficients))
+        yield Family(GRAD_LAYER_CLIPPED_STEPS, counted["clipped"], counted_layers)
+
+    def of_policies(self, snapshot: GradientSnapshot) -> Iterator[Family]:
+        """What the policies have come to, of layers as far as they are shown."""
+        table = snapshot.table
+        row_of = {one.layer: table.layers[row] for one, row in zip(table.tracked, table.layer_of.tolist(), strict=True)}
+        row_of[""] = ""
+        reports = self._reports.latest()
+        thresholds: dict[tuple[str, ...], float] = {}
+        candidates: dict[tuple[str, ...], float] = {}
+        for report, values in reports:
+            optimizer = report.optimizer if len(reports) > 1 else ""
+            split = len(report.thresholds)
+            for (policy, layer), value in zip(report.thresholds, values[:split].tolist(), strict=True):
+                if layer in row_of and np.isfinite(value):
+                    key = row_of[layer], policy, "" if layer else optimizer
+                    thresholds[key] = min(value, thresholds.get(key, np.inf))
+            for policy, value in zip(report.candidates, values[split:].tolist(), strict=True):
+                candidates[policy,] = candidates.get((policy,), 0.0) + value
+        yield self._thresholds.family(GRAD_CLIP_THRESHOLD, thresholds)
+        yield self._candidates.family(GRAD_CLIP_CANDIDATES, candidates)
