@@ -130,6 +130,15 @@ class Exporter(Composition):
             self._guards["step"](self._training.capture.manual_step, number)
             self._act.step_reported()
 
+    def evaluating(self, now: bool = True) -> None:
+        """Says that an evaluation goes on, or that it is over, where the forward of the model itself is never run in it.
+
+        Such as an evaluation that calls the model's submodules. Call it for each batch, on the thread that trains: it also shows
+        that the loop is alive. The next step of an optimizer ends an evaluation, too.
+        """
+        if not self._ending.closed:
+            self._guards["observe"](functools.partial(self._training.clock.active, evaluating=now))
+
     @overload
     def watch_loader(self, loader: _Loader) -> _Loader: ...
 

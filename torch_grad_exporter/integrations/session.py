@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVarTuple
 
 import torch
 
@@ -18,6 +20,8 @@ logger = logging.getLogger("torch_grad_exporter")
 
 LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfinite_steps_total|train_skipped_steps_total)"
 """What a trainer's own logger gets unless the user chooses: the norms, the clipping, and what went wrong."""
+
+_Arguments = TypeVarTuple("_Arguments")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
@@ -32,7 +36,8 @@ class Session:
     here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
     names in which a regular expression is found.
 
-    Raises `TypeError` where both `exporter` and `options` are given.
+    Raises `TypeError` where both `exporter` and `options` are given, or an option that there is not, and `ValueError` where `log` is
+    no regular expression.
     """
 
     def __init__(
@@ -45,12 +50,21 @@ class Session:
             )
         if exporter is not None and not isinstance(exporter, Exporter):
             raise TypeError(f"{who}(exporter={exporter!r}): expected what start_exporter returned")
+        if unknown := set(options or {}) - (set(inspect.signature(start_exporter).parameters) - {"model"}):
+            raise TypeError(f"{who}({', '.join(sorted(unknown))}=...): no option of start_exporter; docs/options.md lists them")
+        _check_pattern(who, log)
         self._who = who
         self._given = exporter
         self._options = dict(options or {})
         self._log = LOGGED if log is True else log
         self._told: Exporter | None = None
         self._ends = False
+        self._losses_seen = False
+
+    @property
+    def telling(self) -> bool:
+        """Whether a training has begun, and not ended, of which this session tells."""
+        return self._told is not None
 
     @property
     def exporter(self) -> Exporter | None:
@@ -75,6 +89,7 @@ class Session:
         self._told = running or start_exporter(model, **options)
         self._ends = running is None
         _TOLD_BY[self._told] = self._who
+        self._losses_seen = False
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
         if step is not None:
@@ -84,6 +99,31 @@ class Session:
         """As `Exporter.observe`, without those that are `None`."""
         if self._told is not None:
             self._told.observe(**values)
+
+    def logged_loss(self, loss: Number) -> None:
+        """A loss that the trainer logs, such as a mean over many steps: it is told only where the exporter sees none itself.
+
+        It does where the model returns a loss. One scrape finds it out, at the first of these that there is.
+        """
+        if self._told is None or self._losses_seen:
+            return
+        if any(self._told.values(r"^torch_train_loss(_nonfinite_total)?$").values()):
+            self._losses_seen = True
+        else:
+            self._told.observe(loss=loss)
+
+    def evaluating(self, now: bool = True) -> None:
+        """As `Exporter.evaluating`."""
+        if self._told is not None:
+            self._told.evaluating(now)
+
+    def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
+        """What an integration does at an event of the trainer, while a training is told of: if it fails, the training goes on.
+
+        The failure is logged once and counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+        """
+        if self._told is not None:
+            self._told.guarded(action, *arguments)
 
     @property
     def should_stop(self) -> bool:
@@ -101,6 +141,16 @@ class Session:
             _TOLD_BY.pop(told, None)
             if self._ends:
                 told.end(error)
+
+
+def _check_pattern(who: str, log: bool | str) -> None:
+    """Raises what is wrong with what is to be logged."""
+    if not isinstance(log, bool | str):
+        raise TypeError(f"{who}(log={log!r}): expected True, False or a regular expression")
+    try:
+        re.compile(log if isinstance(log, str) else "")
+    except re.error as error:
+        raise ValueError(f"{who}(log={log!r}): no regular expression: {error}") from None
 
 
 def running_exporter(model: Models) -> Exporter | None:
