@@ -59,7 +59,7 @@ class Session:
         self._log = LOGGED if log is True else log
         self._told: Exporter | None = None
         self._ends = False
-        self._losses_seen = False
+        self._tells_losses: bool | None = None
 
     @property
     def telling(self) -> bool:
@@ -89,7 +89,7 @@ class Session:
         self._told = running or start_exporter(model, **options)
         self._ends = running is None
         _TOLD_BY[self._told] = self._who
-        self._losses_seen = False
+        self._tells_losses = None
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
         if step is not None:
@@ -105,11 +105,12 @@ class Session:
 
         It does where the model returns a loss. One scrape finds it out, at the first of these that there is.
         """
-        if self._told is None or self._losses_seen:
+        if self._told is None:
             return
-        if any(self._told.values(r"^torch_train_loss(_nonfinite_total)?$").values()):
-            self._losses_seen = True
-        else:
+        if self._tells_losses is None:
+            seen = self._told.values(r"^torch_train_loss(_nonfinite_total)?$")
+            self._tells_losses = "torch_train_loss" not in seen and not seen.get("torch_train_loss_nonfinite_total")
+        if self._tells_losses:
             self._told.observe(loss=loss)
 
     def evaluating(self, now: bool = True) -> None:
