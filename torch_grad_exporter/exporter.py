@@ -130,6 +130,15 @@ class Exporter(Composition):
             self._guards["step"](self._training.capture.manual_step, number)
             self._act.step_reported()
 
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """Says that the loop is about to call `loss.backward()`, where the forward of the model itself is never run.
+
+        Such as a loop that calls the model's submodules: without this its backwards are seen from the second step on. With several
+        models it is to be a loss of the first one. On the thread that trains.
+        """
+        if not self._ending.closed:
+            self._guards["observe"](self._training.capture.backward_comes, loss)
+
     def evaluating(self, now: bool = True) -> None:
         """Says that an evaluation goes on, or that it is over, where the forward of the model itself is never run in it.
 

@@ -113,6 +113,11 @@ class Session:
         if self._tells_losses:
             self._told.observe(loss=loss)
 
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """As `Exporter.backward_comes`."""
+        if self._told is not None:
+            self._told.backward_comes(loss)
+
     def evaluating(self, now: bool = True) -> None:
         """As `Exporter.evaluating`."""
         if self._told is not None:
