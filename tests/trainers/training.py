@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.matrix.harness import EVERYTHING, OTHERS, Way
-from tests.support.scrape import errors_in, values
+from tests.support.scrape import errors_in, value, values
 from tests.trainers.heard import Heard
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -141,3 +143,11 @@ def _run(train: Callable[[Training], None], run: Training) -> Training:
     np.random.seed(0)  # noqa: NPY002 - what the trainers draw from
     train(run)
     return run
+
+
+def ending_of(exporter: Exporter, folder: Path) -> tuple[str, str | None]:
+    """How an exporter's run has ended: its state, and the exception's name, both as they are saved."""
+    exporter.save(folder / "saved.json")
+    status = json.loads((folder / "saved.json").read_text())["status"]
+    assert value(exporter, "torch_train_state", state=status["state"]) == 1
+    return status["state"], status["ended_by"]
