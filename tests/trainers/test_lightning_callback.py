@@ -26,7 +26,7 @@ from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_lightning import Gan, Module, Through, network, numbers
 from tests.trainers.training import Training, compared, ending_of
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.actions import Log, Stop
+from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.lightning import GradExporterCallback
 from torch_grad_exporter.integrations.session import running_exporter
 
@@ -60,7 +60,9 @@ def global_norm(module: torch.nn.Module) -> float:
     return math.sqrt(sum(float(one.grad.double().square().sum()) for one in module.parameters() if one.grad is not None))
 
 
-def trained(run: Training, kind: Callable[[], Any] = Through, *, batches: int = 8, validation: bool = False, **options: Any) -> None:
+def trained(
+    run: Training, kind: Callable[[], Any] = Through, *, batches: int = 8, validation: bool = False, **options: Any
+) -> None:
     """Trains with the callback, or without."""
     torch.manual_seed(0)
     module = kind()
@@ -120,10 +122,10 @@ def test_half_precision_and_skipped_steps() -> None:
 
     torch.manual_seed(0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer_of(callback, Looks(look), plugins=[plugin]).fit(Overflows(), numbers(12))
+    trainer_of(callback, Looks(look), plugins=[plugin]).fit(Overflows(), numbers(11))
     halved = sum(before > after for before, after in zip([2.0**20, *scales], scales, strict=False))
-    assert 0 < halved < 24
-    assert (skipped[-1], steps[-1]) == (halved, 24 - halved)
+    assert 0 < halved < 22
+    assert (skipped[-1], steps[-1]) == (halved, 22 - halved)
     assert len(norms) >= steps[-1]
     assert all(shown == pytest.approx(norm, rel=1e-5) for shown, norm in norms)
 
@@ -308,7 +310,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     trainer = trainer_of(GradExporterCallback(log=True, **QUICK), logger=logger, log_every_n_steps=4)
     trainer.fit(Through(), numbers(10))
-    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["torch_grad_global_norm"]]
     assert [int(row["step"]) for row in rows] == [3, 7, 11, 15, 19]
     assert all(float(row["torch_grad_norm/encoder.0"]) > 0 for row in rows)
@@ -325,7 +327,7 @@ def _logged(where: Path, log: bool | str) -> list[str]:
     module = Through()
     module.on_train_batch_end = lambda *_: module.log("mine", 1.0)
     trainer_of(GradExporterCallback(log=log, **QUICK), logger=logger, log_every_n_steps=1).fit(module, numbers(2))
-    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file).fieldnames or ())
 
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
 from tests.trainers.training import Training, compared, ending_of
-from tests.matrix.harness import Way
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
@@ -98,7 +98,12 @@ def test_what_the_trainer_knows(tmp_path: Path) -> None:
         assert shown[-1][key("torch_train_state", state="training")] == 1
 
     trainer = trainer_of(
-        llama(), tmp_path, [callback, Looks(look)], include_num_input_tokens_seen="all", gradient_accumulation_steps=2, warmup_steps=2
+        llama(),
+        tmp_path,
+        [callback, Looks(look)],
+        include_num_input_tokens_seen="all",
+        gradient_accumulation_steps=2,
+        warmup_steps=2,
     )
     trainer.train()
     rates = [one["learning_rate"] for one in trainer.state.log_history if "learning_rate" in one]
@@ -109,18 +114,19 @@ def test_what_the_trainer_knows(tmp_path: Path) -> None:
 
 def test_a_loss_that_the_model_does_not_return(tmp_path: Path) -> None:
     """The logged loss is told where the exporter sees none, also over a window of steps; else the model's own is shown."""
+    shown: list[tuple[float | None, float]] = []
+
+    class Logged(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+            if callback.exporter is not None and "loss" in logs:
+                shown.append((value(callback.exporter, "torch_train_loss"), logs["loss"]))
+
     for arguments, own in (({"label_smoothing_factor": 0.1}, False), ({}, True)):
-        callback, shown = GradExporterCallback(**QUICK), []
-
-        class Logged(TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
-                if callback.exporter is not None:
-                    shown.append((value(callback.exporter, "torch_train_loss"), logs.get("loss")))  # noqa: B023 - used at once
-
+        callback = GradExporterCallback(**QUICK)
+        shown.clear()
         trainer_of(gpt2(), tmp_path, [callback, Logged()], logging_steps=2, **arguments).train()
-        told = [(one, logged) for one, logged in shown if logged is not None]
-        assert len(told) == 4
-        assert all((one == pytest.approx(logged)) is not own for one, logged in told)
+        assert len(shown) == 4
+        assert all((told == pytest.approx(logged)) is not own for told, logged in shown)
 
 
 class Broken(RuntimeError):
@@ -331,7 +337,12 @@ def _rank(rank: int, folder: Path) -> None:
 
     torch.manual_seed(0)
     trainer = trainer_of(
-        llama(), folder / "trained", [callback, Looks(look)], ddp_backend="gloo", include_num_input_tokens_seen="all", max_grad_norm=0.5
+        llama(),
+        folder / "trained",
+        [callback, Looks(look)],
+        ddp_backend="gloo",
+        include_num_input_tokens_seen="all",
+        max_grad_norm=0.5,
     )
     trainer.train()
     assert shown == [(2 * step, 32 * step if rank == 0 else None) for step in range(1, 5)]

@@ -76,13 +76,17 @@ class Training:
         self.state += [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
         self.check()
 
+    def keep(self) -> None:
+        """Keeps the exporter that the callback has by now."""
+        if self.callback is not None:
+            self.exporter = self.callback.exporter
+
     def loader(self, loader: Any) -> Any:
         """The loader, watched where there is an exporter."""
         return loader if self.exporter is None else self.exporter.watch_loader(loader)
 
     def _check_between(self) -> None:
-        if self.callback is not None:
-            self.exporter = self.callback.exporter  # none any more when the training is over
+        self.keep()  # there is none any more when the training is over
         # Which optimizers there are is known when the second round begins: until then the first is not settled.
         most = 0 if self.heard is None else max(map(len, self.heard.steps.values()), default=0)
         if self.between and most > 1 and most % self.between == 0:
