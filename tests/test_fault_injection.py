@@ -67,6 +67,14 @@ LEFT_OUT = {
     "cli.assets": "a program of its own",
     **dict.fromkeys(("cli.plot", "cli.picture", "outputs.live.saved"), "a program of its own"),
     "outputs.outputs": "as `exporter`",
+    **dict.fromkeys(
+        (f"integrations.{room}" for room in ("caller", "requirement", "session")),
+        "the start of an integration, which raises, or behind its guard, tests/integrations/test_session.py",
+    ),
+    **dict.fromkeys(
+        (f"integrations.{room}" for room in ("accelerate", "lightning", "transformers")),
+        "called by the trainer, in an environment of its own; what fails in an event is guarded, tests/trainers/test_*_callback.py",
+    ),
     "model.replicas": "behind `layers.LayerIndex.find_replicas`",
     **dict.fromkeys(
         (
@@ -180,6 +188,12 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
+    **dict.fromkeys(
+        (f"capture.{name}" for name in (
+            "build.Capture.backward_comes", "forwards.ForwardWatch.backward_comes", "count_only.counting.CountOnly.counting",
+        )),
+        "a call of the user's, behind the guard of `observe`, tests/capture/test_backward_comes.py",
+    ),
     **dict.fromkeys(
         ("capture.build.Capture.inspect", "capture.build.Capture.is_sampled", "capture.cost.SampleCost.now"),
         "what is inspected, tests/capture/test_inspections.py and tests/inspection",
