@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
 import torch
 
@@ -36,8 +36,13 @@ from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
 
+GUARDED = ("observe", "request", "close", "watch", "integration")
+"""Calls of the user's and of integrations, each behind a guard that is never switched off."""
+
 STORE_SECONDS = 0.4
 """How long the end waits for the job's store, at most."""
+
+_Arguments = TypeVarTuple("_Arguments")
 
 _UNUSED: Watch | None = None
 """Nothing is watched before the first `watch`."""
@@ -65,7 +70,7 @@ class Composition:
         self.rank = checked.rank
         self._errors = errors = ErrorLog((*SOURCES, *REGISTRY.sources))
         # What may succeed the next time is never switched off.
-        self._guards = {source: errors.boundary(source, limit=None) for source in ("observe", "request", "close", "watch")}
+        self._guards = {source: errors.boundary(source, limit=None) for source in GUARDED}
         self._guards["step"] = errors.boundary("observe", "step")
         self._ending = lifecycle.Ending(checked.identity.world_size)
         self._store = checked.store
@@ -200,6 +205,10 @@ class Composition:
     def on_foreign_optimizer(self, tell: Callable[[torch.optim.Optimizer], object]) -> None:
         """Calls `tell` where an optimizer steps that owns nothing of the models, in its step; of each at least once."""
         self._training.optimizers.on_foreign = tell
+
+    def guarded(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> bool:
+        """Runs what an integration does at an event of its trainer; a failure is counted as `integration` and goes no further."""
+        return self._guards["integration"](action, *arguments)
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Whether this exporter watches one of the models."""

@@ -130,6 +130,24 @@ class Exporter(Composition):
             self._guards["step"](self._training.capture.manual_step, number)
             self._act.step_reported()
 
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """Says that the loop is about to call `loss.backward()`, where the forward of the model itself is never run.
+
+        Such as a loop that calls the model's submodules: without this its backwards are seen from the second step on. With several
+        models it is to be a loss of the first one. On the thread that trains.
+        """
+        if not self._ending.closed:
+            self._guards["observe"](self._training.capture.backward_comes, loss)
+
+    def evaluating(self, now: bool = True) -> None:
+        """Says that an evaluation goes on, or that it is over, where the forward of the model itself is never run in it.
+
+        Such as an evaluation that calls the model's submodules. Call it for each batch, on the thread that trains: it also shows
+        that the loop is alive. The next step of an optimizer ends an evaluation, too.
+        """
+        if not self._ending.closed:
+            self._guards["observe"](functools.partial(self._training.clock.active, evaluating=now))
+
     @overload
     def watch_loader(self, loader: _Loader) -> _Loader: ...
 

@@ -57,7 +57,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin",
+    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 

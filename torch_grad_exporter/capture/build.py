@@ -76,6 +76,10 @@ class Capture:
         """Takes observed values by name, see `Observations.observe`. From any thread, but for what belongs to a round."""
         self._observations.observe(values)
 
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """A backward of this loss is about to begin, which no forward of a root may have shown."""
+        self._forwards.backward_comes(loss)
+
     def manual_step(self, number: int | None) -> None:
         """The user says that a step is done."""
         self._loop.manual_step(number)

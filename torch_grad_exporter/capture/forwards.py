@@ -72,6 +72,15 @@ class ForwardWatch:
             self._parts.periodic()
         clock.spent(clock.clock() - start)
 
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """A backward of this loss is about to begin: hooks it, where no forward of a root has shown it in this round."""
+        if self._clock.forward_came or self._count_only.counting or graph_task() != -1:
+            return
+        start = self._clock.clock()
+        self._parts.thread.is_here()
+        self._backward.forward_ended(0, loss)
+        self._clock.spent(self._clock.clock() - start)
+
     def step_over(self) -> None:
         """A step is over."""
         self._clock.forward_came = False

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.composition import open_exporters
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import Guard, raised_by_handler, say
 
 logger = logging.getLogger("torch_grad_exporter")
 
 LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfinite_steps_total|train_skipped_steps_total)"
 """What a trainer's own logger gets unless the user chooses: the norms, the clipping, and what went wrong."""
+
+_Arguments = TypeVarTuple("_Arguments")
+_Found = TypeVar("_Found")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
@@ -28,11 +33,14 @@ _TOLD_BY: weakref.WeakKeyDictionary[Exporter, str] = weakref.WeakKeyDictionary()
 class Session:
     """The exporter of a trainer, from one `fit` to the next. Not thread-safe: it belongs to the training thread.
 
+    It can be pickled, as trainers do with their callbacks that start processes; what is unpickled tells of no training yet.
+
     `who`: the class that the user wrote, for messages. `exporter`: the user's own, which is told everything and is never ended
     here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
     names in which a regular expression is found.
 
-    Raises `TypeError` where both `exporter` and `options` are given.
+    Raises `TypeError` where both `exporter` and `options` are given, or an option that there is not, and `ValueError` where `log`
+    is no regular expression.
     """
 
     def __init__(
@@ -45,12 +53,22 @@ class Session:
             )
         if exporter is not None and not isinstance(exporter, Exporter):
             raise TypeError(f"{who}(exporter={exporter!r}): expected what start_exporter returned")
+        if unknown := set(options or {}) - (set(inspect.signature(start_exporter).parameters) - {"model"}):
+            raise TypeError(f"{who}({', '.join(sorted(unknown))}=...): no option of start_exporter; docs/options.md lists them")
+        _check_pattern(who, log)
         self._who = who
         self._given = exporter
         self._options = dict(options or {})
         self._log = LOGGED if log is True else log
         self._told: Exporter | None = None
         self._ends = False
+        self._tells_losses: bool | None = None
+        self._failed_before = False
+
+    @property
+    def telling(self) -> bool:
+        """Whether a training has begun, and not ended, of which this session tells."""
+        return self._told is not None
 
     @property
     def exporter(self) -> Exporter | None:
@@ -75,6 +93,7 @@ class Session:
         self._told = running or start_exporter(model, **options)
         self._ends = running is None
         _TOLD_BY[self._told] = self._who
+        self._tells_losses = None
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
         if step is not None:
@@ -84,6 +103,49 @@ class Session:
         """As `Exporter.observe`, without those that are `None`."""
         if self._told is not None:
             self._told.observe(**values)
+
+    def logged_loss(self, loss: Number) -> None:
+        """A loss that the trainer logs, such as a mean over many steps: it is told only where the exporter sees none itself.
+
+        It does where the model returns a loss. One scrape finds it out, at the first of these that there is.
+        """
+        if self._told is None:
+            return
+        if self._tells_losses is None:
+            seen = self._told.values(r"^torch_train_loss(_nonfinite_total)?$")
+            self._tells_losses = "torch_train_loss" not in seen and not seen.get("torch_train_loss_nonfinite_total")
+        if self._tells_losses:
+            self._told.observe(loss=loss)
+
+    def backward_comes(self, loss: torch.Tensor) -> None:
+        """As `Exporter.backward_comes`."""
+        if self._told is not None:
+            self._told.backward_comes(loss)
+
+    def evaluating(self, now: bool = True) -> None:
+        """As `Exporter.evaluating`."""
+        if self._told is not None:
+            self._told.evaluating(now)
+
+    def found(self, look: Callable[[*_Arguments], _Found], *arguments: *_Arguments) -> _Found | None:
+        """What an integration finds in its trainer before there is an exporter; `None` where that fails, which is logged once."""
+        return Guard(self._say_once).result(look, *arguments)
+
+    def _say_once(self, error: Exception) -> None:
+        if raised_by_handler(error):
+            raise error
+        if not self._failed_before:
+            self._failed_before = True
+            message = "%s: what the trainer knows could not be found; the training begins without it: %s: %s"
+            say(logger, logging.WARNING, message, self._who, type(error).__name__, error, error=error)
+
+    def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
+        """What an integration does at an event of the trainer, while a training is told of: if it fails, the training goes on.
+
+        The failure is logged once and counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+        """
+        if self._told is not None:
+            self._told.guarded(action, *arguments)
 
     @property
     def should_stop(self) -> bool:
@@ -101,6 +163,16 @@ class Session:
             _TOLD_BY.pop(told, None)
             if self._ends:
                 told.end(error)
+
+
+def _check_pattern(who: str, log: bool | str) -> None:
+    """Raises what is wrong with what is to be logged."""
+    if not isinstance(log, bool | str):
+        raise TypeError(f"{who}(log={log!r}): expected True, False or a regular expression")
+    try:
+        re.compile(log if isinstance(log, str) else "")
+    except re.error as error:
+        raise ValueError(f"{who}(log={log!r}): no regular expression: {error}") from None
 
 
 def running_exporter(model: Models) -> Exporter | None:

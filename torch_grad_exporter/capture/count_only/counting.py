@@ -231,6 +231,11 @@ class CountOnly:
         counting = self._counting
         return None if counting is None else counting.surplus
 
+    @property
+    def counting(self) -> bool:
+        """Whether the current rounds are only counted."""
+        return self._counting is not None
+
     def look(self) -> None:
         """Puts the hooks around forwards back if no step has come for long. A few times a second."""
         counting = self._counting

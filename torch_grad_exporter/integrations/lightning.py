@@ -1,0 +1,167 @@
+"""The callback for the `Trainer` of Lightning, of the package `lightning` and of `pytorch_lightning`.
+
+See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback tells it what only the trainer
+knows: when a training begins, evaluates, ends and fails, its step after a checkpoint, the epoch, and the loss and size of each
+batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.capture.forwards import batch_size
+from torch_grad_exporter.integrations.requirement import require
+from torch_grad_exporter.integrations.session import Session
+
+OLDEST = "2.2"
+"""Of both packages."""
+
+
+def _class_of_callbacks() -> type:
+    """Lightning's class of callbacks: of the package that is in use, of both if both are, else of the one that is installed."""
+    used = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    if "lightning.pytorch" in used or not used:
+        try:
+            require("lightning", OLDEST, extra="lightning", instead="pytorch_lightning")
+            used = used or ["lightning.pytorch"]
+        except ModuleNotFoundError:
+            require("pytorch_lightning", OLDEST, extra="lightning", instead="lightning")
+            used = ["pytorch_lightning"]
+    if "pytorch_lightning" in used:
+        require("pytorch_lightning", OLDEST, extra="lightning", instead="lightning")
+    return type("Callback", tuple(require(name, OLDEST, extra="lightning").Callback for name in used), {})
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = _class_of_callbacks()
+
+
+class GradExporterCallback(Callback):  # type: ignore[misc] # of a package without types here
+    """Shows the gradients and the course of a training: `Trainer(callbacks=[GradExporterCallback()])`.
+
+    `exporter`: one that you have started yourself, which goes on after the training; without it each `fit()` starts one, with the
+    `options` of `start_exporter`, and ends it. An exporter that is running on the module is used as well. `log`: whether what the
+    exporter shows also goes to the trainer's loggers and its `callback_metrics`, whenever the trainer logs: with `True` norms,
+    clipping and skipped steps, or the names in which a regular expression is found.
+
+    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
+    in `torch_grad_exporter_errors_total{source="integration"}`.
+    """
+
+    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
+        super().__init__()
+        self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._logs = log is not False
+        self._steps = 0
+        self._losses: list[torch.Tensor] = []
+        self._knows_size: bool | None = None
+
+    @property
+    def exporter(self) -> Exporter | None:
+        """The exporter of the training; `None` while there is none, unless it was given."""
+        return self._session.exporter
+
+    # The trainer's events
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the exporter, unless there is one. Checkpoints are restored by now, and the module is where it is trained."""
+        if sum(callback is self for callback in trainer.callbacks) > 1:
+            raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
+        step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
+        self._session.begin(pl_module, step=step or None, grad_scaler=scaler)
+        self._steps, self._losses, self._knows_size = trainer.global_step, [], None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells of the epoch."""
+        self._session.during(lambda: self._session.observe(epoch=trainer.current_epoch))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Tells of the backward, which nothing else shows where `training_step` calls submodules."""
+        self._session.backward_comes(loss)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Tells of the batch, logs if the trainer does, and ends the training where a `Stop()` wants it."""
+        self._session.during(self._batch_over, trainer, pl_module, outputs, batch)
+        if self._session.should_stop:
+            trainer.should_stop = True
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Tells that an evaluation goes on, which is not seen where `validation_step` calls submodules."""
+        self._session.during(self._session.evaluating)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells that it is over."""
+        self._session.during(self._session.evaluating, False)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The training has failed, by this exception."""
+        self._session.end(exception)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the exporter that was started for this training."""
+        self._session.end()
+
+    def _batch_over(self, trainer: Trainer, module: LightningModule, outputs: object, batch: object) -> None:
+        size = _size(batch)
+        if self._knows_size is None:
+            self._knows_size = size is not None
+        loss = _loss(outputs)
+        if loss is not None:
+            # What the trainer has divided by the batches of a round, it shows divided.
+            self._losses.append(loss * trainer.accumulate_grad_batches if module.automatic_optimization else loss)
+        self._session.observe(samples=size if self._knows_size else None)
+        stepped, self._steps = trainer.global_step != self._steps, trainer.global_step
+        if stepped:
+            losses, self._losses = self._losses, []
+            self._session.observe(loss=_mean(losses))
+            if self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
+                self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        values = self._session.logged()
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as the trainer's own values
+
+
+def _steps_before(trainer: Trainer) -> int:
+    """Steps of the training so far, as its loggers count: each batch is one, where several optimizers share it."""
+    if len(trainer.optimizers) <= 1:
+        return int(trainer.global_step)
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _scaler_of(trainer: Trainer) -> object:
+    """The gradient scaler of half precision, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _size(batch: object) -> int | None:
+    """Examples in a batch: the first dimension of its tensors; `None` where they disagree, or there are none."""
+    if isinstance(batch, Mapping):
+        return batch_size((), batch)
+    return batch_size(tuple(batch) if isinstance(batch, list | tuple) else (batch,), {})
+
+
+def _loss(outputs: object) -> torch.Tensor | None:
+    """The loss in what the trainer hands on of a `training_step`."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor | None:
+    """On their device, where they stay."""
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    return torch.stack([loss.reshape(()) for loss in losses]).mean()
