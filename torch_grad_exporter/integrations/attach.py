@@ -142,9 +142,8 @@ class Attachment:
             try:
                 look(*arguments)
             finally:
+                compile_again(compiler)
                 self._looking.release()
-                if compiler is not None:
-                    compile_again(compiler)
 
     def _look_at_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType
