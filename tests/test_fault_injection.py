@@ -49,7 +49,11 @@ LEFT_OUT = {
         "called by the user's own loop, or behind the guard of `at_steps`; tests/actions/test_clipper.py and test_clip_at_steps.py",
     ),
     "cli.main": "a program of its own",
-    "cli.demo": "a program of its own",
+    **dict.fromkeys(("cli.demo", "cli.run", "cli.script"), "a program of its own"),
+    **dict.fromkeys(
+        (f"integrations.{room}" for room in ("attach", "roots")),
+        "behind the guard of `integrations.attach`, tests/integrations/test_attach.py",
+    ),
     **dict.fromkeys(
         ("config.checked", "config.kinds", "config.option", "config.settings"),
         "wrong options raise before the training",
@@ -273,6 +277,12 @@ UNREACHED = {
     "transfer.transfer._UnderWay.ready": "accelerators, tests/transfer/test_transfer.py",
     "torch_compat.tell": "the start",
     **dict.fromkeys(
+        (f"torch_compat.{name}" for name in (
+            "ForwardUnderWay.begins_anew", "StepUnderWay.begins_anew", "forward_under_way", "optimizers_made", "step_under_way",
+        )),
+        "behind the guard of `integrations.attach`, tests/integrations/test_attach.py",
+    ),
+    **dict.fromkeys(
         ("torch_compat.runs_compiled", "torch_compat.uncompiled"), "explain, tests/inspection/explain/test_explain.py",
     ),
     "torch_compat.follows_freezing": "Freeze, tests/actions/freeze/test_ranks.py",
@@ -364,11 +374,15 @@ def doubled(original: Any, fault: Fault) -> Any:  # noqa: ANN401 - a function, o
     return double
 
 
+ELSEWHERE = {"torch_grad_exporter.integrations.opentelemetry"}
+"""What needs a framework; tests/trainers has its tests."""
+
+
 @functools.cache
 def modules() -> list[types.ModuleType]:
     """All modules of the package."""
     found = pkgutil.walk_packages(torch_grad_exporter.__path__, f"{torch_grad_exporter.__name__}.")
-    return [importlib.import_module(one.name) for one in found]
+    return [importlib.import_module(one.name) for one in found if one.name not in ELSEWHERE]
 
 
 def seams() -> Iterator[Seam]:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,7 +54,10 @@ class Composition:
     """The parts of a running exporter, from their start to their end; `Exporter` adds what a user may ask of them.
 
     `port` is the port in use and `url` the address of the metrics on this host; both `None` if nothing is served.
+    `gives_way`: of an exporter that the script knows nothing of, what is told which one has taken its place, as each new one does.
     """
+
+    gives_way: Callable[[Any], object] | None = None
 
     def __init__(self, checked: Checked) -> None:
         self.settings = checked.settings
@@ -193,6 +196,10 @@ class Composition:
     def url(self) -> str | None:
         """The address of the metrics as seen from this host, `None` if nothing is served."""
         return None if self._outputs is None or self._ending.closed else self._outputs.url
+
+    def on_foreign_optimizer(self, tell: Callable[[torch.optim.Optimizer], object]) -> None:
+        """Calls `tell` where an optimizer steps that owns nothing of the models, in its step; of each at least once."""
+        self._training.optimizers.on_foreign = tell
 
     def watches(self, models: Iterable[torch.nn.Module]) -> bool:
         """Whether this exporter watches one of the models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import prometheus_client
@@ -127,12 +127,21 @@ def start_exporter(
     anything is registered if an argument is wrong; later, nothing is ever raised into the training.
     """
     chosen = checked(dict(locals()), os.environ)
-    _replace_others(chosen.models.values())
-    return Exporter(chosen)
+    told = _replace_others(chosen.models.values())
+    exporter = Exporter(chosen)
+    for tell in told:
+        tell(exporter)
+    return exporter
 
 
-def _replace_others(models: Collection[torch.nn.Module]) -> None:
+def _replace_others(models: Collection[torch.nn.Module]) -> list[Callable[[Exporter], object]]:
+    """Closes the exporters whose place a new one takes; whom to tell of that one."""
+    told = []
     for other in open_exporters():
-        if other.replaced_by(models):
+        if other.gives_way is not None:
+            told.append(other.gives_way)
+            other.close()
+        elif other.replaced_by(models):
             say(logger, logging.INFO, "a new exporter replaces one on the same model, or on a model that is gone")
             other.close()
+    return told

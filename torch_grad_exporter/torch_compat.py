@@ -671,3 +671,75 @@ def own_connection(store: Any, timeout: timedelta) -> Any:  # noqa: ANN401 - a s
 def without_prefix(store: object) -> object:
     """A store without the prefixes around it; itself where they cannot be taken off."""
     return getattr(store, "_underlying_non_prefix_store", store)
+
+
+# What attaches without being told
+
+
+_STEPS_ARE_MARKED = _find("torch.optim.Optimizer._patch_step_function") is not None
+
+
+def optimizers_made() -> bool:
+    """Whether an optimizer has ever been made in this process; true where that cannot be known. Takes microseconds."""
+    kinds = [torch.optim.Optimizer]
+    for kind in kinds:  # which grows meanwhile
+        kinds += kind.__subclasses__()
+    return not _STEPS_ARE_MARKED or any(getattr(vars(kind).get("step"), "hooked", False) for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnderWay:
+    """An optimizer's step, of which the last of the hooks before all optimizers' steps is being called. `known`: all of those."""
+
+    arguments: tuple[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]
+    known: frozenset[int]
+
+    def begins_anew(self) -> None:
+        """Calls the hooks that were set since: PyTorch's iteration over them is at its end."""
+        for key, hook in [*STEP_HOOKS[0].items()]:
+            if key not in self.known:
+                hook(*self.arguments)
+
+
+def step_under_way(
+    handle: Any,  # noqa: ANN401 - a handle of a hook
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StepUnderWay | None:
+    """The step before which the hook of `handle` is being called; `None` where it is not the last one, or that cannot be known.
+
+    Within the last one hooks may be set and removed; within any other one PyTorch's iteration over them would raise.
+    """
+    if not STEP_HOOKS or next(reversed(STEP_HOOKS[0]), None) != handle.id:
+        return None
+    return StepUnderWay((optimizer, args, kwargs), frozenset(STEP_HOOKS[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardUnderWay:
+    """A module's forward, of which only the hooks before it have begun. `known`: those that PyTorch is about to call."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+    known: frozenset[Any]
+
+    def begins_anew(self) -> None:
+        """Calls the hooks that were set since: PyTorch has made its list of them before."""
+        if self.kwargs is None:
+            return
+        for key, hook in [*self.module._forward_pre_hooks.items()]:
+            if key not in self.known:
+                hook(self.module, self.args, self.kwargs)
+
+
+def forward_under_way(frame: types.FrameType, module: torch.nn.Module, args: tuple[Any, ...]) -> ForwardUnderWay:
+    """The forward whose global hooks `frame` is calling. Without its keyword arguments, its beginning is not seen."""
+    if not MODULE_HOOKS:
+        return ForwardUnderWay(module, args, None, frozenset())
+    variables = frame.f_locals
+    kwargs = variables.get("kwargs") if variables.get("self") is module else None
+    if sys.version_info < (3, 13):
+        variables.clear()  # a copy that the frame would keep
+    return ForwardUnderWay(module, args, kwargs if isinstance(kwargs, dict) else None, frozenset(module._forward_pre_hooks))

@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.tools import eventually
 
 STARTER = """
-import gc, json, os, signal, sys
+import gc, json, os, signal, sys, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this in the background may ignore it
 import torch, torch.utils.data
 import torch_grad_exporter
@@ -28,7 +29,7 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 torch.optim.SGD(model.parameters()).step()
 gc.freeze()
 for line in sys.stdin:
-    program, arguments, out, err = json.loads(line)
+    program, arguments, out, err, options, variables = json.loads(line)
     pid = os.fork()
     if pid == 0:
         break
@@ -39,10 +40,19 @@ else:
 for number, path in ((1, out), (2, err)):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.environ.update(variables)
+if options is not None:
+    import tests.support.last_values
+    from torch_grad_exporter.cli.main import main
+    sys.argv = ["torch-grad-exporter", "run", *options, program, *arguments]
+    sys.exit(main())
 sys.argv = [program, *arguments]
+sys.path[0] = os.path.dirname(program)
 with open(program) as file:
     code = compile(file.read(), program, "exec")
-exec(code, {"__name__": "__main__", "__file__": program})
+starter, main = sys.modules["__main__"], types.ModuleType("__main__")
+main.__file__, sys.modules["__main__"] = program, main
+exec(code, main.__dict__)
 """
 
 
@@ -97,14 +107,20 @@ class Starter:
 
     def start(self, text: str, *arguments: str) -> Program:
         """Runs a program with these arguments."""
-        self._number += 1
         path = self._folder / "program.py"  # the same name each time: tracebacks name it
         path.write_text(textwrap.dedent(text))
+        return self.start_file(path, *arguments)
+
+    def start_file(
+        self, path: Path, *arguments: str, run: Sequence[str] | None = None, variables: Mapping[str, str] | None = None
+    ) -> Program:
+        """Runs a file with these arguments; `run`: by `torch-grad-exporter run` with these options."""
+        self._number += 1
         out, err = self._folder / f"out{self._number}", self._folder / f"err{self._number}"
         out.touch()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps([str(path), arguments, str(out), str(err)]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(path), arguments, str(out), str(err), run, variables or {}]), file=self._process.stdin, flush=True)
         return Program(int(self._process.stdout.readline()), self._process, out, err)
 
     def close(self) -> None:

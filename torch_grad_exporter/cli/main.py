@@ -1,4 +1,4 @@
-"""The command line: `torch-grad-exporter demo`, `assets`, `plot`, `check` and `--version`."""
+"""The command line: `torch-grad-exporter demo`, `assets`, `plot`, `run`, `check` and `--version`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
-from torch_grad_exporter.cli import assets, check, demo, plot
+from torch_grad_exporter.cli import assets, check, demo, plot, run
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import options_of
 from torch_grad_exporter.config.settings import Settings
@@ -34,7 +34,10 @@ _SERVING = ("addr", "web_config_file", "collectors")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, by default the process's own. Returns the exit code; wrong arguments exit with 2."""
-    chosen = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["run"]:  # all behind the script is the script's, whatever it looks like
+        return run.main(given[1:])
+    chosen = _parser().parse_args(given)
     options: Options = chosen.options(chosen)
     try:
         if isinstance(options, demo.Options):
@@ -66,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_assets(commands)
     _add_plot(commands)
+    _add_run(commands)
     _add_check(commands)
     return parser
 
@@ -90,6 +94,13 @@ def _add_assets(commands: _Commands) -> None:
         help="where you keep runbook.md, for links in alerts and dashboards (default: no links)")  # fmt: skip
     add("--force", action="store_true", help="overwrite files that have another content")
     parser.set_defaults(options=lambda values: _chosen(assets.Options, values))
+
+
+def _add_run(commands: _Commands) -> None:
+    """For the list of commands: `run` reads its arguments itself."""
+    commands.add_parser(
+        "run", help="run a training script with an exporter that watches what it trains; the script needs no change"
+    )
 
 
 def _add_plot(commands: _Commands) -> None:

@@ -162,7 +162,7 @@ def collectors() -> Kind[frozenset[str]]:
         return frozenset(one.name for one in REGISTRY if value.get(one.name, one.default))
 
     def parse(text: str) -> dict[str, bool]:
-        return {name: _on(word) for name, word in _pairs(text).items()}
+        return {name: _on(word) for name, word in pairs(text).items()}
 
     return Kind("Mapping[str, bool]", expected, check, parse, "`host=off,gpu=off`")
 
@@ -269,7 +269,7 @@ def activations() -> Kind[bool | re.Pattern[str]]:
     return Kind("bool | str", expected, check, parse, "`on`, `off`, or a regular expression")
 
 
-def _pairs(text: str) -> dict[str, str]:
+def pairs(text: str) -> dict[str, str]:
     """What `key=value,key=value` stands for; raises `ValueError`."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if any(not middle for _, middle, _ in pairs):
@@ -292,15 +292,17 @@ def labels() -> Kind[Mapping[str, str]]:
         return dict(value)
 
     expected = "expected a mapping of label names such as {'team': 'vision'}"
-    return Kind("Mapping[str, str]", expected, check, _pairs, "`team=vision,cost=7`")
+    return Kind("Mapping[str, str]", expected, check, pairs, "`team=vision,cost=7`")
 
 
 # Objects, which no environment variable can hold
 
 
-def given(takes: str, check: Callable[[object], object] = lambda value: value) -> Kind[Any]:
-    """What is checked here alone, or with others. `check` raises what names the argument."""
-    return Kind(takes, "", check)
+def given(
+    takes: str, check: Callable[[object], object] = lambda value: value, parse: Callable[[str], object] = str, spelled: str = ""
+) -> Kind[Any]:
+    """What is checked here alone, or with others. `check` raises what names the argument; `parse` reads it from a command line."""
+    return Kind(takes, "", check, parse, spelled or "as it is")
 
 
 def optimizers() -> Kind[dict[str, torch.optim.Optimizer]]:

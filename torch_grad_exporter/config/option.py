@@ -7,7 +7,7 @@ what checks, the signature of `start_exporter`, its docstring, the README's tabl
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
@@ -69,6 +69,21 @@ class Option:
         return self.variable.startswith(PREFIX)
 
     @property
+    def is_text(self) -> bool:
+        """Whether a text can stand for it, as on a command line; else it takes objects."""
+        return bool(self.variable)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its name alone means that it is on."""
+        return self.kind.takes.startswith("bool")
+
+    @property
+    def may_be_several(self) -> bool:
+        """Whether it takes several values of its kind."""
+        return "Sequence[" in self.kind.takes
+
+    @property
     def absent(self) -> Unset | None:
         """The default of the argument in the signature: what stands for "not given"."""
         return UNSET if self.read else None
@@ -97,6 +112,23 @@ class Option:
         except ValueError:
             raise ValueError(f"{name}={text!r}: {self.kind.expected}") from None
         return self.from_argument(value, name)
+
+
+def from_command_line(declared: Option, texts: Sequence[str]) -> object:
+    """The argument of `start_exporter` that an option of a command line stands for, given once or several times.
+
+    Raises `ValueError` or `TypeError` that names the option, the value and the fix.
+    """
+    name = f"--{declared.name.replace('_', '-')}"
+    values: list[object] = []
+    for text in texts:
+        try:
+            values.append(declared.kind.parse(text))
+        except ValueError:
+            raise ValueError(f"{name}={text!r}: {declared.kind.expected or f'expected {declared.kind.spelled}'}") from None
+    value = values if declared.may_be_several else values[-1]
+    declared.from_argument(value, name)
+    return value
 
 
 def option(

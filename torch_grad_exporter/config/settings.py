@@ -167,14 +167,14 @@ class Arguments:
         variable="OTEL_EXPORTER_OTLP_PROTOCOL",
     )
     otlp_headers: object = option(
-        kinds.given("Mapping[str, str] | None"),
+        kinds.given("Mapping[str, str] | None", parse=kinds.pairs, spelled="`authorization=Basic ...`, several with commas"),
         None,
         "headers of what is pushed, such as one that says who sends",
         shown="none",
         variable="OTEL_EXPORTER_OTLP_HEADERS",
     )
     otlp_interval: object = option(
-        kinds.given("float | None"),
+        kinds.given("float | None", parse=float, spelled="a number"),
         None,
         "seconds between two pushes; there is one more at the end",
         "The variable is in milliseconds.",

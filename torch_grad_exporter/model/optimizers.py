@@ -8,7 +8,7 @@ everything else belongs to the training thread. Optimizers are held weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,8 @@ class Optimizers:
         self._last: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._shared: dict[str, int] = {}
         self.names: list[str] = []
+        self.on_foreign: Callable[[torch.optim.Optimizer], object] | None = None
+        """What is told of an optimizer that was found to concern nothing here, on its own thread."""
         self.copying: set[int] = set()
         """Those that own copies of the parameters: what they see is in no gradient of the model."""
         self._settled = False
@@ -72,10 +74,13 @@ class Optimizers:
             return known.concerned
         try:
             changed = self._index.changed()
-            concerned = _owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed)
+            # Of models that are gone, the identities of parameters may be those of others by now.
+            concerned = bool(self._index.roots()) and (_owns_of(table, optimizer) or _owns(optimizer, map(id, changed), changed))
         except (RuntimeError, LookupError):  # another thread is changing a model: call it again
             return False
         self._answers[optimizer] = _Answer(table, groups, concerned)
+        if not concerned and self.on_foreign is not None:
+            self.on_foreign(optimizer)
         return concerned
 
     def number(

@@ -64,6 +64,9 @@ _TEMPORALITIES = {
 
 _NAMES = {one.value for one in Protocol}
 
+_OTLP = {"otlp", "otlp_proto_http", "otlp_proto_grpc"}
+"""Names of exporters that push over OTLP; the longer ones are those of Python's SDK."""
+
 _HISTOGRAMS = {"explicit_bucket_histogram": False, "base2_exponential_bucket_histogram": True}
 
 
@@ -125,7 +128,7 @@ def resolve(
     try:
         if off and where is not None:
             say(logger, logging.INFO, "no metrics are pushed: %s", off)
-        wanted = variables.found("ENDPOINT")[1] and ("otlp" in exporters or not asked)
+        wanted = variables.found("ENDPOINT")[1] and (exporters & _OTLP or not asked)
         return _resolved(where, chosen, metadata, seconds, variables) if not off and (wanted or where is not None) else None
     except _UnusableError as error:
         say(logger, logging.WARNING, "no metrics are pushed: %s", error)

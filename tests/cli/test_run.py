@@ -1,0 +1,392 @@
+"""`torch-grad-exporter run`: its arguments, what it says, and that a script ends under it as it would by itself."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import Starter
+from tests.support.tools import REPOSITORY
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.cli import run
+from torch_grad_exporter.cli.main import main
+from torch_grad_exporter.cli.script import Target
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+QUIET = ["--port", "off", "--every", "1"]
+
+# Arguments
+
+
+def test_options_stand_before_the_script() -> None:
+    """Options of ours are read up to the script; whatever stands behind it is the script's, also where it looks like ours."""
+    options = run.parse(
+        ["--port", "9200", "--every=5", "--moments", "--include", "a", "--include=b", "train.py", "--port", "1", "-m", "x"]
+    )
+    assert options.target == Target("train.py", ["--port", "1", "-m", "x"])
+    assert options.options == {"port": 9200, "every": 5, "moments": True, "include": ["a", "b"]}
+    assert run.parse(["-m", "package.train", "--port", "1"]).target == Target("package.train", ["--port", "1"], is_module=True)
+    assert run.parse(["-mpackage.train", "a"]).target == Target("package.train", ["a"], is_module=True)
+    assert run.parse(["--", "--odd.py", "a"]).target == Target("--odd.py", ["a"])
+
+
+def test_every_text_of_start_exporter_is_an_option() -> None:
+    """Each keyword of `start_exporter` that a text can stand for is offered, and none that takes an object."""
+    objects = {"model", "optimizers", "grad_scaler", "clip", "dry_run", "alerts", "registry", "meter_provider"}
+    assert {one.name for one in run.OFFERED} == set(inspect.signature(start_exporter).parameters) - objects
+
+
+CHOSEN = [
+    ("--port=off", {"port": None}),
+    ("--moments=off", {"moments": False}),
+    ("--nan-origin", {"nan_origin": True}),
+    ("--nan-origin=always", {"nan_origin": "always"}),
+    ("--activations=layers", {"activations": "layers"}),
+    ("--labels=team=vision,cost=7", {"labels": {"team": "vision", "cost": "7"}}),
+    ("--collectors=host=off", {"collectors": {"host": False}}),
+    ("--otlp-endpoint=http://there:4318", {"otlp_endpoint": "http://there:4318"}),
+    ("--otlp-headers=a=b", {"otlp_headers": {"a": "b"}}),
+    ("--otlp-interval=5", {"otlp_interval": 5.0}),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), CHOSEN)
+def test_texts_become_arguments(text: str, expected: dict[str, object]) -> None:
+    """What stands for an option in a variable stands for it here; a switch needs no value."""
+    assert run.parse([text, "train.py"]).options == expected
+
+
+WRONG = {
+    "an option of the script's": (["--lr", "3", "train.py"], "unknown option --lr; options of the script stand behind it"),
+    "an object": (["--clip=1", "train.py"], "unknown option --clip"),
+    "no script": (["--port", "1"], "name the script to run"),
+    "no module": (["-m"], "name the module"),
+    "no value": (["--port"], "argument --port: expected a value"),
+    "a port that is none": (["--port=many", "train.py"], "--port='many': expected a port"),
+    "a wrong interval": (["--otlp-interval=0", "train.py"], "otlp_interval=0.0: expected"),
+    "a text for an interval": (["--otlp-interval=soon", "train.py"], "--otlp-interval='soon': expected a number"),
+    "a share": (["--overhead-budget", "7", "train.py"], "--overhead-budget=7.0: expected a share"),
+    "no folder to save in": (["--save", "/nowhere/at/all.json", "train.py"], "is no file that can be written"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_end_it_before_the_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with an option is said with the fix, and the status is 2."""
+    arguments, said = WRONG[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_variable_ends_it_before_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A variable of the exporter's with a wrong value is found before the script begins."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "often")
+    with pytest.raises(SystemExit):
+        main(["run", "train.py"])
+    assert "environment variable TORCH_GRAD_EXPORTER_EVERY='often'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["torchrun", "--nproc-per-node=2", "train.py"], "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py"),
+        (["/usr/bin/accelerate", "launch"], "accelerate launch -m torch_grad_exporter run train.py"),
+        (["-m", "torch.distributed.run", "train.py"], "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py"),
+        (["python", "train.py"], "torch-grad-exporter run train.py"),
+        (["no_such_script.py"], "there is no script 'no_such_script.py'"),
+        (["mlp"], "there is no script 'mlp'; there is 'mlp.py'"),
+        (["."], "'.' is a directory"),
+        (["-"], "standard input"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["-m", "no_such_package.train"], "module 'no_such_package.train' cannot be imported: ModuleNotFoundError"),
+        (["-m", "tests"], "there is no module 'tests.__main__'"),
+    ],
+)
+def test_what_cannot_be_run(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher, a directory and what is not there are named, with what to do; the status is 2 and nothing has begun."""
+    monkeypatch.chdir(SCRIPTS)
+    path = [*sys.path]
+    assert main(["run", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert path == sys.path
+
+
+def test_the_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run --help` has every option with its default, and the list of commands has `run`."""
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{one.name.replace('_', '-')} " in shown for one in run.OFFERED)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "run a training script" in capsys.readouterr().out
+
+
+# How a script ends
+
+
+LOOP = """
+import sys
+import torch
+from pathlib import Path
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train():
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        if step == 3:
+            HERE
+
+print(sys.argv[1:], __name__, Path(__file__).name, sys.modules["__main__"].train is train)
+train()
+print("done", model.weight.sum().item())
+"""
+
+FAIL_AGAIN = """try:
+                [][0]
+            except IndexError as error:
+                raise OSError from error"""
+
+ENDS = {
+    "by itself": ("pass", 0, "finished"),
+    "by sys.exit": ("sys.exit(3)", 3, "failed"),
+    "by sys.exit without a code": ("sys.exit()", 0, "finished"),
+    "by sys.exit with a text": ("sys.exit('no more')", 1, "failed"),
+    "by an exception": ("raise ValueError('wrong')", 1, "failed"),
+    "by an exception from another": (FAIL_AGAIN, 1, "failed"),
+    "by KeyboardInterrupt": ("raise KeyboardInterrupt", -signal.SIGINT, "finished"),
+    "by SIGTERM": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()", -signal.SIGTERM, None),
+    "by os._exit": ("import os; os._exit(4)", 4, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_it_would_by_itself(starter: Starter, tmp_path: Path, name: str) -> None:
+    """Status, output and traceback are the same; where Python ends in an orderly way the history is written, with the run's end."""
+    here, status, state = ENDS[name]
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.replace("HERE", here))
+    plain, saved = starter.start_file(script, "a", "-b"), tmp_path / "run.json"
+    assert plain.wait() == status
+    ran = starter.start_file(script, "a", "-b", run=[*QUIET, "--save", str(saved)])
+    assert ran.wait() == status, ran.err.read_text()
+    assert ran.out.read_text() == plain.out.read_text()
+    mine = [line for line in ran.err.read_text().splitlines() if not line.startswith("torch_grad_exporter: ")]
+    # The starter of plain programs is in their tracebacks, which the interpreter's own frames are not.
+    theirs = [line for line in plain.err.read_text().splitlines() if '"<string>"' not in line]
+    assert mine == theirs
+    assert saved.exists() == (state is not None)
+    if state is not None:
+        assert f'"{state}"' in saved.read_text()
+
+
+def output(*command: str | Path, **variables: str) -> tuple[int, str, str]:
+    """Status, output and errors of a process of its own, without the lines of the exporter."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
+    done = subprocess.run(command, env=environment, cwd=SCRIPTS.parent, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, re.sub(r"^torch_grad_exporter: .*\n", "", done.stderr, flags=re.MULTILINE)
+
+
+REAL = """
+import pickle, sys, multiprocessing, torch, helper
+
+class Net(torch.nn.Linear):
+    pass
+
+def child(queue):
+    queue.put(__name__)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = pickle.loads(pickle.dumps(Net(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get(), process.join(), sys.argv, sys.path[0], sys.path[1:2], __file__, __spec__, __package__, __doc__)
+    print(sorted(name for name in globals() if name.startswith("__")))
+    print(model.weight)
+    raise RuntimeError("at the end")
+"""
+
+
+def test_a_real_interpreter_shows_no_difference(tmp_path: Path) -> None:
+    """`python train.py` and `run train.py` agree on arguments, path, the main module, pickles, spawned children, traceback."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "helper.py").write_text("")
+    script = tmp_path / "real" / "train.py"
+    script.write_text(REAL)
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    command = Path(sys.executable).with_name("torch-grad-exporter")
+    assert output(command, "run", *QUIET, link, "--lr", "1") == output(sys.executable, link, "--lr", "1")
+
+
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    """`run -m package.train` agrees with `python -m package.train`, from the working directory, as a module of its package."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("value = 7")
+    (package / "train.py").write_text(
+        "import sys, torch\nfrom .other import value\nprint(value, sys.argv, __spec__.name, __package__, __file__)\n1 / 0\n"
+    )
+    own = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))}
+    ran = output(sys.executable, "-m", "torch_grad_exporter", "run", *QUIET, "-m", "package.train", "x", **own)
+    assert ran == output(sys.executable, "-m", "package.train", "x", **own)
+    assert ran[0] == 1
+
+
+# What it says, and whom it leaves the training to
+
+
+def said(text: str) -> list[str]:
+    """The lines of the exporter."""
+    return [line.removeprefix("torch_grad_exporter: ") for line in text.splitlines() if line.startswith("torch_grad_exporter: ")]
+
+
+def test_nothing_to_watch_is_said(starter: Starter) -> None:
+    """Of a script that trains nothing it is said why nothing was watched; its status stays what it is."""
+    ran = starter.start_file(SCRIPTS / "untrained.py", run=QUIET)
+    assert ran.wait() == 0
+    assert said(ran.err.read_text())[0].startswith("nothing was watched: this process never trained")
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_script_with_an_exporter_of_its_own_keeps_it(starter: Starter, tmp_path: Path, at: int) -> None:
+    """A script's own exporter, before the first step or later, gets the port and the models; its numbers are right, and saved."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables = {"VALUES": str(tmp_path / "values"), "RECORD": str(tmp_path / "record")}
+    options = ["--port", port, "--addr", "127.0.0.1", "--save", str(tmp_path / "run.json")]
+    ran = starter.start_file(SCRIPTS / "watched.py", str(at), port, run=options, variables=variables)
+    assert ran.wait() == 0, ran.err.read_text()
+    assert ran.out.read_text() == "True\n"
+    assert "the script starts an exporter of its own" in said(ran.err.read_text())[-1]
+    rounds = json.loads((tmp_path / "record").read_text())
+    *_, last = [json.loads(line) for line in (tmp_path / "values").read_text().splitlines()]
+    assert last["torch_grad_norm/weight"] == pytest.approx(rounds[-1]["weight"], rel=1e-5)
+    assert last["torch_grad_captures_total/weight"] == len(rounds)
+    assert (tmp_path / "run.json").exists()
+
+
+FORKS = """
+import os, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if os.fork() == 0:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    os._exit(0)
+os.wait()
+print("over")
+"""
+
+
+def test_a_forked_child_that_trains_is_named(starter: Starter, tmp_path: Path) -> None:
+    """A process that the script forks is not watched; that is said once, and its training goes on."""
+    script = tmp_path / "train.py"
+    script.write_text(FORKS)
+    ran = starter.start_file(script, run=QUIET)
+    assert ran.wait() == 0
+    assert said(ran.err.read_text())[0].startswith("a process that the script has forked trains: it is not watched")
+
+
+LEFT = """
+import sys, torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+kinds = _global_forward_pre_hooks, _global_forward_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+print(*map(len, kinds))
+"""
+
+
+def test_what_waits_for_the_training_is_gone_with_its_first_step(starter: Starter, tmp_path: Path) -> None:
+    """Once it has attached, only the hooks of the exporter itself are left: two around the steps of optimizers."""
+    script = tmp_path / "train.py"
+    script.write_text(LEFT)
+    ran = starter.start_file(script, run=QUIET)
+    assert ran.wait() == 0
+    assert ran.out.read_text() == "0 0 1 1\n"
+
+
+DDP = """
+import os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from record import note
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(5, 4)).square().mean().backward()
+    note(model)
+    optimizer.step()
+os.write(1, f"{dist.get_rank()} of {dist.get_world_size()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_of_a_launcher(tmp_path: Path) -> None:
+    """`torchrun -m torch_grad_exporter run` watches each rank: the reduced norms once, and a history for each."""
+    script = tmp_path / "train.py"
+    script.write_text(DDP)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    status, out, _ = output(
+        *torchrun, "-m", "torch_grad_exporter", "run", *QUIET, "--save", tmp_path / "run.json", script,
+        RECORD=str(tmp_path / "record"), PYTHONPATH=os.pathsep.join((str(REPOSITORY), str(SCRIPTS))),
+    )  # fmt: skip
+    assert status == 0
+    assert sorted(out.splitlines()) == ["0 of 2", "1 of 2"]
+    rounds = json.loads((tmp_path / "record").read_text())
+    assert json.loads((tmp_path / "record1").read_text()) == rounds
+    saved = [json.loads((tmp_path / name).read_text()) for name in ("run.json", "run-rank1.json")]
+    assert [(one["status"]["rank"], one["status"]["world_size"], one["status"]["state"]) for one in saved] == [
+        (0, 2, "finished"), (1, 2, "finished"),
+    ]  # fmt: skip
+    assert {*saved[0]["layer"]} == {*rounds[-1]}
+    assert not saved[1]["layer"]
+    assert saved[0]["status"]["global_norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in rounds[-1].values())), rel=1e-5)
+
+
+def test_training_is_the_same_bit_by_bit(starter: Starter) -> None:
+    """With no option and no variable the last digit of every loss is the same: the output of a training, printed in full."""
+    variables = {"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1"}
+    plain = starter.start_file(SCRIPTS / "gpt.py")
+    assert plain.wait() == 0
+    ran = starter.start_file(SCRIPTS / "gpt.py", run=[], variables=variables)
+    assert ran.wait() == 0
+    assert ran.out.read_text() == plain.out.read_text()

@@ -1,0 +1,159 @@
+"""Runs a script, or a module, in this process as `python script.py` and `python -m module` would."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import runpy
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+LAUNCHERS = {
+    "torchrun": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
+    "accelerate": "accelerate launch -m torch_grad_exporter run train.py",
+    "deepspeed": "deepspeed --module torch_grad_exporter run train.py",
+    "torch.distributed.run": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
+    "torch.distributed.launch": "torchrun --nproc-per-node=2 -m torch_grad_exporter run train.py",
+    "accelerate.commands.launch": "accelerate launch -m torch_grad_exporter run train.py",
+    **{
+        name: f"{name} torch-grad-exporter run train.py"
+        for name in ("mpirun", "mpiexec", "srun", "opentelemetry-instrument", "nohup", "uv", "env")
+    },
+    **dict.fromkeys(("python", "python3", "bash", "sh"), "torch-grad-exporter run train.py"),
+}
+"""What starts other processes, by its name or module, and how it is told to start this command in each of them."""
+
+
+class ScriptError(Exception):
+    """There is nothing that can be run; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be run: a path or, of `is_module`, a name, and its arguments."""
+
+    name: str
+    arguments: Sequence[str] = ()
+    is_module: bool = False
+
+
+def check(target: Target) -> None:
+    """Raises `ScriptError` where the target cannot be run; runs nothing of a script, and of a module the packages around it."""
+    launcher = LAUNCHERS.get(target.name if target.is_module else Path(target.name).name)
+    if launcher is not None:
+        raise ScriptError(f"{target.name} starts other processes, or programs; turn it around: {launcher}")
+    if target.is_module:
+        _check_module(target.name)
+        return
+    path = Path(target.name)
+    if target.name == "-":
+        raise ScriptError("a script on standard input cannot be run; write it to a file")
+    if path.is_dir():
+        raise ScriptError(f"{target.name!r} is a directory; name the script in it, or a module with -m")
+    if not path.exists():
+        raise ScriptError(f"there is no script {target.name!r}{_near(path)}")
+    if not os.access(path, os.R_OK):
+        raise ScriptError(f"the script {target.name!r} cannot be read")
+
+
+def _near(path: Path) -> str:
+    if not path.suffix and path.with_suffix(".py").exists():
+        return f"; there is {str(path.with_suffix('.py'))!r}"
+    return f"; for a module say -m {path.name}" if not path.suffix and "/" not in str(path) else ""
+
+
+def _check_module(name: str) -> None:
+    with _path(_working_directory()):
+        try:
+            found = importlib.util.find_spec(name)
+            if found is not None and found.submodule_search_locations is not None and name != "__main__":
+                found = importlib.util.find_spec(f"{name}.__main__")
+                name = f"{name}.__main__"
+        except Exception as error:  # noqa: BLE001 - a package around it that cannot be imported, whatever its code raises
+            raise ScriptError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+    if found is None:
+        raise ScriptError(f"there is no module {name!r}")
+
+
+def run(target: Target, ended: Callable[[BaseException | None], None]) -> None:
+    """Runs it as `__main__`. Raises what it raises, of which the interpreter then shows the script's own frames only.
+
+    `ended` is called with the exception that has ended it, `None` for none. What a script leaves in the process stays there.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    _replaced.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    try:
+        if target.is_module:
+            sys.argv = [target.name, *target.arguments]
+            _insert(_working_directory())
+            runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
+        else:
+            _run_file(target, main)
+    except BaseException as error:
+        ended(error)
+        _show_without_us(error, _own(error.__traceback__))
+        raise
+    ended(None)
+
+
+_replaced: list[types.ModuleType] = []
+"""The module `__main__` of this command, whose code still runs."""
+
+
+def _run_file(target: Target, main: types.ModuleType) -> None:
+    path = os.path.abspath(target.name)  # noqa: PTH100 - as the interpreter does it: links stay
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    sys.argv = [target.name, *target.arguments]
+    _insert(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120 - links do not stay here
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - what the command is for
+
+
+def _working_directory() -> str:
+    return os.getcwd()  # noqa: PTH109 - as the interpreter does it
+
+
+def _insert(folder: str) -> None:
+    """Puts a folder in the place of this command's own, which comes first unless Python was told to leave it out."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+class _path:  # noqa: N801 - used as a function
+    """A folder at the front of the path for the time of a block."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        self._before = list(sys.path)
+        _insert(self._folder)
+
+    def __exit__(self, *_: object) -> None:
+        sys.path[:] = self._before
+
+
+def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The frames of the script, without those of this file that lead to it; none where the script could not be compiled."""
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    return trace
+
+
+def _show_without_us(error: BaseException, own: types.TracebackType | None) -> None:
+    """Lets the interpreter show an exception that reaches it as if the script were the first frame, by whatever hook there is."""
+    shown_by = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
+        sys.excepthook = shown_by
+        if value is error:
+            value.__traceback__ = trace = own
+        shown_by(kind, value, trace)
+
+    sys.excepthook = show

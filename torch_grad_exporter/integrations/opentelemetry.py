@@ -1,0 +1,114 @@
+"""`opentelemetry-instrument python train.py`: OpenTelemetry's entry point for instrumentors, which finds this one by itself.
+
+Nothing of PyTorch is imported before the program does so, and nothing of the exporter before it trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+
+from torch_grad_exporter.errors import say
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.integrations.attach import Attachment
+
+logger = logging.getLogger("torch_grad_exporter")
+
+OTLP = {"otlp", "otlp_proto_grpc", "otlp_proto_http"}
+"""Names in `OTEL_METRICS_EXPORTER` that mean a push over OTLP."""
+
+DEFAULT_ENDPOINT = {"grpc": "http://localhost:4317", "http/protobuf": "http://localhost:4318"}
+"""Where OpenTelemetry pushes to unless it is told."""
+
+_PORT, _TEXTFILE = "TORCH_GRAD_EXPORTER_PORT", "TORCH_GRAD_EXPORTER_TEXTFILE_DIR"
+
+
+class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # it has no types where it is not installed
+    """Watches what the process trains, once it does, with what OpenTelemetry's variables say.
+
+    No port is opened unless `TORCH_GRAD_EXPORTER_PORT` asks for one. `instrument()` takes options of `start_exporter`.
+    """
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        """What is instrumented."""
+        return ("torch >= 2.4",)
+
+    def _instrument(self, **options: Any) -> None:  # noqa: ANN401 - OpenTelemetry's signature
+        self._attachment: Attachment | None = None
+        self._wanted = shown(options, os.environ) is not None
+        if self._wanted:
+            wrapt.register_post_import_hook(functools.partial(self._torch_is_there, options), "torch")
+
+    def _torch_is_there(self, options: Mapping[str, Any], _torch: object) -> None:
+        if not self._wanted:
+            return
+        from torch_grad_exporter.integrations.attach import Attachment  # noqa: PLC0415 - it imports torch
+
+        chosen = shown(options, os.environ)
+        self._attachment = Attachment(
+            chosen or {}, tell=functools.partial(say, logger), attached=_nothing, replaced=lambda exporter: exporter.end(None)
+        )
+        self._attachment.arm()
+
+    def _uninstrument(self, **_options: Any) -> None:  # noqa: ANN401 - OpenTelemetry's signature
+        self._wanted, attachment = False, self._attachment
+        if attachment is not None:
+            attachment.disarm()
+            if attachment.exporter is not None:
+                attachment.exporter.close()
+
+
+def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The options of `start_exporter`, by which each value goes one way only; `None` where it would go nowhere.
+
+    Where metrics are pushed over OTLP, the exporter pushes all of them itself, those of layers too. Else OpenTelemetry's meter
+    provider shows global values by whatever exporters it has.
+    """
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    chosen: dict[str, Any] = dict(options)
+    if not environment.get(_PORT, "").strip():
+        chosen.setdefault("port", None)
+    names = {name.strip().lower() for name in environment.get("OTEL_METRICS_EXPORTER", "").split(",")} - {""}
+    variables = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    endpoint = options.get("otlp_endpoint") is not None or any(environment.get(name, "").strip() for name in variables)
+    provider = chosen.pop("meter_provider", None)
+    if names == {"none"}:
+        is_shown = False
+    elif names & OTLP or (endpoint and not names):
+        is_shown = True
+        _push(chosen, environment, names, endpoint=endpoint)
+    else:
+        is_shown = True
+        chosen["meter_provider"] = provider or _provider()
+    elsewhere = chosen.get("port", environment.get(_PORT)) is not None or environment.get(_TEXTFILE, "").strip()
+    return chosen if is_shown or elsewhere or "textfile_dir" in chosen else None
+
+
+def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str], *, endpoint: bool) -> None:
+    """What of the push neither options nor the variables say, which start_exporter reads itself."""
+    if "otlp" not in names and names & OTLP and "otlp_protocol" not in chosen:
+        chosen["otlp_protocol"] = "grpc" if "otlp_proto_grpc" in names else "http/protobuf"
+    if not endpoint:
+        protocol = chosen.get("otlp_protocol") or environment.get(
+            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
+        )
+        chosen["otlp_endpoint"] = DEFAULT_ENDPOINT.get(str(protocol).strip().lower(), DEFAULT_ENDPOINT["http/protobuf"])
+
+
+def _provider() -> object:
+    """OpenTelemetry's, as it is when the training begins."""
+    from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - the program may set it after this module is imported
+
+    return get_meter_provider()
+
+
+def _nothing(_exporter: object) -> None:
+    """Whoever instruments needs no telling."""
