@@ -65,7 +65,7 @@ def test_the_jobs_of_ci_run_what_the_program_takes(place: int) -> None:
     assert train[:2] == ["torch-grad-exporter", "run"]
     options = cli.parse(checked[1:])
     assert isinstance(options, check.Options)
-    assert options.source == str(run.parse(train[2:]).save)
+    assert run.parse(train[2:]).save == Path(options.source).absolute()
     assert {options.source, str(options.junit)} == set(kept)
 
 
