@@ -83,7 +83,7 @@ def test_what_no_alert_is_about_is_found_by_a_limit(
 
 
 def test_a_step_on_a_nan_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is critical: `--fail-on critical` is enough, and a run of another alert passes with it."""
+    """It is critical: `--fail-on critical` is enough. The norms, which are NaN from then on, keep to no limit."""
     model = Perceptron()
     optimizer = sgd(model)
     with start_exporter(model, None, every=1, collectors=OFF) as exporter:
@@ -96,6 +96,8 @@ def test_a_step_on_a_nan_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 1, out
     assert "FAILED  TrainingNonFiniteGradients" in out
     assert checked(capsys, tmp_path / "run.json", "--fail-on", "warning,TrainingFailed")[0] == 0
+    code, out = checked(capsys, tmp_path / "run.json", "--fail-on", "info", "--max", "torch_grad_norm=1e9")
+    assert (code, 'torch_grad_norm{layer="first"} is nan' in out) == (1, True), out
 
 
 def test_a_run_that_an_exception_ends_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter import Exporter
-from torch_grad_exporter.cli import check
+from torch_grad_exporter.cli import check, run
 from torch_grad_exporter.cli import main as cli
 
 PAGES = [
@@ -65,7 +65,7 @@ def test_the_jobs_of_ci_run_what_the_program_takes(place: int) -> None:
     assert train[:2] == ["torch-grad-exporter", "run"]
     options = cli.parse(checked[1:])
     assert isinstance(options, check.Options)
-    assert options.source == train[train.index("--save") + 1]
+    assert run.parse(train[2:]).save == Path(options.source).absolute()
     assert {options.source, str(options.junit)} == set(kept)
 
 
