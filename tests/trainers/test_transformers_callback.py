@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
-from tests.trainers.training import Training, compared
-from tests.matrix.harness import Way
+from tests.trainers.training import Training, compared, ending_of
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
@@ -98,10 +98,259 @@ def test_what_the_trainer_knows(tmp_path: Path) -> None:
         assert shown[-1][key("torch_train_state", state="training")] == 1
 
     trainer = trainer_of(
-        llama(), tmp_path, [callback, Looks(look)], include_num_input_tokens_seen="all", gradient_accumulation_steps=2, warmup_steps=2
+        llama(),
+        tmp_path,
+        [callback, Looks(look)],
+        include_num_input_tokens_seen="all",
+        gradient_accumulation_steps=2,
+        warmup_steps=2,
     )
     trainer.train()
     rates = [one["learning_rate"] for one in trainer.state.log_history if "learning_rate" in one]
     assert [one[key("torch_train_learning_rate", optimizer="AdamW", group="0")] for one in shown] == rates
     assert len(set(rates)) > 2
     assert callback.exporter is None
+
+
+def test_a_loss_that_the_model_does_not_return(tmp_path: Path) -> None:
+    """The logged loss is told where the exporter sees none, also over a window of steps; else the model's own is shown."""
+    shown: list[tuple[float | None, float]] = []
+
+    class Logged(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+            if callback.exporter is not None and "loss" in logs:
+                shown.append((value(callback.exporter, "torch_train_loss"), logs["loss"]))
+
+    for arguments, own in (({"label_smoothing_factor": 0.1}, False), ({}, True)):
+        callback = GradExporterCallback(**QUICK)
+        shown.clear()
+        trainer_of(gpt2(), tmp_path, [callback, Logged()], logging_steps=2, **arguments).train()
+        assert len(shown) == 4
+        assert all((told == pytest.approx(logged)) is not own for told, logged in shown)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class Fails(TrainerCallback):
+    """Raises at the third step, once."""
+
+    def __init__(self, callback: GradExporterCallback, error: BaseException) -> None:
+        self._callback = callback
+        self._error: BaseException | None = error
+        self.exporters: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        if self._callback.exporter not in self.exporters:
+            self.exporters.append(self._callback.exporter)
+        if state.global_step == 3 and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+@pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
+def test_a_training_that_fails_in_a_with(tmp_path: Path, error: BaseException) -> None:
+    """The state is failed, by the exception's name; Ctrl-C is an end like any other."""
+    callback, model = GradExporterCallback(**QUICK), llama()
+    fails = Fails(callback, error)
+    with pytest.raises(type(error)), callback:
+        trainer_of(model, tmp_path, [callback, fails]).train()
+    assert ending_of(fails.exporters[0], tmp_path) == (("failed", "Broken") if isinstance(error, Broken) else ("finished", None))
+    assert running_exporter(model) is None
+
+
+def test_a_training_that_breaks_off(tmp_path: Path) -> None:
+    """Without a `with` the next training finds the last one unfinished: it has failed, of what is not known."""
+    callback, model = GradExporterCallback(**QUICK), llama()
+    fails = Fails(callback, Broken())
+    trainer = trainer_of(model, tmp_path, [callback, fails])
+    with pytest.raises(Broken):
+        trainer.train()
+    assert running_exporter(model) is fails.exporters[0]
+    trainer.train()
+    first, second = fails.exporters
+    assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(second, tmp_path) == ("finished", None)
+    assert first.run == second.run
+
+
+SCRIPT = """
+import sys, tests.trainers
+from transformers import TrainerCallback
+from tests.trainers.test_transformers_callback import Fails, Broken, QUICK, GradExporterCallback, llama, trainer_of
+callback = GradExporterCallback(textfile_dir=sys.argv[1], **QUICK)
+trainer_of(llama(), sys.argv[1], [callback, Fails(callback, Broken())]).train()
+"""
+
+
+def test_a_process_that_fails(tmp_path: Path) -> None:
+    """What ends the process is seen without a `with`: the last values say that the training has failed."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stderr.rstrip().endswith("Broken"), done.stderr
+    (text,) = [file.read_text() for file in tmp_path.glob("*.prom")]
+    assert re.search(r'^torch_train_state\{.*state="failed"\} 1', text, re.MULTILINE)
+    assert re.search(r"^torch_train_steps_total\{.*\} 3", text, re.MULTILINE)
+
+
+def test_stop(tmp_path: Path) -> None:
+    """`Stop()` ends the training at a whole step."""
+    callback = GradExporterCallback(**QUICK)
+
+    class Stops(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+            assert callback.exporter is not None
+            callback.exporter.on(lambda m: m.mean("torch_train_steps_total", samples=1) >= 3, Stop())
+
+    trainer = trainer_of(llama(), tmp_path, [callback, Stops()], num_train_epochs=100_000, logging_steps=1_000_000)
+    trainer.train()
+    assert 3 <= trainer.state.global_step < trainer.state.max_steps
+
+
+def test_resumed_training(tmp_path: Path) -> None:
+    """After a checkpoint the numbers of steps go on, and tokens are those of this process."""
+    model, tokens = llama(), {"include_num_input_tokens_seen": "all"}
+    trainer_of(model, tmp_path, [], save_strategy="steps", save_steps=4, **tokens).train()
+    callback, shown = GradExporterCallback(**QUICK), []
+
+    def look(state: Any) -> None:
+        assert callback.exporter is not None
+        names = ("torch_grad_sample_step", "torch_train_earlier_steps", "torch_train_tokens_total")
+        shown.append(tuple(value(callback.exporter, name) for name in names))
+        assert shown[-1][0] == state.global_step
+
+    trainer = trainer_of(model, tmp_path, [callback, Looks(look)], num_train_epochs=2, **tokens)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert shown == [(4 + step, 4, 16 * step) for step in range(1, 13)]
+
+
+def test_several_trainings(tmp_path: Path) -> None:
+    """Each `train()` has an exporter of one run; one that the user has started is told of each, and goes on."""
+    model = llama()
+    fails = Fails(callback := GradExporterCallback(**QUICK), Broken())
+    fails._error = None
+    trainer = trainer_of(model, tmp_path, [callback, fails])
+    trainer.train()
+    trainer.train()
+    assert len({exporter.run for exporter in fails.exporters}) == 1
+    assert [ending_of(exporter, tmp_path) for exporter in fails.exporters] == 2 * [("finished", None)]
+    for given in (True, False):
+        with start_exporter(model, **QUICK) as exporter:
+            trainer = trainer_of(model, tmp_path, [GradExporterCallback(exporter) if given else GradExporterCallback()])
+            trainer.train()
+            trainer.train()
+            assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == 16
+            assert value(exporter, "torch_train_epoch") == 1
+            assert running_exporter(model) is exporter
+
+
+def test_added_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two callbacks: the second one tells nothing, and the log says so. The same one twice raises before the training."""
+    first, second, shown = GradExporterCallback(**QUICK), GradExporterCallback(**QUICK), []
+
+    def look(state: Any) -> None:
+        assert first.exporter is not None
+        shown.append(value(first.exporter, "torch_train_tokens_total"))
+
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        trainer_of(llama(), tmp_path, [first, second, Looks(look)], count=6, include_num_input_tokens_seen="all").train()
+    assert shown == [16, 32, 48]
+    assert "GradExporterCallback: GradExporterCallback tells this exporter already; remove one of them" in caplog.text
+    with pytest.raises(ValueError, match="added to the trainer twice; add it once"):
+        trainer_of(llama(), tmp_path, [first, first]).train()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """They raise where the callback is made, or when the training begins, and say what to do."""
+    with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
+        GradExporterCallback(exporter, port=9100)
+    with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): no option of start_exporter"):
+        GradExporterCallback(prot=9100)
+    with pytest.raises(TypeError, match="expected True, False or a regular expression"):
+        GradExporterCallback(log=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every"):
+        trainer_of(llama(), tmp_path, [GradExporterCallback(port=None, every=-1)]).train()
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    """The values are in the trainer's log at its logging steps, for callbacks that were there before as well."""
+    reported: list[dict[str, float]] = []
+
+    class Reports(TrainerCallback):
+        """As those of TensorBoard or W&B, which the trainer puts before those of the user."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+            reported.append(dict(logs))
+
+    def log(how: bool | str) -> list[dict[str, float]]:
+        reported.clear()
+        callbacks = [Reports(), GradExporterCallback(log=how, **QUICK)]
+        trainer = trainer_of(llama(), tmp_path, callbacks, logging_steps=4, save_strategy="epoch")
+        trainer.train()
+        logged = [one for one in reported if "loss" in one]
+        assert len(logged) == 2
+        assert [{**one, "step": 4 * (1 + i)} for i, one in enumerate(logged)] == trainer.state.log_history[:2]
+        assert not any("torch_grad_global_norm" in one for one in reported if one not in logged)
+        return logged
+
+    assert not any(name.startswith("torch_") for one in log(False) for name in one)
+    for one in log(True):
+        assert one["torch_grad_global_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert one["torch_grad_norm/lm_head"] > 0
+    saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert saved["log_history"][0]["torch_grad_norm/lm_head"] > 0
+    assert [name for name in log("^torch_train_steps")[0] if name.startswith("torch_")] == ["torch_train_steps_total/AdamW"]
+
+
+def test_a_callback_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What fails in it at an event costs what was to be told there, is logged once and counted; the training is the same."""
+
+    class Failing(GradExporterCallback):
+        def _tell(self, state: Any) -> None:
+            raise Broken
+
+    def states(callbacks: list[Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = llama()
+        trainer_of(model, tmp_path, callbacks).train()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    callback, failures = Failing(**QUICK), []
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        found = states([callback, Looks(lambda _: failures.append(errors(callback.exporter)))])
+    assert all(torch.equal(a, b) for a, b in zip(found, states([]), strict=True))
+    assert failures[-1] == {"integration": 8}
+    assert caplog.text.count("integration failed; training goes on") == 1
+
+
+def _rank(rank: int, folder: Path) -> None:
+    import tests.trainers  # noqa: F401, PLC0415 - what it sets in a process
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    shown: list[tuple[Any, ...]] = []
+    callback = GradExporterCallback(log="^torch_grad_global_norm$", **QUICK)
+
+    def look(state: Any) -> None:
+        assert callback.exporter is not None
+        scrape = values(callback.exporter)
+        shown.append((scrape[key("torch_train_samples_total")], scrape.get(key("torch_train_tokens_total"))))
+
+    torch.manual_seed(0)
+    trainer = trainer_of(
+        llama(),
+        folder / "trained",
+        [callback, Looks(look)],
+        ddp_backend="gloo",
+        include_num_input_tokens_seen="all",
+        max_grad_norm=0.5,
+    )
+    trainer.train()
+    assert shown == [(2 * step, 32 * step if rank == 0 else None) for step in range(1, 5)]
+    for one in trainer.state.log_history[:-1]:
+        assert math.isclose(one["torch_grad_global_norm"], one["grad_norm"], rel_tol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Under DDP norms are those of the reduced gradients; one rank tells the tokens of all, which the trainer has added up."""
+    run_ranks(_rank, tmp_path)

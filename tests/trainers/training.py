@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.matrix.harness import EVERYTHING, OTHERS, Way
-from tests.support.scrape import errors_in, values
+from tests.support.scrape import errors_in, value, values
 from tests.trainers.heard import Heard
 from torch_grad_exporter import Exporter, start_exporter
 
@@ -74,13 +76,17 @@ class Training:
         self.state += [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
         self.check()
 
+    def keep(self) -> None:
+        """Keeps the exporter that the callback has by now."""
+        if self.callback is not None:
+            self.exporter = self.callback.exporter
+
     def loader(self, loader: Any) -> Any:
         """The loader, watched where there is an exporter."""
         return loader if self.exporter is None else self.exporter.watch_loader(loader)
 
     def _check_between(self) -> None:
-        if self.callback is not None:
-            self.exporter = self.callback.exporter  # none any more when the training is over
+        self.keep()  # there is none any more when the training is over
         # Which optimizers there are is known when the second round begins: until then the first is not settled.
         most = 0 if self.heard is None else max(map(len, self.heard.steps.values()), default=0)
         if self.between and most > 1 and most % self.between == 0:
@@ -141,3 +147,11 @@ def _run(train: Callable[[Training], None], run: Training) -> Training:
     np.random.seed(0)  # noqa: NPY002 - what the trainers draw from
     train(run)
     return run
+
+
+def ending_of(exporter: Exporter, folder: Path) -> tuple[str, str | None]:
+    """How an exporter's run has ended: its state, and the exception's name, both as they are saved."""
+    exporter.save(folder / "saved.json")
+    status = json.loads((folder / "saved.json").read_text())["status"]
+    assert value(exporter, "torch_train_state", state=status["state"]) == 1
+    return status["state"], status["ended_by"]

@@ -1,14 +1,15 @@
 """The callback for the `Trainer` of Lightning, of the package `lightning` and of `pytorch_lightning`.
 
-See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback tells it what only the trainer knows:
-when a training begins, evaluates, ends and fails, its step after a checkpoint, the epoch, and the loss and size of each batch.
+See docs/lightning.md. The exporter follows the model and the optimizers by itself; the callback tells it what only the trainer
+knows: when a training begins, evaluates, ends and fails, its step after a checkpoint, the epoch, and the loss and size of each
+batch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +38,7 @@ def _class_of_callbacks() -> type:
 
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = _class_of_callbacks()
 
@@ -54,7 +55,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
     in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: Any) -> None:
+    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
         super().__init__()
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._logs = log is not False
@@ -69,47 +70,49 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
 
     # The trainer's events
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the exporter, unless there is one. Checkpoints are restored by now, and the module is where it is trained."""
         if sum(callback is self for callback in trainer.callbacks) > 1:
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._session.begin(pl_module, step=_steps_before(trainer) or None, grad_scaler=scaler)
+        step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
+        self._session.begin(pl_module, step=step or None, grad_scaler=scaler)
         self._steps, self._losses, self._knows_size = trainer.global_step, [], None
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tells of the epoch."""
         self._session.during(lambda: self._session.observe(epoch=trainer.current_epoch))
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Tells of the backward, which nothing else shows where `training_step` calls submodules."""
         self._session.backward_comes(loss)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Tells of the batch, logs if the trainer does, and ends the training where a `Stop()` wants it."""
         self._session.during(self._batch_over, trainer, pl_module, outputs, batch)
         if self._session.should_stop:
             trainer.should_stop = True
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Tells that an evaluation goes on, which is not seen where `validation_step` calls submodules."""
         self._session.during(self._session.evaluating)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tells that it is over."""
         self._session.during(self._session.evaluating, False)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The training has failed, by this exception."""
         self._session.end(exception)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the exporter that was started for this training."""
         self._session.end()
 
-    def _batch_over(self, trainer: Any, module: Any, outputs: Any, batch: Any) -> None:
+    def _batch_over(self, trainer: Trainer, module: LightningModule, outputs: object, batch: object) -> None:
         size = _size(batch)
         if self._knows_size is None:
             self._knows_size = size is not None
@@ -125,18 +128,23 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
             if self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
                 self._log(trainer)
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: Trainer) -> None:
         values = self._session.logged()
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as the trainer's own values
 
 
-def _steps_before(trainer: Any) -> int:
+def _steps_before(trainer: Trainer) -> int:
     """Steps of the training so far, as its loggers count: each batch is one, where several optimizers share it."""
     if len(trainer.optimizers) <= 1:
         return int(trainer.global_step)
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _scaler_of(trainer: Trainer) -> object:
+    """The gradient scaler of half precision, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _size(batch: object) -> int | None:

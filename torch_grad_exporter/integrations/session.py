@@ -7,14 +7,14 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.composition import open_exporters
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import ErrorLog, say
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -22,6 +22,7 @@ LOGGED = r"^torch_(grad_global_norm|grad_norm/|grad_clip_coefficient|grad_nonfin
 """What a trainer's own logger gets unless the user chooses: the norms, the clipping, and what went wrong."""
 
 _Arguments = TypeVarTuple("_Arguments")
+_Found = TypeVar("_Found")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
@@ -36,8 +37,8 @@ class Session:
     here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
     names in which a regular expression is found.
 
-    Raises `TypeError` where both `exporter` and `options` are given, or an option that there is not, and `ValueError` where `log` is
-    no regular expression.
+    Raises `TypeError` where both `exporter` and `options` are given, or an option that there is not, and `ValueError` where `log`
+    is no regular expression.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Session:
         self._told: Exporter | None = None
         self._ends = False
         self._tells_losses: bool | None = None
+        self._before = ErrorLog(("integration",)).boundary("integration", limit=None)
 
     @property
     def telling(self) -> bool:
@@ -122,6 +124,10 @@ class Session:
         """As `Exporter.evaluating`."""
         if self._told is not None:
             self._told.evaluating(now)
+
+    def found(self, look: Callable[[*_Arguments], _Found], *arguments: *_Arguments) -> _Found | None:
+        """What an integration finds in its trainer before there is an exporter; `None` where that fails, which is logged once."""
+        return self._before.result(look, *arguments)
 
     def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         """What an integration does at an event of the trainer, while a training is told of: if it fails, the training goes on.

@@ -7,7 +7,9 @@ knows: when a training begins and ends, its step after a checkpoint, the epoch, 
 from __future__ import annotations
 
 import types
-from typing import Any, Self
+from typing import Self
+
+import torch
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
@@ -17,7 +19,12 @@ from torch_grad_exporter.integrations.session import Session
 
 require("transformers", "4.46", extra="transformers")
 
-from transformers import TrainerCallback  # noqa: E402 - what is missing has been said by now
+from transformers import (  # noqa: E402 - what is missing has been said by now
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
 
@@ -36,7 +43,7 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
     in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
-    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: Any) -> None:
+    def __init__(self, exporter: Exporter | None = None, *, log: bool | str = False, **options: object) -> None:
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._logs = log is not False
         self._tokens = 0
@@ -56,41 +63,57 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
 
     # The trainer's events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        optimizer: object = None,
+        **more: object,
+    ) -> None:
         """Starts the exporter, unless there is one. The trainer is at the step of its checkpoint by now."""
         handler = calling(CallbackHandler)
         if handler is not None and sum(callback is self for callback in handler.callbacks) > 1:
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
         if self._session.telling:
             self._session.end(TrainingBrokeOff())
-        scaler = getattr(more.get("optimizer"), "scaler", None)  # Accelerate's, around the real one
-        self._session.begin(more["model"], step=state.global_step or None, grad_scaler=scaler)
+        scaler = getattr(optimizer, "scaler", None)  # Accelerate's optimizer has it, around the real one
+        self._session.begin(model, step=state.global_step or None, grad_scaler=scaler)
         self._tokens = state.num_input_tokens_seen
         if self._logs and handler is not None:
             # Before those that write values to files and services. A new list: the trainer is going through the old one.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Tells of the step, and ends the training where a `Stop()` wants it."""
         self._session.during(self._tell, state)
         if self._session.should_stop:
             control.should_training_stop = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **more: object,
+    ) -> None:
         """Adds the exporter's values to those of a training step that are logged."""
         if logs is not None and "loss" in logs:
             self._session.during(self._log, state, logs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Ends the exporter that was started for this training."""
         self._session.end()
 
-    def _tell(self, state: Any) -> None:
+    def _tell(self, state: TrainerState) -> None:
         # The trainer counts the tokens of all ranks, on each of them: one tells of them, so that a sum over ranks is right.
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
         self._session.observe(epoch=state.epoch, tokens=tokens if tokens > 0 and state.is_world_process_zero else None)
 
-    def _log(self, state: Any, logs: dict[str, float]) -> None:
+    def _log(self, state: TrainerState, logs: dict[str, float]) -> None:
         self._session.logged_loss(logs["loss"])
         values = self._session.logged()
         logs.update(values)

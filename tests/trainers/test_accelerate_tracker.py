@@ -1,0 +1,313 @@
+"""The tracker for Accelerate: what it starts, tells and ends, in loops that Accelerate has prepared."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.tracking import GeneralTracker
+from torch.nn.functional import mse_loss
+
+from tests.matrix.harness import Way
+from tests.support.ranks import run_ranks
+from tests.support.scrape import errors, key, value, values
+from tests.support.tools import eventually
+from tests.trainers.test_accelerate import BATCHES, accelerator, loader
+from tests.trainers.training import Training, compared, ending_of
+from torch_grad_exporter import start_exporter
+from torch_grad_exporter.actions import Stop
+from torch_grad_exporter.integrations.accelerate import GradExporterTracker
+from torch_grad_exporter.integrations.session import running_exporter
+
+QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": False, "container": False, "gpu": False}}
+"""Options of an exporter that looks at each step, and at no machine."""
+
+
+class Keeps(GeneralTracker):
+    """A tracker that keeps what it is given."""
+
+    name = "keeps"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_more: Any) -> None:
+        self.logged.append((values, step))
+
+
+def network() -> torch.nn.Sequential:
+    """Two layers."""
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+
+
+def loop(
+    trackers: list[Any],
+    *,
+    bare: torch.nn.Module | None = None,
+    limit: float | None = None,
+    epochs: int = 2,
+    batches: int = BATCHES,
+    early: bool = False,
+    told: Callable[[Any], dict[str, float]] = lambda loss: {"loss": float(loss)},
+    after_step: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> torch.nn.Module:
+    """Trains a prepared loop, which logs each step. `early`: `init_trackers` comes before `prepare`."""
+    accelerate = accelerator(log_with=trackers, **options)
+    torch.manual_seed(0)
+    bare = network() if bare is None else bare
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    if early:
+        accelerate.init_trackers("run")
+    model, optimizer, given = accelerate.prepare(bare, optimizer, loader(batches))
+    if not early:
+        accelerate.init_trackers("run")
+    step = 0
+    for _epoch in range(epochs):
+        for (batch,) in given:
+            with accelerate.accumulate(model):
+                accelerate.backward(loss := mse_loss(model(batch), batch))
+                if accelerate.sync_gradients and limit is not None:
+                    accelerate.clip_grad_norm_(model.parameters(), limit)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerate.sync_gradients:
+                step += 1
+                accelerate.log({"epoch": _epoch, **told(loss.detach())}, step=step)
+                after_step()
+    accelerate.end_training()
+    return bare
+
+
+def prepared(run: Training, **options: Any) -> None:
+    """Trains with the tracker, or without."""
+    torch.manual_seed(0)
+    bare = network()
+    with run.called_back(bare, GradExporterTracker) as trackers:
+        loop(trackers, bare=bare, **options)
+    assert running_exporter(bare) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit": 0.05}, {"gradient_accumulation_steps": 4, "limit": 0.05}, {"mixed_precision": "bf16"}],
+    ids=["clipped", "accumulated", "bf16"],
+)
+def test_numbers(options: dict[str, Any]) -> None:
+    """Every number is that of the record, and the training is the same to the last bit as without the tracker."""
+    run = compared(partial(prepared, **options))
+    assert run.exporter is not None
+    assert errors(run.exporter) == {}
+
+
+def test_at_defaults() -> None:
+    """What is shown at defaults is of the step that it is said to be of."""
+    run = compared(partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10), Way.DEFAULTS, between=3)
+    assert len(run.samples) > 2
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["prepared", "not prepared yet"])
+def test_what_is_told(tmp_path: Path, early: bool) -> None:
+    """Steps, examples, loss, epoch and learning rate, also where the trackers are initialised before the model is prepared."""
+    tracker, shown, losses, kept = GradExporterTracker(**QUICK), [], [], []
+
+    def look() -> None:
+        assert tracker.exporter is not None
+        kept.append(tracker.exporter)
+        shown.append(values(tracker.exporter))
+
+    def told(loss: torch.Tensor) -> dict[str, float]:
+        losses.append(float(loss))
+        return {"train_loss": float(loss)}
+
+    loop([tracker], early=early, told=told, after_step=look)
+    for number, scrape in enumerate(shown, start=1):
+        assert scrape[key("torch_train_steps_total", optimizer="AdamW")] == number
+        assert scrape[key("torch_train_loss")] == pytest.approx(losses[number - 1])
+        assert scrape[key("torch_train_epoch")] == (number - 1) // BATCHES
+        assert scrape[key("torch_train_learning_rate", optimizer="AdamW", group="0")] == 0.01
+        assert scrape[key("torch_grad_sample_step")] == number
+        first = 4 * early  # it began with the forward of the first batch, whose examples it did not see
+        assert scrape.get(key("torch_train_samples_total"), 0) == 4 * number - first
+    assert len(shown) == 2 * BATCHES
+    assert tracker.exporter is None
+    assert ending_of(kept[0], tmp_path) == ("finished", None)
+
+
+def test_two_models() -> None:
+    """Two prepared models are shown by the names of their classes."""
+
+    class Judge(torch.nn.Sequential):
+        pass
+
+    tracker = GradExporterTracker(**QUICK)
+    accelerate = accelerator(log_with=tracker)
+    first, second = accelerate.prepare(network(), Judge(torch.nn.Linear(6, 1)))
+    optimizer = accelerate.prepare(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+    accelerate.init_trackers("run")
+    accelerate.backward(second(first(torch.ones(2, 6))).sum())
+    optimizer.step()
+    assert tracker.exporter is not None
+    assert accelerate.get_tracker("torch_grad_exporter", unwrap=True) is tracker.exporter
+    layers = {dict(one[1])["layer"] for one in values(tracker.exporter) if one[0] == "torch_grad_norm"}
+    assert layers == {"Sequential.0", "Sequential.2", "Judge.0"}
+    tracker.finish()
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
+def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
+    """`end_training` in a `finally` says by which exception."""
+    tracker, kept = GradExporterTracker(**QUICK), []
+
+    def fails() -> None:
+        kept.append(tracker.exporter)
+        if len(kept) == 3:
+            raise error
+
+    def train() -> None:
+        try:
+            loop([tracker], after_step=fails)
+        finally:
+            tracker.finish()
+
+    with pytest.raises(type(error)):
+        train()
+    assert ending_of(kept[0], tmp_path) == (("failed", "Broken") if isinstance(error, Broken) else ("finished", None))
+
+
+def test_stop_and_resume() -> None:
+    """`should_stop` is what a `Stop()` wants, and steps go on from the number that the loop tells."""
+    tracker, numbers = GradExporterTracker(**QUICK), []
+    assert not tracker.should_stop
+    tracker.resume(100)
+
+    def look() -> None:
+        assert tracker.exporter is not None
+        numbers.append(value(tracker.exporter, "torch_grad_sample_step"))
+        if len(numbers) == 1:
+            tracker.exporter.on(lambda m: True, Stop())
+        if len(numbers) == 2 * BATCHES:
+            tracker.resume(500)
+
+    bare = network()
+    tracker._session.end = lambda error=None: None  # type: ignore[method-assign] # it goes on behind the loop
+    loop([tracker], bare=bare, after_step=look)
+    assert numbers == [101 + step for step in range(2 * BATCHES)]
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+
+    def stopped() -> bool:
+        bare(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        return tracker.should_stop
+
+    assert eventually(stopped)
+    assert tracker.exporter is not None
+    assert (value(tracker.exporter, "torch_grad_sample_step") or 0) > 500
+    tracker.exporter.close()
+
+
+def test_what_is_logged() -> None:
+    """The accelerator's other trackers get the values with each log, whichever comes first."""
+    for order in (1, -1):
+        keeps = Keeps()
+        loop([keeps, GradExporterTracker(log=True, **QUICK)][::order], epochs=1)
+        found = [(values, step) for values, step in keeps.logged if "torch_grad_global_norm" in values]
+        assert [step for _, step in found] == list(range(1, BATCHES + 1))
+        assert all(values["torch_grad_norm/0"] > 0 for values, _ in found)
+        assert sum("loss" in values for values, _ in keeps.logged) == BATCHES
+    keeps = Keeps()
+    loop([keeps, GradExporterTracker(**QUICK)], epochs=1)
+    assert [set(values) for values, _ in keeps.logged] == BATCHES * [{"epoch", "loss"}]
+
+
+def test_an_exporter_of_the_users() -> None:
+    """It is told, whether it is given or found, and goes on after the training."""
+    for given in (True, False):
+        bare = network()
+        with start_exporter(bare, **QUICK) as exporter:
+            loop([GradExporterTracker(exporter) if given else GradExporterTracker()], bare=bare, epochs=1)
+            assert value(exporter, "torch_train_loss") is not None
+            assert value(exporter, "torch_train_epoch") == 0
+            assert running_exporter(bare) is exporter
+
+
+def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """The second tracker tells nothing, and the log says what to remove."""
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        loop([GradExporterTracker(**QUICK), GradExporterTracker(**QUICK)], epochs=1)
+    assert "GradExporterTracker: GradExporterTracker tells this exporter already; remove one of them" in caplog.text
+
+
+def test_wrong_arguments() -> None:
+    """They raise where the tracker is made, or by `init_trackers`, and say what to do."""
+    with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
+        GradExporterTracker(exporter, port=9100)
+    with pytest.raises(TypeError, match=r"GradExporterTracker\(prot=...\): no option of start_exporter"):
+        GradExporterTracker(prot=9100)
+    with pytest.raises(ValueError, match="every"):
+        loop([GradExporterTracker(port=None, every=-1)])
+
+
+def test_a_tracker_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """What another tracker raises when it is given values is counted, and the training goes on."""
+
+    class Fails(Keeps):
+        def log(self, values: dict[str, Any], step: int | None = None, **_more: Any) -> None:
+            if "loss" not in values:
+                raise Broken
+
+    tracker, failures = GradExporterTracker(log=True, **QUICK), []
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        loop([Fails(), tracker], epochs=1, after_step=lambda: failures.append(errors(tracker.exporter)))
+    assert failures[-1] == {"integration": BATCHES}
+    assert caplog.text.count("integration failed; training goes on") == 1
+
+
+def _rank(rank: int, folder: Path) -> None:
+    import tests.trainers  # noqa: F401, PLC0415 - what it sets in a process
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tracker, keeps, shown, losses = GradExporterTracker(log="^torch_grad_global_norm$", **QUICK), Keeps(), [], []
+
+    def look() -> None:
+        assert tracker.exporter is not None
+        shown.append(values(tracker.exporter))
+
+    def told(loss: torch.Tensor) -> dict[str, float]:
+        losses.append(float(loss))
+        return {"loss": losses[-1]}
+
+    loop([tracker, keeps], told=told, after_step=look, epochs=1)
+    if rank == 0:
+        assert [scrape[key("torch_train_loss")] for scrape in shown] == pytest.approx(losses)
+        assert len([one for one, _ in keeps.logged if "torch_grad_global_norm" in one]) == BATCHES // 2
+    assert [scrape[key("torch_train_samples_total")] for scrape in shown] == [4 * step for step in range(1, BATCHES // 2 + 1)]
+    assert (key("torch_grad_norm", layer="0") in shown[-1]) == (rank == 0)
+    norms = torch.tensor([scrape[key("torch_grad_global_norm")] for scrape in shown])
+    assert tracker.exporter is None, "`end_training` has ended it on each rank"
+    (folder / f"{rank}.json").write_text(json.dumps(norms.tolist()))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """The tracker runs on every rank, not on the main one alone; norms are those of the reduced gradients."""
+    run_ranks(_rank, tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert len(first) == BATCHES // 2
