@@ -247,13 +247,15 @@ def test_the_users_exporter_and_added_twice(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_wrong_arguments() -> None:
-    """Say what to do; one that only `start_exporter` knows, when the run begins."""
+    """Say what to do: names at once, what only `start_exporter` knows of a value when the run begins."""
     with pytest.raises(ValueError, match="log_every=0.*at least 1"):
         quick(network(), log_every=0)
+    with pytest.raises(TypeError, match=r"GradExporterHandler\(prot=...\)"):
+        GradExporterHandler(network(), prot=9100)
     model = network()
     trainer = trainer_of(model)
-    GradExporterHandler(model, prot=9100).attach(trainer)
-    with pytest.raises(TypeError, match="prot"):
+    GradExporterHandler(model, port=-1).attach(trainer)
+    with pytest.raises(ValueError, match="port"):
         trainer.run(batches())
 
 
