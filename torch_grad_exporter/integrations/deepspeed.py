@@ -1,8 +1,8 @@
 """What follows an engine of DeepSpeed.
 
-See docs/deepspeed.md. In float32 without ZeRO the engine's parameters have the gradients that they are trained with, and all is shown
-as in any loop. ZeRO and the engine's own reduced precision keep gradients elsewhere: in parts on several ranks, scaled, or summed in
-other tensors. Then layers are absent, and the global norm is the engine's own. No collective is called for it.
+See docs/deepspeed.md. Where one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients that
+they are trained with, and all is shown as in any loop. Elsewhere the engine averages them over ranks in tensors of its own, keeps them
+in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called for it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def watch_engine(engine: DeepSpeedEngine, exporter: Exporter | None = None, **op
         raise TypeError("watch_engine(PipelineEngine): a pipeline's steps are not followed; pass another engine")
     found = exporter or running_exporter(engine) or running_exporter(engine.module)
     session = Session("watch_engine", found, None if found is not None and exporter is None else options)
-    by_hand = {"ranks": "first"} if engine.dp_world_size > 1 else {}  # the engine makes gradients equal after the backward
-    session.begin(engine, step=_steps(engine) or None, **by_hand)
+    session.begin(engine, step=_steps(engine) or None)
     if session.telling and session.exporter is not None:
         session.exporter.adopt(_Watch(engine, session))
     told = session.exporter or found
@@ -57,14 +56,15 @@ class _Watch:
         self._engine = engine
         self._session = session
         self._losses = RoundLosses()
-        self._reports = engine.zero_optimization_stage() > 0 or _reduced_precision(engine)
         self._elsewhere = _gradients_elsewhere(engine)
+        self._reports = engine.zero_optimization_stage() > 0 or self._elsewhere
         if self._elsewhere and session.exporter is not None:
             session.exporter.gradients_elsewhere()
             say(
                 logger, logging.INFO,
-                "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %s): layers are not shown, the global norm is the engine's",
-                engine.zero_optimization_stage(), "reduced precision" if _reduced_precision(engine) else "float32",
+                "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, ranks: %d, %s): layers are not shown, the global norm is the engine's",
+                engine.zero_optimization_stage(), engine.dp_world_size,
+                "reduced precision" if _reduced_precision(engine) else "float32",
             )  # fmt: skip
         self._backward, self._step = engine.backward, engine.step
         engine.backward = self._wrapped_backward()
@@ -120,5 +120,4 @@ def _reduced_precision(engine: DeepSpeedEngine) -> bool:
 
 def _gradients_elsewhere(engine: DeepSpeedEngine) -> bool:
     """Whether what a parameter has as its gradient is not the one that it is trained with."""
-    stage = engine.zero_optimization_stage()
-    return bool(stage > 1 or (stage == 1 and engine.dp_world_size > 1) or _reduced_precision(engine))
+    return bool(engine.zero_optimization_stage() > 1 or engine.dp_world_size > 1 or _reduced_precision(engine))

@@ -14,7 +14,7 @@ class RoundLosses:
     def add(self, loss: object) -> None:
         """Takes the loss of one batch, a number or a tensor of one element; anything else is no loss, and is left out."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach().reshape(()))
+            self._losses.append(loss.detach().reshape(()).float())  # a mean of bfloat16 is rounded
         elif isinstance(loss, float | int) and not isinstance(loss, bool):
             self._losses.append(torch.tensor(loss, dtype=torch.float64))
 
