@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type] # MMEngine only prints its version
-
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from torch.nn.functional import mse_loss
 
@@ -37,7 +36,6 @@ def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """MMEngine imports it for its version alone, which fails where it was built for another torch."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
     yield
-    logging.shutdown()
 
 
 class Net(BaseModel):
@@ -109,7 +107,7 @@ def trained(run: Training, folder: Path, **options: Any) -> None:
     "options",
     [
         {"optim": {"clip_grad": {"max_norm": 0.05}}},
-        {"optim": {"clip_grad": {"max_norm": 0.05}, "accumulative_counts": 3}},
+        {"optim": {"clip_grad": {"max_norm": 0.05}, "accumulative_counts": 4}},
         {"evaluated": True, "train_cfg": {"by_epoch": False, "max_iters": 16, "val_interval": 4}},
     ],
     ids=["clipped", "accumulated", "by iterations, evaluated"],
@@ -295,22 +293,18 @@ def test_two_optimizers(tmp_path: Path) -> None:
                 one.zero_grad()
             return told
 
-    model, shown = Both(), {}
-    wrappers = {
-        name: {"type": "OptimWrapper", "optimizer": torch.optim.SGD(part.parameters(), lr=0.01)}
-        for name, part in (("first", model.encoder), ("second", model.decoder))
-    }
+    model = Both()
+    shown: dict[str, float | None] = {}
+    parts = (("first", model.encoder), ("second", model.decoder))
+    wrappers = {name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.01)) for name, part in parts}
 
     def look(runner: Any) -> None:
         assert hook.exporter is not None
         shown.update({name: value(hook.exporter, "torch_train_steps_total", optimizer=name) for name in wrappers})
 
     hook = GradExporterHook(**QUICK)
-    from mmengine.optim import OptimWrapper, OptimWrapperDict
-
-    together = OptimWrapperDict(**{name: OptimWrapper(one["optimizer"]) for name, one in wrappers.items()})
     Runner(
-        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=together, custom_hooks=[hook, Looks(look)],
+        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=OptimWrapperDict(**wrappers), custom_hooks=[hook, Looks(look)],
         train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
     ).train()  # fmt: skip
     assert shown == {"first": 8, "second": 8}

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter import start_exporter as start
+from torch_grad_exporter.config.option import UNSET, Unset
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.session import Models
 
@@ -17,16 +18,12 @@ require("ray", "2.10", extra="ray")
 
 import ray.train  # noqa: E402 - what is missing has been said by now
 
-PORT = 9100
-"""Of the first worker on a host; the others have the next ones."""
-
-
-def start_exporter(model: Models, port: int | None = PORT, **options: Any) -> Exporter:
+def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: Any) -> Exporter:
     """As `torch_grad_exporter.start_exporter`, in the training function of Ray Train: one exporter in each worker.
 
     The run has the name of Ray's experiment, with that of the trial where it is another; the rank is Ray's world rank. `port`: of the
-    first worker on a host; others take the next ones by their local rank, 0 takes any free one. `options` of yours win. Call it
-    after `prepare_model`, with what that returned. In a `with` an exception in the training function makes the run `failed`:
+    first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after `prepare_model`,
+    with what that returned. In a `with` an exception in the training function makes the run `failed`:
 
         with start_exporter(model) as exporter:
             ...
@@ -35,8 +32,7 @@ def start_exporter(model: Models, port: int | None = PORT, **options: Any) -> Ex
     Raises `RuntimeError` outside of a training function, and what `start_exporter` raises.
     """
     context = _context()
-    own = port + context.get_local_rank() if port else port
-    return start(model, own, **{"run": _run(context), "rank": context.get_world_rank(), **options})
+    return start(model, port, **{"run": _run(context), "rank": context.get_world_rank(), **options})
 
 
 def _context() -> Any:
@@ -58,6 +54,6 @@ def _run(context: Any) -> str:
     experiment = context.get_experiment_name() or "ray"
     try:
         trial = context.get_trial_name()
-    except Exception:  # noqa: BLE001 - newer versions raise one of several errors: they have no trials
+    except DeprecationWarning:  # raised by newer versions, which have no trials
         trial = None
     return experiment if not trial or trial == experiment else f"{experiment}/{trial}"
