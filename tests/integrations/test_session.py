@@ -91,6 +91,12 @@ def test_wrong_arguments() -> None:
         Session("Callback", exporter, {"port": 9100})
     with pytest.raises(TypeError, match="expected what start_exporter returned"):
         Session("Callback", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Callback\(model, prot=...\): no option of start_exporter; docs/options.md"):
+        Session("Callback", options={"prot": 9100, "model": None, "every": 1})
+    with pytest.raises(TypeError, match=r"log=3.*expected True, False or a regular expression"):
+        Session("Callback", log=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no regular expression"):
+        Session("Callback", log="(")
 
 
 def test_stops() -> None:
@@ -126,3 +132,54 @@ def test_what_is_logged() -> None:
     assert any(name.startswith("torch_grad_norm/") for name in found[True])
     assert not any("collector" in name for name in found[True])
     assert found["^torch_train_steps"] == {"torch_train_steps_total/SGD"}
+
+
+def test_what_fails_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once and counted, as `integration`, and goes no further; an interrupt does."""
+    model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None})
+
+    def fails(error: BaseException) -> None:
+        raise error
+
+    session.during(fails, ValueError())  # no training is told of: nothing is done
+    for _ in range(2):
+        assert session.found(fails, ValueError("strange")) is None
+    assert caplog.text.count("Callback: what the trainer knows could not be found") == 1
+    assert session.found(lambda: 3) == 3
+    session.begin(model)
+    assert session.telling
+    exporter = session.exporter
+    assert exporter is not None
+    for _ in range(20):
+        session.during(fails, ValueError("broken"))
+    assert value(exporter, "torch_grad_exporter_errors_total", source="integration") == 20
+    assert caplog.text.count("integration failed; training goes on") == 1
+    with pytest.raises(KeyboardInterrupt):
+        session.during(fails, KeyboardInterrupt())
+    session.end()
+    assert not session.telling
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_that_is_logged(own: bool) -> None:
+    """It is told where the model returns none; where it does, each step's own stays."""
+
+    class Returns(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:  # type: ignore[override]
+            loss = super().forward(inputs).square().mean()
+            return {"loss": loss} if own else loss
+
+    model, session = Returns(3, 2), Session("Callback", options={"port": None})
+    session.logged_loss(1.0)  # no training is told of
+    session.begin(model)
+    exporter = session.exporter
+    assert exporter is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for logged in (7.0, 8.0, 9.0):
+        output = model(torch.ones(2, 3))
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss.backward()
+        optimizer.step()
+        session.logged_loss(logged)
+        assert value(exporter, "torch_train_loss") == pytest.approx(loss.item() if own else logged)
+    session.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -293,10 +294,11 @@ def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
         trainer_of(first, first).fit(Through(), numbers(3))
 
 
-def test_wrong_arguments() -> None:
-    """They raise where the callback is made, or when the training begins, and say what to do."""
+def test_arguments() -> None:
+    """Wrong ones raise where the callback is made, or when the training begins, and say what to do; a callback pickles."""
     with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
+    assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
     with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): no option of start_exporter"):
         GradExporterCallback(prot=9100)
     with pytest.raises(ValueError, match="no regular expression"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -260,10 +261,11 @@ def test_added_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         trainer_of(llama(), tmp_path, [first, first]).train()
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    """They raise where the callback is made, or when the training begins, and say what to do."""
+def test_arguments(tmp_path: Path) -> None:
+    """Wrong ones raise where the callback is made, or when the training begins, and say what to do; a callback pickles."""
     with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
+    assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
     with pytest.raises(TypeError, match=r"GradExporterCallback\(prot=...\): no option of start_exporter"):
         GradExporterCallback(prot=9100)
     with pytest.raises(TypeError, match="expected True, False or a regular expression"):

@@ -131,8 +131,10 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
     def _prepared(self) -> Models | None:
         """The models that the accelerator has prepared, without what it has wrapped around them."""
         accelerator = self._accelerator
+        if accelerator is None:
+            return None
         found: list[torch.nn.Module] = []
-        for model in [] if accelerator is None else accelerator._models:
+        for model in accelerator._models:
             module = accelerator.unwrap_model(model)
             if module not in found:
                 found.append(module)

@@ -27,7 +27,7 @@ def require(module: str, at_least: str, *, extra: str, instead: str = "") -> Mod
         message = f"{needs}{other}, which is not installed; run: pip install '{PACKAGE}[{extra}]'"
         raise ModuleNotFoundError(message, name=error.name) from None
     version = str(getattr(found, "__version__", ""))
-    if version and numbers(version) < numbers(at_least):
+    if numbers(version) and numbers(version) < numbers(at_least):
         message = f"{needs}, and {version} is installed; run: pip install --upgrade '{PACKAGE}[{extra}]'"
         raise ImportError(message, name=module)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.composition import open_exporters
-from torch_grad_exporter.errors import ErrorLog, say
+from torch_grad_exporter.errors import Guard, raised_by_handler, say
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -32,6 +32,8 @@ _TOLD_BY: weakref.WeakKeyDictionary[Exporter, str] = weakref.WeakKeyDictionary()
 
 class Session:
     """The exporter of a trainer, from one `fit` to the next. Not thread-safe: it belongs to the training thread.
+
+    It can be pickled, as trainers do with their callbacks that start processes; what is unpickled tells of no training yet.
 
     `who`: the class that the user wrote, for messages. `exporter`: the user's own, which is told everything and is never ended
     here; else `options` go to `start_exporter`. `log`: what the trainer's own logger gets: nothing, what `LOGGED` says, or the
@@ -61,7 +63,7 @@ class Session:
         self._told: Exporter | None = None
         self._ends = False
         self._tells_losses: bool | None = None
-        self._before = ErrorLog(("integration",)).boundary("integration", limit=None)
+        self._failed_before = False
 
     @property
     def telling(self) -> bool:
@@ -127,7 +129,15 @@ class Session:
 
     def found(self, look: Callable[[*_Arguments], _Found], *arguments: *_Arguments) -> _Found | None:
         """What an integration finds in its trainer before there is an exporter; `None` where that fails, which is logged once."""
-        return self._before.result(look, *arguments)
+        return Guard(self._say_once).result(look, *arguments)
+
+    def _say_once(self, error: Exception) -> None:
+        if raised_by_handler(error):
+            raise error
+        if not self._failed_before:
+            self._failed_before = True
+            message = "%s: what the trainer knows could not be found; the training begins without it: %s: %s"
+            say(logger, logging.WARNING, message, self._who, type(error).__name__, error, error=error)
 
     def during(self, action: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         """What an integration does at an event of the trainer, while a training is told of: if it fails, the training goes on.

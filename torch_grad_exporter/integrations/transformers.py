@@ -17,7 +17,7 @@ from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.session import Session
 
-require("transformers", "4.46", extra="transformers")
+require("transformers", "4.57", extra="transformers")
 
 from transformers import (  # noqa: E402 - what is missing has been said by now
     TrainerCallback,
