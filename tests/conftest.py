@@ -13,7 +13,9 @@ from tests.support.programs import Starter
 
 HERE = Path(__file__).parent
 
-TRAINERS = ("transformers", "lightning", "accelerate", "peft", "timm", "tensorboard")
+TRAINERS = (
+    "transformers", "lightning", "accelerate", "peft", "timm", "mmengine", "ignite", "ray", "deepspeed", "tensorboard",
+)  # fmt: skip
 collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["trainers"]
 """What `make trainers` runs, in an environment of its own; named on the command line it is never left out."""
 

@@ -187,7 +187,7 @@ class Composition:
             "rank": self.rank,
             "version": __version__,
             "capture_mode": training.capture.mode.value,
-            "sampling_interval_steps": training.schedule.interval,
+            "sampling_interval_steps": training.schedule.shown_interval,
             "sampling_interval_at_cap": training.schedule.capped,
             "errors": sum(self._errors.counts().values()),
         }

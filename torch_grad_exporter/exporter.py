@@ -130,6 +130,24 @@ class Exporter(Composition):
             self._guards["step"](self._training.capture.manual_step, number)
             self._act.step_reported()
 
+    def step_skipped(self) -> None:
+        """Says that a step was left out, as after an overflow, where gradients do not show it: see `gradients_elsewhere`.
+
+        Call it on the thread that trains, in place of `step()`.
+        """
+        if not self._ending.closed:
+            self._guards["step"](self._training.capture.step_skipped)
+
+    def gradients_elsewhere(self) -> None:
+        """Says that parameters do not have the gradients that they are trained with, as where a framework keeps those in parts.
+
+        Nothing of single layers is shown any more, and no interval of samples. Backwards, times and examples are counted on; the
+        loop reports steps with `step()` and `step_skipped()`, and may tell the norm with `observe(grad_norm=)`. Call it before the
+        first backward, on the thread that trains.
+        """
+        if not self._ending.closed:
+            self._guards["step"](self._training.capture.gradients_elsewhere)
+
     def backward_comes(self, loss: torch.Tensor) -> None:
         """Says that the loop is about to call `loss.backward()`, where the forward of the model itself is never run.
 

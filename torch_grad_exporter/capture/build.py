@@ -84,6 +84,18 @@ class Capture:
         """The user says that a step is done."""
         self._loop.manual_step(number)
 
+    def step_skipped(self) -> None:
+        """The user says that a step was left out."""
+        self._count_only.settle()
+        self._parts.rounds.step_skipped()
+
+    def gradients_elsewhere(self) -> None:
+        """Parameters do not have the gradients that they are trained with: no round is sampled any more."""
+        self._count_only.settle()
+        self._parts.schedule.never()
+        self._parts.rounds.gradients_elsewhere()
+        self._parts.nodes.disarm()
+
     def clipped(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
         """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to leave the step out."""
         self._loop.clipped(optimizer, skip)

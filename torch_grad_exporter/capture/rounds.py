@@ -86,6 +86,7 @@ class RoundTracker:
         self._unseen_optimizer = unseen_optimizer
         self._effects = effects
         self._skipped_unseen = False
+        self._readable = True
         self.current = Round(0, sampled=due(0))
         self.stepping: set[int] = set()
         self.closures: set[int] = set()
@@ -244,6 +245,15 @@ class RoundTracker:
         self.closures.clear()
         self.current.abandoned = bool(self.current.backwards)
 
+    def gradients_elsewhere(self) -> None:
+        """No round can be sampled, since gradients are not those of the parameters. The schedule has to know it, too."""
+        self._readable = self.current.sampled = False
+
+    def step_skipped(self) -> None:
+        """The step of this round was left out, which the gradients do not show."""
+        self._effects.steps_skipped(1)
+        self._begin_round(skipped=True)
+
     def foreign_step(self) -> None:
         """An optimizer that owns nothing of the models has stepped on the training thread."""
         self.current.foreign = True
@@ -290,7 +300,7 @@ class RoundTracker:
             self._lose(Lost.EDITED)
         # After a skipped step that was not sampled the next round is: to see whether, and where, something is wrong.
         late = self._effects.step_before_skipped(number)
-        surprising = (skipped or self._skipped_unseen or late) and not last.sampled
+        surprising = (skipped or self._skipped_unseen or late) and not last.sampled and self._readable
         self._skipped_unseen = False
         self.current = Round(number, due or surprising, extra=not due)
         self._effects.round_began(self.current.sampled, bool(last.stepped))

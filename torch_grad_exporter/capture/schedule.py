@@ -29,6 +29,9 @@ FIRST_SECONDS = 2.0
 LONGEST = 4096
 """The interval's cap."""
 
+NEVER = 1 << 62
+"""The interval where no round is sampled: no training has as many."""
+
 PATIENCE = 8
 """Samples between two changes of the interval."""
 
@@ -99,12 +102,18 @@ class SamplingSchedule:
         self._due: tuple[int, int, int] = (0, 0, -1)
         """The interval, and the first and the last of some rounds of which only the last is sampled."""
 
+    def never(self) -> None:
+        """No round is sampled any more."""
+        self.every = self.interval = NEVER
+
     def due(self, number: int) -> bool:
         """Whether the round of this number, from 0, is sampled: exactly one of each `interval` in a row."""
         return self.next_due(number) == number
 
     def next_due(self, number: int) -> int:
         """The first round from this number on that is sampled."""
+        if self.interval == NEVER:
+            return number + NEVER
         interval, first, last = self._due
         if interval != self.interval or not first <= number <= last:
             block = number // self.interval
@@ -133,6 +142,11 @@ class SamplingSchedule:
         if most < 1:
             return 0
         return min((most + 1) // 2 + scattered(number) % most, COUNTED_ROUNDS, self.next_due(number) - number)
+
+    @property
+    def shown_interval(self) -> int | None:
+        """The interval; `None` where no round is sampled."""
+        return None if self.interval == NEVER else self.interval
 
     @property
     def capped(self) -> bool:

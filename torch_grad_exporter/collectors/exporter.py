@@ -93,7 +93,7 @@ class ExporterCollector:
         # Before there were steps it has taken nothing of their time.
         yield scalar(EXPORTER_OVERHEAD_RATIO, snapshot.totals.overhead_ratio or 0.0)
         yield scalar(EXPORTER_OVERHEAD_BUDGET, schedule.budget if schedule.every is None else None)
-        yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.interval)
+        yield scalar(EXPORTER_SAMPLING_INTERVAL, schedule.shown_interval)
         yield scalar(EXPORTER_TIMING_INTERVAL, schedule.counting.timing_interval)
         yield scalar(EXPORTER_MODELS, capture.models)
         yield scalar(EXPORTER_LAYERS, len(table.layers))

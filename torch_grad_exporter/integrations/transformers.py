@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.session import Session
@@ -25,10 +26,6 @@ from transformers import (  # noqa: E402 - what is missing has been said by now
     TrainingArguments,
 )
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
-
-
-class TrainingBrokeOff(Exception):  # noqa: N818 - shown as what has ended a run: it names no error
-    """A training ended without its last event: it raised, and the trainer has no event that tells what."""
 
 
 class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a package without types here

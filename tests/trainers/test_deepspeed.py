@@ -1,0 +1,253 @@
+"""DeepSpeed on the CPU: an engine of each stage in one process, and of some in two, next to float64 records of the same gradients."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+
+from tests.support.ranks import run_ranks
+from tests.support.scrape import errors, value, values
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.integrations.deepspeed import watch_engine
+
+ROUND = 2
+"""Batches of a step."""
+
+LIMIT = 0.05
+"""Of the global norm. All steps are above it."""
+
+BROKEN = 3
+"""The step whose loss is infinite, where one is."""
+
+
+def network() -> torch.nn.Sequential:
+    """Two layers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+
+
+def batch(number: int, rank: int = 0) -> torch.Tensor:
+    """The inputs of a rank, which are their own targets."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Any:
+    """A process group of one, for all tests of this file that need no more."""
+    joined(0, 1, free_port())
+    yield
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def joined(rank: int, ranks: int, port: int) -> None:
+    """This process is this rank."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # would be compiled first, for a minute; without it there is gloo
+    )
+    at = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in at.items()})
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def engine_of(model: torch.nn.Module, stage: int, *, bf16: bool = False) -> Any:
+    """An engine whose optimizer is the script's own."""
+    configuration = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": ROUND, "steps_per_print": None,
+        "zero_optimization": {"stage": stage}, "gradient_clipping": LIMIT, "bf16": {"enabled": bf16},
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), config=configuration)[0]
+
+
+def gradients(model: torch.nn.Module, numbers: list[int], ranks: int = 1) -> dict[str, torch.Tensor]:
+    """Those of a round in float64, by a copy of the model: the mean over its batches and over the ranks."""
+    copy = network().double()
+    copy.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
+    for number in numbers:
+        for rank in range(ranks):
+            inputs = batch(number, rank).double()
+            (mse_loss(copy(inputs), inputs) / len(numbers) / ranks).backward()
+    return {name: parameter.grad for name, parameter in copy.named_parameters() if parameter.grad is not None}
+
+
+def norm(tensors: Any) -> float:
+    return float(sum(tensor.square().sum() for tensor in tensors) ** 0.5)
+
+
+def layer(found: dict[str, torch.Tensor], name: str) -> float:
+    return norm([tensor for parameter, tensor in found.items() if parameter.startswith(f"{name}.")])
+
+
+def train(engine: Any, look: Any = None, *, steps: int = 6, broken: bool = False, rank: int = 0, ranks: int = 1) -> list[float]:
+    """Trains; `look` is called after each step with its number from 1, its losses and float64 gradients. Returns the losses."""
+    told: list[float] = []
+    kind = next(engine.module.parameters()).dtype
+    for step in range(1, steps + 1):
+        numbers = [ROUND * step + one for one in range(ROUND)]
+        right = gradients(engine.module, numbers, ranks) if look is not None else {}
+        for number in numbers:
+            inputs = batch(number, rank).to(kind)
+            loss = mse_loss(engine(inputs), inputs)
+            engine.backward(loss * torch.inf if broken and step == BROKEN else loss)
+            engine.step()
+            told.append(loss.item())
+        if look is not None:
+            look(step, told[-ROUND:], right)
+    return told
+
+
+def state(engine: Any) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in engine.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_all_of_it(stage: int) -> None:
+    """Without ZeRO, and in one process at its first stage: layers, the norm before clipping, steps, loss; to the last bit the same."""
+    plain = engine_of(network(), stage)
+    losses, expected = train(plain), state(plain)
+
+    def look(step: int, losses: list[float], right: dict[str, torch.Tensor]) -> None:
+        assert value(exporter, "torch_grad_norm", layer="0") == pytest.approx(layer(right, "0"), rel=1e-5)
+        assert value(exporter, "torch_grad_norm", layer="2") == pytest.approx(layer(right, "2"), rel=1e-5)
+        assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(right.values()), rel=1e-5)
+        if stage == 0:
+            coefficient = value(exporter, "torch_grad_clip_coefficient")  # known once several steps were clipped alike
+            assert (
+                coefficient == pytest.approx(LIMIT / norm(right.values()), rel=1e-5)
+                if step > 4
+                else coefficient is None or step > 1
+            )
+            assert value(exporter, "torch_train_learning_rate", optimizer="AdamW", group="0") == 0.05
+        assert value(exporter, "torch_train_loss") == pytest.approx(sum(losses) / ROUND, rel=1e-6)
+        assert value(exporter, "torch_grad_sample_step") == step
+        assert value(exporter, "torch_train_samples_total") == 4 * ROUND * step
+
+    engine = engine_of(network(), stage)
+    with watch_engine(engine, port=None, every=1) as exporter:
+        assert train(engine, look) == losses
+        assert value(exporter, "torch_train_backward_passes_total") == 6 * ROUND
+        assert errors(exporter) == {}
+    assert "step" not in engine.__dict__
+    assert all(map(torch.equal, state(engine), expected))
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (2, True)])
+def test_gradients_elsewhere(stage: int, bf16: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's own global norm, exact counts of steps and skipped ones; no layer, and the log says so, once."""
+    plain = engine_of(network(), stage, bf16=bf16)
+    expected, rel = (train(plain, broken=True), state(plain)), 0.02 if bf16 else 1e-5
+
+    def look(step: int, losses: list[float], right: dict[str, torch.Tensor]) -> None:
+        if step != BROKEN:
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(norm(right.values()), rel=rel)
+        assert value(exporter, "torch_train_steps_total", optimizer="manual") == step - (step >= BROKEN)
+        assert value(exporter, "torch_train_skipped_steps_total") == (step >= BROKEN)
+        if step != BROKEN:
+            assert value(exporter, "torch_train_loss") == pytest.approx(sum(losses) / ROUND, rel=1e-6)
+
+    engine = engine_of(network(), stage, bf16=bf16)
+    with caplog.at_level("INFO", "torch_grad_exporter"), watch_engine(engine, port=None, every=1) as exporter:
+        assert train(engine, look, broken=True) == expected[0]
+        shown = {name for name, _ in values(exporter)}
+        assert not shown & {"torch_grad_norm", "torch_grad_norm_squared", "torch_grad_zero_ratio"}
+        assert value(exporter, "torch_grad_norm_distribution_count", layer="0") == 0
+        assert "torch_grad_exporter_sampling_interval_steps" not in shown
+        assert value(exporter, "torch_train_samples_total") == 6 * 4 * ROUND
+        assert errors(exporter) == {}
+    assert caplog.text.count("layers are not shown") == 1
+    assert all(map(torch.equal, state(engine), expected[1]))
+
+
+def in_two(rank: int, stage: int, port: int) -> None:
+    """A rank of two: what it shows is of the mean over both."""
+    joined(rank, 2, port)
+    engine = engine_of(network(), stage)
+
+    def look(step: int, losses: list[float], right: dict[str, torch.Tensor]) -> None:
+        shown = value(exporter, "torch_grad_global_norm")
+        assert shown == pytest.approx(norm(right.values()), rel=1e-5) if stage > 0 else shown is None
+        assert value(exporter, "torch_grad_norm", layer="0") is None
+        steps = value(exporter, "torch_train_steps_total", optimizer="manual" if stage > 0 else "AdamW")
+        assert steps == value(exporter, "torch_train_backward_passes_total") / ROUND == step
+
+    with watch_engine(engine, port=None, every=1) as exporter:
+        train(engine, look, rank=rank, ranks=2)
+        assert errors(exporter) == {}
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_processes(stage: int) -> None:
+    """The norm is that of the gradients that both have made together; without ZeRO there is none, and steps are counted."""
+    run_ranks(in_two, stage, free_port())
+
+
+def test_resume_and_two_watches(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps go on from those of a checkpoint; a second watch is told of and changes nothing; the user's exporter goes on."""
+    engine = engine_of(network(), 2)
+    engine.global_steps = 10  # as load_checkpoint leaves it
+    with start_exporter(engine.module, port=None) as exporter:
+        assert watch_engine(engine) is exporter
+        assert watch_engine(engine, exporter) is exporter
+        assert "remove one of them" in caplog.text
+        train(engine, steps=2)
+        assert value(exporter, "torch_train_steps_total", optimizer="manual") == 2
+        assert engine.global_steps == 12
+
+
+def test_a_watch_that_fails_harms_nothing() -> None:
+    """What the engine no longer tells is counted as an error, and the training goes on."""
+    engine = engine_of(network(), 2)
+
+    def broken() -> float:
+        raise ZeroDivisionError
+
+    with watch_engine(engine, port=None) as exporter:
+        engine.get_global_grad_norm = broken
+        train(engine, steps=3)
+        assert errors(exporter) == {"integration": 3}
+    assert engine.global_steps == 3
+
+
+def test_wrong_arguments() -> None:
+    """Say what to pass."""
+    with pytest.raises(TypeError, match="expected the engine that deepspeed.initialize returned"):
+        watch_engine(network())
+    with pytest.raises(TypeError, match=r"watch_engine\(prot=...\)"):
+        watch_engine(engine_of(network(), 0), prot=9100)
+    assert isinstance(watch_engine(engine := engine_of(network(), 0), port=None), Exporter)
+    watch_engine(engine).close()
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """An engine that is watched saves and loads as one that is not."""
+    engine = engine_of(network(), 2)
+    with watch_engine(engine, port=None):
+        train(engine, steps=2)
+        engine.save_checkpoint(str(tmp_path))
+    other = engine_of(network(), 2)
+    other.load_checkpoint(str(tmp_path))
+    assert all(map(torch.equal, state(other), state(engine)))

@@ -1,0 +1,310 @@
+"""MMEngine: what the hook starts, tells and ends, in trainings of the real `Runner`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.runner import Runner
+from torch.nn.functional import mse_loss
+
+from tests.matrix.harness import Way
+from tests.support.scrape import errors, value
+from tests.trainers.training import Training, compared, ending_of
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.actions import Stop
+from torch_grad_exporter.integrations.mmengine import GradExporterHook
+from torch_grad_exporter.integrations.session import running_exporter
+
+BATCHES = 8
+
+
+@pytest.fixture(autouse=True)
+def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MMEngine imports it for its version alone, which fails where it was built for another torch."""
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    yield
+
+
+class Net(BaseModel):
+    """Its loss is that of its inputs to themselves."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)
+
+    def forward(self, inputs: torch.Tensor, mode: str = "loss") -> Any:
+        outputs = self.decoder(self.encoder(inputs).relu())
+        return {"loss_mse": mse_loss(outputs, inputs)} if mode == "loss" else [outputs]
+
+
+class Missed(BaseMetric):
+    """The sum of what is put out."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(float(sum(one.sum() for one in data_samples)))
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"missed": sum(results)}
+
+
+def loader(batches: int = BATCHES) -> dict[str, Any]:
+    """A configuration of batches of four, shuffled with the runner's seed."""
+    numbers = torch.randn(4 * batches, 6, generator=torch.Generator().manual_seed(1))
+    return {
+        "dataset": [{"inputs": one} for one in numbers], "batch_size": 4, "num_workers": 0,
+        "sampler": {"type": "DefaultSampler", "shuffle": True}, "collate_fn": {"type": "default_collate"},
+    }  # fmt: skip
+
+
+def runner_of(model: torch.nn.Module, folder: Path, *hooks: Any, evaluated: bool = False, **options: Any) -> Runner:
+    """A quiet runner of two epochs."""
+    wrapper = {"optimizer": {"type": "AdamW", "lr": 0.01}, **options.pop("optim", {})}
+    chosen = {"train_cfg": {"by_epoch": True, "max_epochs": 2}, **options}
+    if evaluated:
+        chosen |= {"val_dataloader": loader(2), "val_cfg": {}, "val_evaluator": [Missed()]}
+    return Runner(
+        model, str(folder), train_dataloader=loader(), optim_wrapper=wrapper, custom_hooks=list(hooks), log_level="ERROR",
+        randomness={"seed": 0}, experiment_name=f"run-{id(model)}-{len(list(folder.iterdir()))}", **chosen,
+    )  # fmt: skip
+
+
+class Looks(Hook):
+    """Calls a function after each batch, behind all other hooks."""
+
+    priority = "LOWEST"
+
+    def __init__(self, look: Callable[[Any], object]) -> None:
+        self._look = look
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self._look(runner)
+
+
+def trained(run: Training, folder: Path, **options: Any) -> None:
+    """Trains with the hook, or without."""
+    model = Net()
+    losses = Looks(lambda runner: run.told.append(runner.message_hub.get_scalar("train/loss").current()))
+    with run.called_back(model, GradExporterHook) as hooks:
+        runner_of(model, folder, *hooks, losses, **options).train()
+    assert running_exporter(model) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim": {"clip_grad": {"max_norm": 0.05}}},
+        {"optim": {"clip_grad": {"max_norm": 0.05}, "accumulative_counts": 4}},
+        {"evaluated": True, "train_cfg": {"by_epoch": False, "max_iters": 16, "val_interval": 4}},
+    ],
+    ids=["clipped", "accumulated", "by iterations, evaluated"],
+)
+def test_numbers(options: dict[str, Any], tmp_path: Path) -> None:
+    """Every number is that of the record, and training is the same to the last bit."""
+    run = compared(partial(trained, folder=tmp_path, **options))
+    assert run.exporter is not None
+    assert errors(run.exporter) == {}
+
+
+def test_at_defaults(tmp_path: Path) -> None:
+    """What is shown is of the step that it is said to be of."""
+    compared(partial(trained, folder=tmp_path, train_cfg={"by_epoch": True, "max_epochs": 5}), Way.DEFAULTS, between=3)
+
+
+QUICK: dict[str, Any] = {"port": None, "every": 1}
+"""Options of an exporter that looks at each step."""
+
+
+def test_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name in a configuration: the mean loss of each round, epoch and examples; a resumed training goes on."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # as MMEngine's checkpoints need it
+    named = {"type": "GradExporterHook", **QUICK, "priority": "HIGH"}
+    imported = {"custom_imports": {"imports": ["torch_grad_exporter.integrations.mmengine"]}}
+    shown: dict[str, float | None] = {}
+    losses: list[float] = []
+
+    def look(runner: Any) -> None:
+        exporter = running_exporter(runner.model)
+        assert exporter is not None
+        losses.append(runner.message_hub.get_scalar("train/loss").current())
+        for name in ("torch_train_loss", "torch_train_epoch", "torch_train_samples_total", "torch_grad_sample_step"):
+            shown[name] = value(exporter, name)
+
+    optim = {"accumulative_counts": 2}
+    runner_of(Net(), tmp_path, named, Looks(look), cfg=imported, optim=optim).train()
+    assert shown.pop("torch_train_loss") == pytest.approx(sum(losses[-2:]) / 2, rel=1e-6)
+    assert shown == {"torch_train_epoch": 1, "torch_train_samples_total": 64, "torch_grad_sample_step": 8}
+    again = {"train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True, "load_from": str(tmp_path / "epoch_2.pth")}
+    runner_of(Net(), tmp_path, named, Looks(look), optim=optim, **again).train()
+    assert shown["torch_train_epoch"] == 2
+    assert shown["torch_grad_sample_step"] == 12
+
+
+class Kept:
+    """The exporter of a training, also after its end."""
+
+    exporter: Exporter
+
+    def __call__(self, runner: Any) -> None:
+        found = running_exporter(runner.model)
+        assert found is not None
+        self.exporter = found
+
+
+def test_evaluations_show(tmp_path: Path) -> None:
+    """The state is `evaluating` from the first batch of an evaluation to its end."""
+    shown: list[float | None] = []
+
+    class Watches(Hook):
+        priority = "LOWEST"
+
+        def after_val_iter(self, runner: Any, **more: Any) -> None:
+            shown.append(value(kept.exporter, "torch_train_state", state="evaluating"))
+
+        def after_val(self, runner: Any) -> None:
+            shown.append(value(kept.exporter, "torch_train_state", state="evaluating"))
+
+    kept = Kept()
+    runner_of(Net(), tmp_path, GradExporterHook(**QUICK), Looks(kept), Watches(), evaluated=True).train()
+    assert shown == [1, 1, 0] * 2
+
+
+class Broken(Exception): ...
+
+
+@pytest.mark.parametrize("caught_by_with", [True, False])
+def test_failures(tmp_path: Path, caught_by_with: bool) -> None:
+    """In a `with` the run has failed by the exception; else the next training finds it unfinished."""
+
+    def breaks(runner: Any) -> None:
+        kept(runner)
+        if runner.iter == 3:
+            raise Broken
+
+    kept, hook = Kept(), GradExporterHook(**QUICK)
+    if caught_by_with:
+        with pytest.raises(Broken), hook:
+            runner_of(Net(), tmp_path, hook, Looks(breaks)).train()
+        assert ending_of(kept.exporter, tmp_path) == ("failed", "Broken")
+    else:
+        with pytest.raises(Broken):
+            runner_of(Net(), tmp_path, hook, Looks(breaks)).train()
+        first = kept.exporter
+        runner_of(Net(), tmp_path, hook, Looks(kept)).train()
+        assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
+        assert ending_of(kept.exporter, tmp_path) == ("finished", None)
+        assert kept.exporter.run == first.run
+
+
+def test_stops(tmp_path: Path) -> None:
+    """`Stop()` ends the training, by iterations at once."""
+
+    def stop(runner: Any) -> None:
+        assert hook.exporter is not None
+        if runner.iter == 0:
+            hook.exporter.on(lambda m: True, Stop())
+
+    hook, model = GradExporterHook(**QUICK), Net()
+    runner = runner_of(model, tmp_path, hook, Looks(stop), train_cfg={"by_epoch": False, "max_iters": 10**9})
+    runner.train()
+    assert runner.iter < 10**9
+    assert running_exporter(model) is None
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    """The visualizer gets norms where the runner's logger logs, as they are and not smoothed."""
+    hook = GradExporterHook(**QUICK, log="^torch_grad_global_norm$")
+    norms: list[float | None] = []
+
+    def look(runner: Any) -> None:
+        assert hook.exporter is not None
+        norms.append(value(hook.exporter, "torch_grad_global_norm"))
+
+    runner_of(
+        Net(), tmp_path, hook, Looks(look), default_hooks={"logger": {"type": "LoggerHook", "interval": 3}},
+        visualizer={"type": "Visualizer", "name": "own", "vis_backends": [{"type": "LocalVisBackend"}]},
+    ).train()  # fmt: skip
+    lines = [json.loads(line) for path in tmp_path.glob("*/vis_data/scalars.json") for line in path.read_text().splitlines()]
+    logged = {line["step"]: line["torch_grad_global_norm"] for line in lines if "torch_grad_global_norm" in line}
+    assert logged == {step: norms[step - 1] for step in (3, 6, 11, 14)}
+
+
+def test_the_users_exporter_and_added_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is given goes on; of two hooks one tells; the same one again is an error."""
+    model = Net()
+    with start_exporter(model, port=None) as exporter, caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        hook = GradExporterHook(exporter)
+        runner_of(model, tmp_path, hook, GradExporterHook(port=None)).train()
+        assert value(exporter, "torch_train_samples_total") == 64
+        assert running_exporter(model) is exporter
+        runner = runner_of(model, tmp_path, hook, hook)
+        with pytest.raises(ValueError, match="registered twice"):
+            runner.train()
+    assert "remove one of them" in caplog.text
+
+
+def test_a_hook_that_fails_harms_nothing(tmp_path: Path) -> None:
+    """Outputs and batches of any kind: what cannot be taken is counted, and the training goes on."""
+
+    class Odd(Net):
+        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+            super().train_step(data, optim_wrapper)
+            return {"loss": Unusual()}
+
+    class Unusual:
+        @property
+        def __class__(self) -> Any:
+            raise ZeroDivisionError
+
+    seen: list[float | None] = []
+
+    def look(runner: Any) -> None:
+        assert hook.exporter is not None
+        seen.append(value(hook.exporter, "torch_grad_exporter_errors_total", source="integration"))
+
+    hook = GradExporterHook(**QUICK)
+    runner_of(Odd(), tmp_path, hook, Looks(look), default_hooks={"runtime_info": None, "logger": None}).train()
+    assert seen == [float(number) for number in range(1, 17)]
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    """Those of an `OptimWrapperDict` have its names."""
+
+    class Both(Net):
+        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+            losses = self(**self.data_preprocessor(data, True))
+            loss, told = self.parse_losses(losses)
+            loss.backward()
+            for one in optim_wrapper.values():
+                one.step()
+                one.zero_grad()
+            return told
+
+    model = Both()
+    shown: dict[str, float | None] = {}
+    parts = (("first", model.encoder), ("second", model.decoder))
+    wrappers = {name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.01)) for name, part in parts}
+
+    def look(runner: Any) -> None:
+        assert hook.exporter is not None
+        shown.update({name: value(hook.exporter, "torch_train_steps_total", optimizer=name) for name in wrappers})
+
+    hook = GradExporterHook(**QUICK)
+    Runner(
+        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=OptimWrapperDict(**wrappers), custom_hooks=[hook, Looks(look)],
+        train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
+    ).train()  # fmt: skip
+    assert shown == {"first": 8, "second": 8}

@@ -1,0 +1,136 @@
+"""The handler for trainers of PyTorch-Ignite.
+
+See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler tells it what only the trainer knows: when a
+run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
+from torch_grad_exporter.integrations.requirement import require
+from torch_grad_exporter.integrations.round_losses import RoundLosses
+from torch_grad_exporter.integrations.session import Models, Session
+
+require("ignite", "0.5", extra="ignite")
+
+from ignite.engine import Engine, Events  # noqa: E402 - what is missing has been said by now
+
+
+def loss_of(output: object) -> object:
+    """The loss in what a trainer's step returns: a number, "loss" of a mapping, or the first of several values."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output[0] if isinstance(output, list | tuple) and output else output
+
+
+class GradExporterHandler:
+    """Shows the gradients and the course of a training: `GradExporterHandler(model, port=9100).attach(trainer)`.
+
+    `model`, `options`: as of `start_exporter`. `exporter`: one that you have started yourself, which goes on after the training;
+    without it each `run()` starts one, and ends it. An exporter that is running on the model is used as well. `output_transform`:
+    gives the loss, of what the trainer's step returns. `gradient_accumulation_steps`: iterations of one step of the optimizer, as
+    `create_supervised_trainer` was told; the loss is the mean over them. `log`: whether what the exporter shows is also put into
+    `trainer.state.metrics`, where Ignite's loggers find it, every `log_every` iterations and after each epoch: with `True` norms,
+    clipping and skipped steps, or the names in which a regular expression is found.
+
+    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
+    in `torch_grad_exporter_errors_total{source="integration"}`.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        exporter: Exporter | None = None,
+        *,
+        output_transform: Callable[[Any], object] = loss_of,
+        gradient_accumulation_steps: int = 1,
+        log: bool | str = False,
+        log_every: int = 100,
+        **options: Any,
+    ) -> None:
+        for name, number in (("gradient_accumulation_steps", gradient_accumulation_steps), ("log_every", log_every)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"GradExporterHandler({name}={number!r}): expected a whole number of at least 1")
+        self._model = model
+        self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._transform = output_transform
+        self._accumulated = gradient_accumulation_steps
+        self._logs, self._log_every = log is not False, log_every
+        self._losses = RoundLosses()
+        self._iterations = 0
+        self._error: BaseException | None = None
+
+    @property
+    def exporter(self) -> Exporter | None:
+        """The exporter of the training; `None` while there is none, unless it was given."""
+        return self._session.exporter
+
+    def attach(self, trainer: Engine) -> None:
+        """Adds the handlers to a trainer.
+
+        Raises `ValueError` where this handler is attached to it already.
+        """
+        if trainer.has_event_handler(self._started, Events.STARTED):
+            raise ValueError("this GradExporterHandler is attached to the trainer already; attach it once")
+        trainer.add_event_handler(Events.STARTED, self._started)
+        trainer.add_event_handler(Events.EPOCH_STARTED, self._epoch_started)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._iteration_completed)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._epoch_completed)
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._raised)
+        trainer.add_event_handler(Events.TERMINATE, self._terminated)
+        trainer.add_event_handler(Events.COMPLETED, self._completed)
+
+    # The trainer's events
+
+    def _started(self, trainer: Engine) -> None:
+        if self._session.telling:
+            self._session.end(self._error or TrainingBrokeOff())
+        self._losses, self._error = RoundLosses(), None
+        self._iterations = trainer.state.iteration or self._iterations  # a second run goes on
+        self._session.begin(self._model, step=self._iterations // self._accumulated or None)
+
+    def _epoch_started(self, trainer: Engine) -> None:
+        self._session.during(lambda: self._session.observe(epoch=trainer.state.epoch))
+
+    def _iteration_completed(self, trainer: Engine) -> None:
+        self._error = None
+        self._iterations += 1
+        self._session.during(self._iteration_over, trainer)
+        if self._session.should_stop:
+            trainer.terminate()
+
+    def _iteration_over(self, trainer: Engine) -> None:
+        self._losses.add(self._transform(trainer.state.output))
+        if trainer.state.iteration % self._accumulated == 0:
+            self._session.observe(loss=self._losses.round_over())
+        if self._logs and trainer.state.iteration % self._log_every == 0:
+            self._log(trainer)
+
+    def _epoch_completed(self, trainer: Engine) -> None:
+        if self._logs:
+            self._session.during(self._log, trainer)
+
+    def _log(self, trainer: Engine) -> None:
+        trainer.state.metrics.update(self._session.logged())
+
+    def _raised(self, trainer: Engine, error: BaseException) -> None:
+        """The training has failed, unless another handler of this event lets it go on.
+
+        A trainer raises what its step has raised only where nothing handles this event: without others it is raised here.
+        """
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) > 1:
+            self._error = error
+            return
+        self._session.end(error)
+        raise error
+
+    def _terminated(self, trainer: Engine) -> None:
+        if trainer.should_terminate == "skip_completed":
+            self._completed(trainer)
+
+    def _completed(self, trainer: Engine) -> None:  # noqa: ARG002 - Ignite's signature
+        self._session.end(self._error)
