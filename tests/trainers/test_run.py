@@ -19,8 +19,8 @@ RUN = ["-m", "torch_grad_exporter", "run", "--port", "off", "--every", "1"]
 
 REPOSITORY = HERE.parent.parent.parent
 
-
-TIMES = re.compile(r"'train_(runtime|\w+_per_second)': '[\d.]+'")
+TIMES = re.compile(r"'train_(runtime|\w+_per_second)': '[\d.]+'|^\[\d{4}-\d\d-\d\d [\d:,]+\] ", re.MULTILINE)
+"""What differs from run to run: how long Transformers took, and when DeepSpeed, where it is installed, said something."""
 
 
 def output(folder: Path, *command: str | Path, **variables: str) -> tuple[int, str, str]:
