@@ -203,6 +203,8 @@ UNREACHED = {
     "collectors.process.standard_registry": "the start",
     "collectors.training.device_kinds": "the start",
     "capture.build.Capture.watch": "the start",
+    "capture.progress.StepClock.resume": "a call of the user's, which raises, tests/test_exporter.py",
+    "outputs.flat.flat": "a call of the user's, behind the guard of `request`, tests/test_exporter.py",
     **dict.fromkeys(
         (f"capture.{name}" for name in (
             "build.Capture.backward_comes", "forwards.ForwardWatch.backward_comes", "count_only.counting.CountOnly.counting",

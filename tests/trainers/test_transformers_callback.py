@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
 from tests.trainers.training import Training, compared, ending_of
-from torch_grad_exporter import start_exporter
+from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
 from torch_grad_exporter.integrations.transformers import GradExporterCallback
@@ -34,13 +34,14 @@ QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": Fals
 
 
 class Looks(TrainerCallback):
-    """Calls a function after each step, behind the callbacks that were added before."""
+    """Calls a function when a step is logged, behind the callbacks that were added before."""
 
     def __init__(self, look: Callable[[Any], object]) -> None:
         self._look = look
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self._look(state)
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+        if "loss" in logs:
+            self._look(state)
 
 
 def trainer_of(model: torch.nn.Module, where: Path, callbacks: list[Any], *, count: int = 16, **arguments: Any) -> Trainer:
@@ -111,6 +112,17 @@ def test_what_the_trainer_knows(tmp_path: Path) -> None:
     assert [one[key("torch_train_learning_rate", optimizer="AdamW", group="0")] for one in shown] == rates
     assert len(set(rates)) > 2
     assert callback.exporter is None
+
+
+def test_short_steps_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epoch and tokens may be behind while steps are short, but not behind the first step, what the trainer logs, and the end."""
+    monkeypatch.setattr("torch_grad_exporter.integrations.transformers.SECONDS", 1e9)
+    told: list[dict[str, Any]] = []
+    observe = Exporter.observe
+    monkeypatch.setattr(Exporter, "observe", lambda self, **values: (told.append(values), observe(self, **values)))
+    trainer_of(llama(), tmp_path, [GradExporterCallback(**QUICK)], logging_steps=3, include_num_input_tokens_seen="all").train()
+    assert [one["tokens"] for one in told if "tokens" in one] == [16, 32, 48, 32]
+    assert [one["epoch"] for one in told if "epoch" in one] == [1 / 8, 3 / 8, 6 / 8, 1]
 
 
 def test_a_loss_that_the_model_does_not_return(tmp_path: Path) -> None:
@@ -308,8 +320,9 @@ def test_a_callback_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     """What fails in it at an event costs what was to be told there, is logged once and counted; the training is the same."""
 
     class Failing(GradExporterCallback):
-        def _tell(self, state: Any) -> None:
-            raise Broken
+        def _tell(self, state: Any, *, now: bool = False) -> None:
+            if not now:
+                raise Broken
 
     def states(callbacks: list[Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)

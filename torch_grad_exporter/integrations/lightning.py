@@ -61,6 +61,8 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         self._logs = log is not False
         self._steps = 0
         self._losses: list[torch.Tensor] = []
+        """Of the batches since the last step; and how many examples they had."""
+        self._samples = 0
         self._knows_size: bool | None = None
 
     @property
@@ -76,7 +78,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
         step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
         self._session.begin(pl_module, step=step or None, grad_scaler=scaler)
-        self._steps, self._losses, self._knows_size = trainer.global_step, [], None
+        self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, [], 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tells of the epoch."""
@@ -106,10 +108,12 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The training has failed, by this exception."""
+        self._session.during(lambda: self._tell(loss=False))
         self._session.end(exception)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the exporter that was started for this training."""
+        self._session.during(lambda: self._tell(loss=False))
         self._session.end()
 
     def _batch_over(self, trainer: Trainer, module: LightningModule, outputs: object, batch: object) -> None:
@@ -120,13 +124,22 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         if loss is not None:
             # What the trainer has divided by the batches of a round, it shows divided.
             self._losses.append(loss * trainer.accumulate_grad_batches if module.automatic_optimization else loss)
-        self._session.observe(samples=size if self._knows_size else None)
-        stepped, self._steps = trainer.global_step != self._steps, trainer.global_step
+        if self._knows_size:
+            self._samples += size or 0
+        steps = trainer.global_step
+        stepped, self._steps = steps != self._steps, steps
         if stepped:
-            losses, self._losses = self._losses, []
-            self._session.observe(loss=_mean(losses))
-            if self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
-                self._log(trainer)
+            self._tell(loss=True)
+        if stepped and self._logs and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
+            self._log(trainer)
+
+    def _tell(self, *, loss: bool) -> None:
+        """Tells what has come since it was last told, in one call a step. `loss`: a step is over, whose loss is known now."""
+        samples, self._samples = self._samples, 0
+        mean = None
+        if loss:
+            mean, self._losses = _mean(self._losses), []
+        self._session.observe(samples=samples or None, loss=mean)
 
     def _log(self, trainer: Trainer) -> None:
         values = self._session.logged()

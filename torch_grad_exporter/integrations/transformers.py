@@ -6,6 +6,7 @@ knows: when a training begins and ends, its step after a checkpoint, the epoch, 
 
 from __future__ import annotations
 
+import time
 import types
 from typing import Self
 
@@ -27,6 +28,9 @@ from transformers import (  # noqa: E402 - what is missing has been said by now
 )
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
+SECONDS = 0.05
+"""How far epoch and tokens may be behind: where steps are shorter, telling each would be a part of their time."""
+
 
 class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Trainer(..., callbacks=[GradExporterCallback()])`.
@@ -47,6 +51,7 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._logs = log is not False
         self._tokens = 0
+        self._told_at = -SECONDS
 
     @property
     def exporter(self) -> Exporter | None:
@@ -106,14 +111,19 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Ends the exporter that was started for this training."""
+        self._session.during(lambda: self._tell(state, now=True))
         self._session.end()
 
-    def _tell(self, state: TrainerState) -> None:
-        # The trainer counts the tokens of all ranks, on each of them: one tells of them, so that a sum over ranks is right.
-        tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
-        self._session.observe(epoch=state.epoch, tokens=tokens if tokens > 0 and state.is_world_process_zero else None)
+    def _tell(self, state: TrainerState, *, now: bool = False) -> None:
+        moment = time.monotonic()
+        if now or moment - self._told_at >= SECONDS:
+            self._told_at = moment
+            # The trainer counts the tokens of all ranks, on each of them: one tells of them, so that a sum over ranks is right.
+            tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+            self._session.observe(epoch=state.epoch, tokens=tokens if tokens > 0 and state.is_world_process_zero else None)
 
     def _log(self, state: TrainerState, logs: dict[str, float]) -> None:
+        self._tell(state, now=True)
         self._session.logged_loss(logs["loss"])
         values = self._session.logged()
         logs.update(values)
