@@ -41,7 +41,7 @@ from torch_grad_exporter.outputs.prometheus import series
 
 STEPS = 40
 
-FRAMEWORKS = ("accelerate", "lightning", "transformers")
+FRAMEWORKS = ("accelerate", "deepspeed", "ignite", "lightning", "mmengine", "ray", "transformers")
 """Those that have an integration."""
 
 LEFT_OUT = {
@@ -71,12 +71,12 @@ LEFT_OUT = {
     **dict.fromkeys(("cli.plot", "cli.picture", "outputs.live.saved"), "a program of its own"),
     "outputs.outputs": "as `exporter`",
     **dict.fromkeys(
-        (f"integrations.{room}" for room in ("caller", "requirement", "session")),
+        (f"integrations.{room}" for room in ("broke_off", "caller", "hook_list", "requirement", "round_losses", "session")),
         "the start of an integration, which raises, or behind its guard, tests/integrations/test_session.py",
     ),
     **dict.fromkeys(
         (f"integrations.{framework}" for framework in FRAMEWORKS),
-        "called by the trainer, in an environment of its own; what fails in an event is guarded, tests/trainers/test_*_callback.py",
+        "called by the trainer, in an environment of its own; what fails in an event is guarded, tests/trainers",
     ),
     "model.replicas": "behind `layers.LayerIndex.find_replicas`",
     **dict.fromkeys(
@@ -196,6 +196,13 @@ UNREACHED = {
             "build.Capture.backward_comes", "forwards.ForwardWatch.backward_comes", "count_only.counting.CountOnly.counting",
         )),
         "a call of the user's, behind the guard of `observe`, tests/capture/test_backward_comes.py",
+    ),
+    **dict.fromkeys(
+        (f"capture.{name}" for name in (
+            "build.Capture.step_skipped", "build.Capture.gradients_elsewhere", "rounds.RoundTracker.step_skipped",
+            "rounds.RoundTracker.gradients_elsewhere", "schedule.SamplingSchedule.never",
+        )),
+        "calls of the user's, behind the guard of `step`, tests/capture/test_gradients_elsewhere.py",
     ),
     **dict.fromkeys(
         ("capture.build.Capture.inspect", "capture.build.Capture.is_sampled", "capture.cost.SampleCost.now"),

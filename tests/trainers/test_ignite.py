@@ -87,7 +87,9 @@ def clipping_step(run: Training, *, scaled: bool = False) -> None:
     run.told.append(trainer.state.output["loss"].item())
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"evaluated": True}], ids=["plain", "accumulated", "evaluated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}, {"evaluated": True}], ids=["plain", "accumulated", "evaluated"]
+)
 def test_numbers(options: dict[str, Any]) -> None:
     """Every number is that of the record, and training is the same to the last bit."""
     run = compared(partial(by_ignites_own, **options))
@@ -248,7 +250,7 @@ def test_the_users_exporter_and_added_twice(caplog: pytest.LogCaptureFixture) ->
 
 def test_wrong_arguments() -> None:
     """Say what to do: names at once, what only `start_exporter` knows of a value when the run begins."""
-    with pytest.raises(ValueError, match="log_every=0.*at least 1"):
+    with pytest.raises(ValueError, match=r"log_every=0.*at least 1"):
         quick(network(), log_every=0)
     with pytest.raises(TypeError, match=r"GradExporterHandler\(prot=...\)"):
         GradExporterHandler(network(), prot=9100)

@@ -68,7 +68,9 @@ def trained(model: torch.nn.Module, exporter: Any, told: dict[str, Any]) -> None
         optimizer.step()
         if exporter is not None:
             exporter.observe(loss=loss)
-            told.setdefault("steps", []).append([exporter.values("^torch_(grad_(global_)?norm(/|$)|train_loss|train_steps)"), right])
+            told.setdefault("steps", []).append(
+                [exporter.values("^torch_(grad_(global_)?norm(/|$)|train_loss|train_steps)"), right]
+            )
             with tempfile.TemporaryDirectory() as folder:  # Ray keeps what is reported with a checkpoint
                 kept = ray.train.Checkpoint.from_directory(folder) if step == STEPS - 1 and rank == 0 else None
                 ray.train.report({"loss": loss.item(), **exporter.values("^torch_grad_global_norm$")}, checkpoint=kept)
@@ -90,7 +92,7 @@ def train_func(config: dict[str, Any]) -> None:
     told["own"] = own.run
     try:
         with own:
-            raise KeyError("broken")
+            raise KeyError("broken")  # noqa: TRY301 - what a training function does
     except KeyError:
         path = Path(config["folder"], f"{exporter.rank}.saved.json")
         own.save(path)
