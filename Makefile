@@ -67,7 +67,7 @@ test-full: venv tools $(TRAINERS_STAMP) ## run the tests that `make test` leaves
 	exit $$failed
 
 # Elsewhere the folder is left out (tests/conftest.py); here a package that is absent fails its tests.
-PYTEST_TRAINERS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest --numprocesses $$(nproc) tests/trainers
+PYTEST_TRAINERS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest --numprocesses $$(nproc) --dist loadgroup tests/trainers
 
 trainers: $(TRAINERS_STAMP) ## train by Transformers, Lightning, Ignite, DeepSpeed and others with the exporter on (ARGS='-k lightning')
 	$(PYTEST_TRAINERS) $(ARGS)

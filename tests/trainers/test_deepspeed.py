@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
+from tests.docs.test_commands import blocks
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, value, values
+from tests.support.tools import REPOSITORY
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.integrations.deepspeed import watch_engine
+from torch_grad_exporter.integrations.session import running_exporter
 
 ROUND = 2
 """Batches of a step."""
@@ -41,12 +45,18 @@ def batch(number: int, rank: int = 0) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
+pytestmark = pytest.mark.xdist_group("deepspeed")  # it keeps the groups of its process, of which there can be one set
+
+
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Any:
+def one_process() -> Iterator[None]:
     """A process group of one, for all tests of this file that need no more."""
+    before = dict(os.environ)
     joined(0, 1, free_port())
     yield
     dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def free_port() -> int:
@@ -234,6 +244,15 @@ def test_a_watch_that_fails_harms_nothing() -> None:
         train(engine, steps=3)
         assert errors(exporter) == {"integration": 3}
     assert engine.global_steps == 3
+
+
+def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of docs/deepspeed.md, as it stands."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    engine, names = engine_of(network(), 1), {"loss_function": mse_loss, "loader": [batch(number) for number in range(8)]}
+    exec(blocks(REPOSITORY / "docs" / "deepspeed.md", "python")[0], names | {"engine": engine})  # noqa: S102 - what a user copies
+    assert engine.global_steps == 4
+    assert running_exporter(engine) is None
 
 
 def test_wrong_arguments() -> None:

@@ -1,4 +1,4 @@
-"""The examples of the pages on MMEngine, Ignite and DeepSpeed run as they stand; that of Ray compiles and takes what there is."""
+"""The examples of the pages on MMEngine and Ignite run as they stand; that of Ray compiles and takes what there is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.functional import mse_loss
 
 from tests.docs.test_commands import blocks
 from tests.support.scrape import values
 from tests.support.tools import REPOSITORY
-from tests.trainers import test_deepspeed, test_ignite, test_mmengine
+from tests.trainers import test_ignite, test_mmengine
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations import ray as for_ray
 
@@ -73,16 +71,6 @@ def test_ignite_page(number: int, ended: list[dict[Any, float]]) -> None:
     run("ignite.md", number, model=model, trainer=test_ignite.trainer_of(model), loader=test_ignite.batches())
     assert [steps(scrape) for scrape in ended] == [16]
     assert any(one[0] == "torch_alerts_active" for one in ended[0]) == (number == 1)
-
-
-one_process = test_deepspeed.one_process
-
-
-def test_deepspeed_page(ended: list[dict[Any, float]]) -> None:
-    """The line."""
-    engine = test_deepspeed.engine_of(test_deepspeed.network(), 1)
-    run("deepspeed.md", 0, engine=engine, loader=[torch.randn(4, 6) for _ in range(8)], loss_function=mse_loss)
-    assert {steps(scrape) for scrape in ended} == {4}
 
 
 def test_ray_page() -> None:

@@ -2,7 +2,7 @@
 
 See docs/deepspeed.md. Where one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients
 that they are trained with, and all is shown as in any loop. Elsewhere the engine averages them over ranks in tensors of its own,
-keeps them in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called for it.
+keeps them in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: A
     """As `torch_grad_exporter.start_exporter`, in the training function of Ray Train: one exporter in each worker.
 
     The run has the name of Ray's experiment, with that of the trial where it is another; the rank is Ray's world rank. `port`: of
-    the first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after `prepare_model`,
-    with what that returned. In a `with` an exception in the training function makes the run `failed`:
+    the first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after
+    `prepare_model`, with what that returned. In a `with` an exception in the training function makes the run `failed`:
 
         with start_exporter(model) as exporter:
             ...
