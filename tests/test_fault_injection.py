@@ -204,6 +204,8 @@ UNREACHED = {
         )),
         "calls of the user's, behind the guard of `step`, tests/capture/test_gradients_elsewhere.py",
     ),
+    "capture.progress.StepClock.resume": "a call of the user's, which raises, tests/test_exporter.py",
+    "outputs.flat.flat": "a call of the user's, behind the guard of `request`, tests/test_exporter.py",
     **dict.fromkeys(
         ("capture.build.Capture.inspect", "capture.build.Capture.is_sampled", "capture.cost.SampleCost.now"),
         "what is inspected, tests/capture/test_inspections.py and tests/inspection",

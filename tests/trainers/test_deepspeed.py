@@ -45,9 +45,6 @@ def batch(number: int, rank: int = 0) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-pytestmark = pytest.mark.xdist_group("deepspeed")  # it keeps the groups of its process, of which there can be one set
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
     """A process group of one, for all tests of this file that need no more."""

@@ -23,8 +23,6 @@ from torch.nn.functional import mse_loss
 
 from torch_grad_exporter.integrations.ray import start_exporter
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster, which takes long to start
-
 STEPS = 5
 
 
