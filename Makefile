@@ -67,8 +67,9 @@ test-full: venv tools $(TRAINERS_STAMP) ## run the tests that `make test` leaves
 	$(PYTEST_TRAINERS) $(ARGS) || failed=1; \
 	exit $$failed
 
-# Elsewhere the folder is left out (tests/conftest.py); here a package that is absent fails its tests.
-PYTEST_TRAINERS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest --numprocesses $$(nproc) tests/trainers
+# Elsewhere the folder is left out (tests/conftest.py); here a package that is absent fails its tests. A file stays on one worker:
+# Ray starts a cluster for it, and DeepSpeed keeps the process groups of its process.
+PYTEST_TRAINERS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest --numprocesses $$(nproc) --dist loadfile --no-loadscope-reorder tests/trainers
 
 trainers: $(TRAINERS_STAMP) ## train by Transformers, Lightning, Ignite, DeepSpeed and others with the exporter on (ARGS='-k lightning')
 	$(PYTEST_TRAINERS) $(ARGS)

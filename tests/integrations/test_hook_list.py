@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,16 +232,13 @@ def test_stops() -> None:
     assert not hook.should_stop
 
 
-def test_a_training_that_failed() -> None:
-    """The exception that the loop tells is the one of the run's last state."""
-    model = torch.nn.Linear(3, 2)
-    hook = GradExporterHook(model, port=None)
+def test_a_training_that_failed(tmp_path: Path) -> None:
+    """The exception that the loop tells is what has ended the run."""
+    hook = GradExporterHook(torch.nn.Linear(3, 2), port=None)
     hook.before_train()
     exporter = hook.exporter
     assert exporter is not None
-    ended: list[BaseException | None] = []
-    end = exporter.end
-    exporter.end = lambda error: (ended.append(error), end(error))[0]  # type: ignore[method-assign]
-    error = ValueError("broken")
-    hook.after_train(error=error)
-    assert ended == [error]
+    hook.after_train(error=ValueError("broken"))
+    exporter.save(tmp_path / "saved.json")
+    status = json.loads((tmp_path / "saved.json").read_text())["status"]
+    assert (status["state"], status["ended_by"]) == ("failed", "ValueError")

@@ -1,9 +1,10 @@
-"""DeepSpeed on the CPU: an engine of each stage in one process, and of some in two, next to float64 records of the same gradients."""
+"""DeepSpeed on the CPU: engines of each stage in one process and in two, next to float64 records of the same gradients."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
+from tests.docs.test_commands import blocks
 from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, value, values
-from torch_grad_exporter import Exporter, start_exporter
+from tests.support.tools import REPOSITORY
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.integrations.deepspeed import watch_engine
+from torch_grad_exporter.integrations.session import running_exporter
 
 ROUND = 2
 """Batches of a step."""
@@ -42,14 +46,18 @@ def batch(number: int, rank: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Any:
+def one_process() -> Iterator[None]:
     """A process group of one, for all tests of this file that need no more."""
+    before = dict(os.environ)
     joined(0, 1, free_port())
     yield
     dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def free_port() -> int:
+    """One that is free now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -94,10 +102,12 @@ def gradients(model: torch.nn.Module, numbers: list[int], ranks: int = 1) -> dic
 
 
 def norm(tensors: Any) -> float:
+    """The L2 norm."""
     return float(sum(tensor.square().sum() for tensor in tensors) ** 0.5)
 
 
 def layer(found: dict[str, torch.Tensor], name: str) -> float:
+    """The norm of a layer."""
     return norm([tensor for parameter, tensor in found.items() if parameter.startswith(f"{name}.")])
 
 
@@ -120,12 +130,13 @@ def train(engine: Any, look: Any = None, *, steps: int = 6, broken: bool = False
 
 
 def state(engine: Any) -> list[torch.Tensor]:
+    """Copies of the model's tensors."""
     return [tensor.clone() for tensor in engine.module.state_dict().values()]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_all_of_it(stage: int) -> None:
-    """Without ZeRO, and in one process at its first stage: layers, the norm before clipping, steps, loss; to the last bit the same."""
+    """Without ZeRO and at its first stage: layers, the norm before clipping, steps, loss; to the last bit the same."""
     plain = engine_of(network(), stage)
     losses, expected = train(plain), state(plain)
 
@@ -232,14 +243,21 @@ def test_a_watch_that_fails_harms_nothing() -> None:
     assert engine.global_steps == 3
 
 
+def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of docs/deepspeed.md, as it stands."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    engine, names = engine_of(network(), 1), {"loss_function": mse_loss, "loader": [batch(number) for number in range(8)]}
+    exec(blocks(REPOSITORY / "docs" / "deepspeed.md", "python")[0], names | {"engine": engine})  # noqa: S102 - what a user copies
+    assert engine.global_steps == 4
+    assert running_exporter(engine) is None
+
+
 def test_wrong_arguments() -> None:
     """Say what to pass."""
-    with pytest.raises(TypeError, match="expected the engine that deepspeed.initialize returned"):
+    with pytest.raises(TypeError, match=r"expected the engine that deepspeed.initialize returned"):
         watch_engine(network())
     with pytest.raises(TypeError, match=r"watch_engine\(prot=...\)"):
         watch_engine(engine_of(network(), 0), prot=9100)
-    assert isinstance(watch_engine(engine := engine_of(network(), 0), port=None), Exporter)
-    watch_engine(engine).close()
 
 
 def test_checkpoints(tmp_path: Path) -> None:

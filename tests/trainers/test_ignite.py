@@ -250,7 +250,7 @@ def test_the_users_exporter_and_added_twice(caplog: pytest.LogCaptureFixture) ->
 
 def test_wrong_arguments() -> None:
     """Say what to do: names at once, what only `start_exporter` knows of a value when the run begins."""
-    with pytest.raises(ValueError, match="log_every=0.*at least 1"):
+    with pytest.raises(ValueError, match=r"log_every=0.*at least 1"):
         quick(network(), log_every=0)
     with pytest.raises(TypeError, match=r"GradExporterHandler\(prot=...\)"):
         GradExporterHandler(network(), prot=9100)

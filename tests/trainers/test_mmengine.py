@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
@@ -32,10 +31,9 @@ BATCHES = 8
 
 
 @pytest.fixture(autouse=True)
-def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     """MMEngine imports it for its version alone, which fails where it was built for another torch."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    yield
 
 
 class Net(BaseModel):
@@ -304,7 +302,7 @@ def test_two_optimizers(tmp_path: Path) -> None:
 
     hook = GradExporterHook(**QUICK)
     Runner(
-        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=OptimWrapperDict(**wrappers), custom_hooks=[hook, Looks(look)],
-        train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
+        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=OptimWrapperDict(**wrappers),
+        custom_hooks=[hook, Looks(look)], train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
     ).train()  # fmt: skip
     assert shown == {"first": 8, "second": 8}

@@ -1,8 +1,8 @@
 """What follows an engine of DeepSpeed.
 
-See docs/deepspeed.md. Where one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients that
-they are trained with, and all is shown as in any loop. Elsewhere the engine averages them over ranks in tensors of its own, keeps them
-in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called for it.
+See docs/deepspeed.md. Where one process trains in float32, without ZeRO or at its first stage, the parameters have the gradients
+that they are trained with, and all is shown as in any loop. Elsewhere the engine averages them over ranks in tensors of its own,
+keeps them in parts, or scales them. Then layers are absent, and the global norm is the engine's own. No collective is called.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger("torch_grad_exporter")
 def watch_engine(engine: DeepSpeedEngine, exporter: Exporter | None = None, **options: Any) -> Exporter:
     """Shows the gradients and the course of an engine's training: `watch_engine(engine, port=9100)`, before the first backward.
 
-    `exporter`: one that you have started yourself; without it one is started, with the `options` of `start_exporter`, and returned. An
-    exporter that is running on the engine or its module is used as well. The loss is what `engine.backward` is given, the mean over
-    the batches of a step.
+    `exporter`: one that you have started yourself; without it one is started, with the `options` of `start_exporter`, and returned.
+    An exporter that is running on the engine or its module is used as well. The loss is what `engine.backward` is given, the mean
+    over the batches of a step.
 
-    Raises `TypeError` where it is no engine, or a pipeline's, and `TypeError` or `ValueError` where another argument is wrong. Later
-    failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
+    Raises `TypeError` where it is no engine, or a pipeline's, and `TypeError` or `ValueError` where another argument is wrong.
+    Later failures are counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"watch_engine({type(engine).__name__}): expected the engine that deepspeed.initialize returned")
@@ -62,7 +62,7 @@ class _Watch:
             session.exporter.gradients_elsewhere()
             say(
                 logger, logging.INFO,
-                "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, ranks: %d, %s): layers are not shown, the global norm is the engine's",
+                "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's",
                 engine.zero_optimization_stage(), engine.dp_world_size,
                 "reduced precision" if _reduced_precision(engine) else "float32",
             )  # fmt: skip

@@ -169,8 +169,8 @@ class GradExporterHook:
 
     It begins at `before_train`, or where that is not called at the first of the points below; it takes from each point the named
     arguments that it knows, and leaves the others alone: `before_train(step=)`, the steps that a checkpoint had done;
-    `before_train_epoch(epoch=)`; `after_train_iter(loss=, samples=, tokens=, epoch=)`; `after_train(error=)`, the exception that has
-    ended the training. From `before_val` to `after_val`, and from `before_test` to `after_test`, the training is evaluating.
+    `before_train_epoch(epoch=)`; `after_train_iter(loss=, samples=, tokens=, epoch=)`; `after_train(error=)`, the exception that
+    has ended the training. From `before_val` to `after_val`, and from `before_test` to `after_test`, the training is evaluating.
 
     Raises `TypeError` or `ValueError` where an argument is wrong: here, or where it begins.
     """

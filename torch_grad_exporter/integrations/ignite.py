@@ -1,7 +1,7 @@
 """The handler for trainers of PyTorch-Ignite.
 
-See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler tells it what only the trainer knows: when a
-run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
+See docs/ignite.md. The exporter follows the model and the optimizers by itself; the handler tells it what only the trainer knows:
+when a run begins, ends and fails, its step after a checkpoint, the epoch, and the loss of each iteration.
 """
 
 from __future__ import annotations
@@ -132,5 +132,5 @@ class GradExporterHandler:
         if trainer.should_terminate == "skip_completed":
             self._completed(trainer)
 
-    def _completed(self, trainer: Engine) -> None:  # noqa: ARG002 - Ignite's signature
+    def _completed(self, trainer: Engine) -> None:
         self._session.end(self._error)

@@ -1,7 +1,7 @@
 """The hook for the `Runner` of MMEngine, and of what is built on it, such as MMDetection.
 
-See docs/mmengine.md. The exporter follows the model and the optimizers by itself; the hook tells it what only the runner knows: when a
-training begins, evaluates and ends, its step after a checkpoint, the epoch, and the loss and size of each batch.
+See docs/mmengine.md. The exporter follows the model and the optimizers by itself; the hook tells it what only the runner knows:
+when a training begins, evaluates and ends, its step after a checkpoint, the epoch, and the loss and size of each batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ INTERVAL = 10
 """Iterations from one logged one to the next, where there is no `LoggerHook`; as that one's own."""
 
 
-@HOOKS.register_module()  # type: ignore[untyped-decorator] # of a package without types here
-class GradExporterHook(Hook):  # type: ignore[misc] # as above
+@HOOKS.register_module()
+class GradExporterHook(Hook):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `custom_hooks=[dict(type="GradExporterHook", port=9100)]`.
 
-    In a configuration it needs `custom_imports=dict(imports=["torch_grad_exporter.integrations.mmengine"])`. `exporter`: one that you
-    have started yourself, which goes on after the training; without it each training starts one, with the `options` of
+    In a configuration it needs `custom_imports=dict(imports=["torch_grad_exporter.integrations.mmengine"])`. `exporter`: one that
+    you have started yourself, which goes on after the training; without it each training starts one, with the `options` of
     `start_exporter`, and ends it. An exporter that is running on the model is used as well. `log`: whether what the exporter shows
     also goes to the runner's visualizer, at the iterations at which its `LoggerHook` logs: with `True` norms, clipping and skipped
     steps, or the names in which a regular expression is found.

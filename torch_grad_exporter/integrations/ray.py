@@ -1,7 +1,7 @@
 """What starts an exporter in a worker of Ray Train.
 
-See docs/ray.md. Ray's callbacks run on its controller, where nothing trains: the line stands in the training function, which each worker
-runs.
+See docs/ray.md. Ray's callbacks run on its controller, where nothing trains: the line stands in the training function, which each
+worker runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import ray.train  # noqa: E402 - what is missing has been said by now
 def start_exporter(model: Models, port: int | Unset | None = UNSET, **options: Any) -> Exporter:
     """As `torch_grad_exporter.start_exporter`, in the training function of Ray Train: one exporter in each worker.
 
-    The run has the name of Ray's experiment, with that of the trial where it is another; the rank is Ray's world rank. `port`: of the
-    first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after `prepare_model`,
-    with what that returned. In a `with` an exception in the training function makes the run `failed`:
+    The run has the name of Ray's experiment, with that of the trial where it is another; the rank is Ray's world rank. `port`: of
+    the first worker on a host; others take the next ones, by their local rank. `options` of yours win. Call it after
+    `prepare_model`, with what that returned. In a `with` an exception in the training function makes the run `failed`:
 
         with start_exporter(model) as exporter:
             ...

@@ -1,0 +1,80 @@
+"""The examples of the pages on MMEngine and Ignite run as they stand; that of Ray compiles and takes what there is."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_commands import blocks
+from tests.support.scrape import values
+from tests.support.tools import REPOSITORY
+from tests.trainers import test_ignite, test_mmengine
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.integrations import ray as for_ray
+
+DOCS = REPOSITORY / "docs"
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[Any, float]]:
+    """The last values of each exporter of a test, on no port."""
+    kept: list[dict[Any, float]] = []
+    end = Exporter.end
+
+    def ends(exporter: Exporter, error: BaseException | None) -> None:
+        end(exporter, error)
+        kept.append(values(exporter))
+
+    monkeypatch.setattr(Exporter, "end", ends)
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    return kept
+
+
+def steps(scrape: dict[Any, float]) -> float:
+    """Of all optimizers."""
+    return sum(value for one, value in scrape.items() if one[0] == "torch_train_steps_total")
+
+
+def run(page: str, number: int, **names: object) -> dict[str, Any]:
+    """Runs one of a page's blocks of Python."""
+    exec(blocks(DOCS / page, "python")[number], names)  # noqa: S102 - what a user copies
+    return names
+
+
+def test_mmengine_by_name(tmp_path: Path, ended: list[dict[Any, float]]) -> None:
+    """The two lines of a configuration."""
+    found = run("mmengine.md", 0)
+    hook = found["custom_hooks"][0] | {"port": None}
+    test_mmengine.runner_of(test_mmengine.Net(), tmp_path, hook, cfg={"custom_imports": found["custom_imports"]}).train()
+    assert [steps(scrape) for scrape in ended] == [16]
+
+
+def test_mmengine_by_hand(tmp_path: Path, ended: list[dict[Any, float]]) -> None:
+    """The hook itself."""
+    settings = {
+        "train_dataloader": test_mmengine.loader(), "train_cfg": {"by_epoch": True, "max_epochs": 1}, "log_level": "ERROR",
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}}, "experiment_name": "by-hand",
+    }  # fmt: skip
+    run("mmengine.md", 1, model=test_mmengine.Net(), work_dir=str(tmp_path), settings=settings)
+    assert [steps(scrape) for scrape in ended] == [8]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ignite_page(number: int, ended: list[dict[Any, float]]) -> None:
+    """The line, and the monitor with a threshold."""
+    model = test_ignite.network()
+    run("ignite.md", number, model=model, trainer=test_ignite.trainer_of(model), loader=test_ignite.batches())
+    assert [steps(scrape) for scrape in ended] == [16]
+    assert any(one[0] == "torch_alerts_active" for one in ended[0]) == (number == 1)
+
+
+def test_ray_page() -> None:
+    """What it imports is there; tests/trainers/test_ray.py trains with the same calls."""
+    text = blocks(DOCS / "ray.md", "python")[0]
+    ast.parse(text)
+    assert run("ray.md", 0)["start_exporter"] is for_ray.start_exporter
