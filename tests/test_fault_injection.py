@@ -218,8 +218,6 @@ UNREACHED = {
         )),
         "calls of the user's, behind the guard of `step`, tests/capture/test_gradients_elsewhere.py",
     ),
-    "capture.progress.StepClock.resume": "a call of the user's, which raises, tests/test_exporter.py",
-    "outputs.flat.flat": "a call of the user's, behind the guard of `request`, tests/test_exporter.py",
     **dict.fromkeys(
         ("capture.build.Capture.inspect", "capture.build.Capture.is_sampled", "capture.cost.SampleCost.now"),
         "what is inspected, tests/capture/test_inspections.py and tests/inspection",
@@ -282,7 +280,7 @@ UNREACHED = {
     **dict.fromkeys(
         (
             *(f"aggregation.cursor.NormSums.{name}" for name in ("enter", "moved", "take")),
-            "model.layers.LayerIndex.roots", "model.layers.LayerIndex.shared",
+            "model.layers.LayerIndex.shared",
         ),
         "an action that freezes layers, tests/actions/freeze/test_freeze.py",
     ),

@@ -25,7 +25,7 @@ OF_GRADIENTS = {"clipping", "weights"}
 """Files with metrics of the collector `gradients`."""
 
 NO_COLLECTORS = OF_GRADIENTS | {
-    *("__init__", "clip_reports", "context", "frozen_layers", "happened", "origins", "outcomes", "registry", "scrape"),
+    *("__init__", "clip_reports", "context", "frozen_layers", "happened", "of_sample", "origins", "outcomes", "registry", "scrape"),
 }
 """Files of the package that hold none."""
 

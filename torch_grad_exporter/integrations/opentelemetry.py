@@ -40,7 +40,7 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
         """What is instrumented."""
         return ("torch >= 2.4",)
 
-    def _instrument(self, **options: Any) -> None:  # noqa: ANN401 - OpenTelemetry's signature
+    def _instrument(self, **options: Any) -> None:
         self._attachment: Attachment | None = None
         self._wanted = shown(options, os.environ) is not None
         if self._wanted:
@@ -57,7 +57,7 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
         )
         self._attachment.arm()
 
-    def _uninstrument(self, **_options: Any) -> None:  # noqa: ANN401 - OpenTelemetry's signature
+    def _uninstrument(self, **_options: Any) -> None:
         self._wanted, attachment = False, self._attachment
         if attachment is not None:
             attachment.disarm()

@@ -39,7 +39,7 @@ class GradHealth:
         baseline: str | os.PathLike[str] | None = None,
         tolerance: Mapping[str, float] | None = None,
         save: str | os.PathLike[str] | None = None,
-        **options: Any,  # noqa: ANN401 - of `start_exporter`, which checks them
+        **options: Any,
     ) -> Iterator[Exporter]:
         """Starts an exporter on the model for the block, at whose end the test fails unless the run is healthy.
 
