@@ -18,8 +18,11 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-OUTSIDE = (types.ModuleType, types.FrameType, type, logging.Logger, torch.nn.Module, torch.optim.Optimizer)
-"""Where `behind` does not go on: what is behind these is the process' or the training's."""
+from torch_grad_exporter.rules.memory import Memory
+
+OUTSIDE = (types.ModuleType, types.FrameType, type, logging.Logger, torch.nn.Module, torch.optim.Optimizer, Memory)
+"""Where `behind` does not go on: what is behind these is the process' or the training's. What rules remember of a metric grows for
+as long as its window, up to an hour, and then no more: tests/rules/test_problems.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,17 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    """One that is armed; afterwards nothing is left of it."""
-    gc.collect()  # what other tests have trained is gone
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """One that is armed, for which only what the test makes is alive; afterwards nothing is left of it."""
+    gc.collect()
+    others = [weakref.ref(one) for kind in roots.living() for one in kind]  # of fixtures and of failures, which hold their frames
+
+    def living() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:
+        known = {id(one) for reference in others if (one := reference()) is not None}
+        optimizers, modules = roots.living()
+        return [one for one in optimizers if id(one) not in known], [one for one in modules if id(one) not in known]
+
+    monkeypatch.setattr(attach, "living", living)
     one = Told()
     yield one
     one.attachment.disarm()

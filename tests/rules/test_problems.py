@@ -1064,6 +1064,19 @@ def test_the_remainder_of_removed_layers_is_no_rows_of_a_rule() -> None:
     assert only.table(c.GRAD_CAPTURES).rows == ()
 
 
+@pytest.mark.parametrize("spec", memory.REMEMBERED, ids=lambda spec: spec.name)
+def test_what_is_remembered_does_not_grow_beyond_its_window(spec: Spec) -> None:
+    """After three windows there are as many moments as after one, and what was a window ago is still known."""
+    seconds = memory.REMEMBERED[spec]
+    remembered, values, counts = memory.Memory(spec, seconds), Values([]), []
+    for moment in range(int(3 * seconds) // 5 + 1):
+        remembered.remember(values, 5.0 * moment)
+        counts.append(len(remembered._moments))
+    a_window = int(seconds) // 5
+    assert counts[a_window] - 1 <= counts[2 * a_window] == counts[-1] <= seconds / memory.OFTEN + 2
+    assert remembered.before(5.0 * moment - seconds) is not None
+
+
 def test_what_rules_of_others_remember_is_exact() -> None:
     """A counter of layers above 2**24, which float32 would round, did not grow; the package's own are kept in half the bits."""
     spec = Spec("others_total", Kind.COUNTER, "Of a rule from elsewhere.", ("layer",))

@@ -19,13 +19,13 @@ __all__ = ["FAIL_ON", "TOLERANCES", "GateError", "Options", "limit", "run", "tol
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`source`: the address of an exporter, or a file that `exporter.save` has written. `baseline`: another one.
+    """`sources`: each the address of an exporter, or a file that `exporter.save` has written. `baseline`: another one.
 
     `fail_on`: severities and alerts. `tolerance`: pairs of what is compared and by which share it may be worse. `junit`: the file
     to write. `cacert`: to trust in addition to the system's.
     """
 
-    source: str
+    sources: Sequence[str]
     baseline: str | None = None
     tolerance: Sequence[tuple[str, float]] = ()
     fail_on: Sequence[str] = FAIL_ON
@@ -35,18 +35,23 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Judges, prints and writes. Returns the exit code: 0 healthy, 1 not, 2 where the run says nothing.
+    """Judges each run, prints and writes. Returns the worst exit code: 0 healthy, 1 not, 2 where a run says nothing.
 
-    Raises `GateError` for wrong options, for a run that cannot be read, and where the file cannot be written.
+    Raises `GateError` for wrong options, for a run that cannot be read, once the others are judged, and where the file cannot be
+    written.
     """
-    try:
-        found = _verdict(options)
-    except GateError as error:
-        _write(options.junit, Verdict("", (), str(error)))
-        raise
+    found, errors = [], []
+    for source in options.sources:
+        try:
+            found.append(_verdict(source, options))
+            print(table(found[-1]))
+        except GateError as error:
+            found.append(Verdict("", (), str(error)))
+            errors.append(str(error))
     _write(options.junit, found)
-    print(table(found))
-    return found.code
+    if errors:
+        raise GateError("; ".join(dict.fromkeys(errors)))
+    return max(one.code for one in found)
 
 
 def tolerance(text: str) -> tuple[str, float]:
@@ -60,13 +65,13 @@ def tolerance(text: str) -> tuple[str, float]:
     return name, found
 
 
-def _verdict(options: Options) -> Verdict:
-    saved = read(options.source, options.cacert)
+def _verdict(source: str, options: Options) -> Verdict:
+    saved = read(source, options.cacert)
     baseline = None if options.baseline is None else read(options.baseline, options.cacert)
     return verdict(saved, Terms(options.fail_on, options.limits, baseline, dict(options.tolerance)))
 
 
-def _write(path: Path | None, found: Verdict) -> None:
+def _write(path: Path | None, found: Sequence[Verdict]) -> None:
     if path is not None:
         try:
             path.write_bytes(junit(found))

@@ -129,13 +129,14 @@ def _add_check(commands: _Commands) -> None:
         "run. Prints a table. The exit code is 0 where the run is healthy, 1 where it is not, 2 where nothing can be said of it.",
     )
     add = parser.add_argument
-    add("source", metavar="RUN", help="a saved run, or the address of a running exporter, such as http://localhost:9100")
+    add("sources", nargs="+", metavar="RUN",
+        help="saved runs, or addresses of running exporters, such as http://localhost:9100; the worst counts")  # fmt: skip
     add("--baseline", metavar="RUN", help="another run, with which this one is compared")
     add("--tolerance", action="append", default=[], metavar="NAME=SHARE",
         help="by what share the run may be worse than the baseline; "
         + ", ".join(f"{name} (default {share:g})" for name, share in check.TOLERANCES.items()))  # fmt: skip
     add("--fail-on", default=",".join(check.FAIL_ON), metavar="ALERT,...",
-        help="alerts and severities that make a run unhealthy; the others are only shown (default %(default)s)")  # fmt: skip
+        help="alerts and severities that make a run unhealthy, or none; others are only shown (default %(default)s)")  # fmt: skip
     example = "'torch_grad_norm{layer=\"head\"}=10'"
     for kind, what in (("max", "highest value at the end"), ("min", "lowest value at the end"), ("peak", "highest value ever")):
         add(f"--{kind}", action="append", default=[], metavar="METRIC=VALUE",

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     except script.ScriptError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    if options.save is not None:
+        options.save.unlink(missing_ok=True)  # else a run of which nothing is known would be judged by an earlier one's file
     watch = Watch(options)
     script.run(options.target, watch.ended)
     return 0
@@ -197,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _metavar(one: Option) -> str:
-    return "on|off" if one.kind.takes == "bool" else "VALUE"
+    return "[=VALUE]" if one.is_switch else "VALUE"
 
 
 def _help(one: Option) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from torch_grad_exporter.gate.rows import Result, Row, Verdict
@@ -26,8 +27,17 @@ def table(verdict: Verdict) -> str:
     return "\n".join([verdict.about, *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)])
 
 
-def junit(verdict: Verdict) -> bytes:
-    """A suite with a test case for each row, as Jenkins and GitLab read it; of an unusable run one with an error."""
+def junit(verdicts: Sequence[Verdict]) -> bytes:
+    """A suite for each run with a test case for each row, as Jenkins and GitLab read it; of an unusable run one with an error."""
+    root = Element("testsuites")
+    for number, verdict in enumerate(verdicts, 1):
+        root.append(_suite(verdict, SUITE if len(verdicts) == 1 else f"{SUITE}: run {number} of {len(verdicts)}"))
+    indent(root)
+    text: bytes = tostring(root, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
+
+
+def _suite(verdict: Verdict, name: str) -> Element:
     cases = [_case(row) for row in verdict.rows] if verdict.unusable is None else [_unusable(verdict.unusable)]
     counts = {
         "tests": str(len(cases)),
@@ -35,13 +45,10 @@ def junit(verdict: Verdict) -> bytes:
         "errors": str(int(verdict.unusable is not None)),
         "skipped": str(len(verdict.of(Result.NOT_JUDGED))),
     }
-    root = Element("testsuites")
-    suite = SubElement(root, "testsuite", {"name": SUITE, **counts, "time": "0"})
+    suite = Element("testsuite", {"name": name, **counts, "time": "0"})
     suite.extend(cases)
     SubElement(suite, "system-out").text = _clean(f"{verdict.about}\n{_sum(verdict)}")
-    indent(root)
-    text: bytes = tostring(root, encoding="utf-8", xml_declaration=True)
-    return text + b"\n"
+    return suite
 
 
 def _line(row: Row) -> str:

@@ -36,7 +36,14 @@ def read(source: str | os.PathLike[str], cacert: str | None = None) -> Saved:
 
 
 def check_names(fail_on: Collection[str], more: Collection[str] = ()) -> None:
-    """Raises `GateError` for what is neither a severity nor an alert. `more`: alerts that this process does not know."""
+    """Raises `GateError` for what is neither a severity nor an alert. `more`: alerts that this process does not know.
+
+    "none" alone stands for no alert at all; nothing is no choice, as of a variable of CI that is empty.
+    """
+    if not fail_on:
+        raise GateError('fail-on: name alerts or severities, or "none" for a verdict by limits and baseline alone')
+    if [*fail_on] == ["none"]:
+        return
     known = {rule.name for rule in RULES}.union(more)
     for name in fail_on:
         if name not in known and name not in SEVERITIES:

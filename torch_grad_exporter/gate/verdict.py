@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from torch_grad_exporter.gate.baseline import compared
 from torch_grad_exporter.gate.rows import GateError, Result, Row, Verdict
@@ -30,6 +31,8 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     if judged is None:
         raise GateError("an earlier version has saved the run, without what was wrong in it; save it anew")
     check_names(terms.fail_on, {rule.name for rule in judged.rules})
+    if terms.tolerances and terms.baseline is None:
+        raise GateError(f"tolerance {next(iter(terms.tolerances))!r}: there is no baseline to compare with")
     about = _about(saved, judged)
     if judged.samples == 0:
         return Verdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
@@ -39,7 +42,14 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
         if not terms.baseline["status"]["samples"]:
             raise GateError("the baseline has no samples, so nothing can be compared with it")
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
-    return Verdict(about, tuple(rows))
+    return Verdict(about, tuple(_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows))
+
+
+def _wanted(row: Row, names: Collection[str]) -> Row:
+    """The row; one that was asked for by name has failed where it could not be judged."""
+    if row.result is not Result.NOT_JUDGED or row.name not in names:
+        return row
+    return replace(row, result=Result.FAILED, text=f"asked for by name, and could not be judged: {row.text}")
 
 
 def _about(saved: Saved, judged: Judged) -> str:
