@@ -2,7 +2,8 @@
 #
 #   docker build -t torch-grad-exporter .
 #   docker run --rm -p 9100:9100 torch-grad-exporter                                 trains the demo, page on http://localhost:9100
-#   docker run --rm -v "$PWD:/runs" torch-grad-exporter check /runs/run.json.gz      judges a saved run
+#   docker run --rm -v "$PWD:/runs" torch-grad-exporter check /runs/run.json.gz      judges a saved run; add
+#                                              --user "$(id -u)" where it is to write the verdict there with --junit
 #
 # PyPI's torch for Linux comes with CUDA, several gigabytes. For an image without it name PyTorch's own index of CPU builds:
 # --build-arg PIP_INDEX_URL=... and --build-arg PIP_EXTRA_INDEX_URL=...

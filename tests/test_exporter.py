@@ -6,7 +6,9 @@ import json
 import math
 import re
 import urllib.request
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tests.support.scrape import value
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Log
+from torch_grad_exporter.outputs.live.saved import lines, loaded
 
 
 def training(steps: int, exporter: Exporter, model: torch.nn.Module) -> dict[str, float]:
@@ -135,3 +138,17 @@ def test_only_whole_numbers_resume(step: object, error: type[Exception]) -> None
     """The error names the argument and the fix."""
     with start_exporter(two_layers(), port=None) as exporter, pytest.raises(error, match=r"resume\(step=.*optimizer steps"):
         exporter.resume(step)  # type: ignore[arg-type]
+
+
+def test_what_is_told_of_a_resumed_training_stands_at_its_steps(tmp_path: Path) -> None:
+    """Loss, norm and step time of a step share its row in the history, whose number goes on."""
+    model, path = two_layers(), tmp_path / "run.json"
+    with start_exporter(model, port=None, every=1) as exporter:
+        exporter.resume(1000)
+        training(6, exporter, model)
+    exporter.save(path)
+    found = lines(loaded(str(path)), "recent")
+    assert found.steps.tolist() == [1001, 1002, 1003, 1004, 1005, 1006]
+    for name in ("loss", "norm", "learning_rate"):
+        assert not np.isnan(found.values[name]).any(), name
+    assert np.isnan(found.values["step_seconds"]).tolist() == [True] + [False] * 5

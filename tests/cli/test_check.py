@@ -11,11 +11,12 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from tests.cli.test_plot import PASSWORD, folder, training
+from tests.cli.test_plot import PASSWORD, answering, folder, training
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.saved_runs import OFF, STEPS, trained
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.cli import main as cli
+from torch_grad_exporter.outputs.live import saved
 from torch_grad_exporter.rules import RULES
 
 __all__ = ["folder"]
@@ -152,6 +153,85 @@ def test_what_is_no_run_is_unusable(runs: Path, tmp_path: Path, capsys: pytest.C
     assert (code, "does not answer" in out) == (2, True)
 
 
+def test_what_is_asked_for_by_name_has_to_be_judged(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An alert that the run is too short for, or a comparison of what neither run has, fails where it was named, and only there."""
+    healthy = runs / "healthy.json.gz"
+    assert checked(capsys, healthy, "--fail-on", "critical")[0] == 0
+    code, out = checked(capsys, healthy, "--fail-on", "critical,LayerDead")
+    assert code == 1
+    assert "FAILED LayerDead: asked for by name, and could not be judged: takes" in " ".join(out.split())
+    without = json.loads(_text(healthy))
+    for view in ("whole", "recent"):
+        without["run"][view]["loss"] = [None] * len(without["run"][view]["loss"])
+    path = runs / "without.json"
+    path.write_text(json.dumps(without))
+    assert checked(capsys, path, "--baseline", path)[0] == 0
+    code, out = checked(capsys, path, "--baseline", path, "--tolerance", "final_loss=0.1")
+    assert (code, "FAILED  final_loss" in out, "FAILED  mean_loss" in out) == (1, True, False)
+
+
+def test_of_several_runs_the_worst_counts(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its table and its suite; one that cannot be read makes the whole unusable, and the others are judged."""
+    healthy, failed = runs / "healthy.json.gz", trained(tmp_path / "failed.json", raises=True)
+    code, out = checked(capsys, healthy, failed, healthy, "--junit", tmp_path / "junit.xml")
+    assert (code, out.count("\nHEALTHY: "), out.count("NOT HEALTHY: ")) == (1, 2, 1)
+    suites = ET.parse(tmp_path / "junit.xml").findall("testsuite")  # noqa: S314 - what we wrote
+    assert [int(suite.attrib["failures"]) > 0 for suite in suites] == [False, True, False]
+    assert len({suite.attrib["name"] for suite in suites}) == 3
+    code, out = checked(capsys, tmp_path / "missing.json", healthy)
+    assert (code, out.count("HEALTHY: "), "cannot read" in out) == (2, 1, True)
+
+
+def test_a_run_that_no_rule_has_judged_is_unusable(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a file leaves out does not make it healthy: the rules of this version are shown as not judged."""
+    found = json.loads(_text(runs / "healthy.json.gz"))
+    found["judged"]["rules"] = []
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(found))
+    code, out = checked(capsys, path)
+    assert (code, "UNUSABLE: no rule could be judged" in out) == (2, True)
+    code, out = checked(capsys, path, "--max", "torch_train_steps_total=1000")
+    assert (code, "the run was saved without it" in out) == (0, True)
+
+
+def test_names_in_a_run_steer_no_terminal(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name with a line of its own, an escape or half a character is printed on one line, without what a log obeys."""
+    found = json.loads(_text(runs / "healthy.json.gz"))
+    found["status"]["run"] = "a\n::error file=b::c\x1b[2J\x9b2J\u2028d\ud800"
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(found))
+    code, out = checked(capsys, path, "--junit", tmp_path / "junit.xml")
+    assert code == 0
+    assert out.splitlines()[0].startswith("run a ::error file=b::c [2J 2J d?, rank 0")
+    assert not {"\x1b", "\x9b", "\u2028"} & set(out)
+    ET.parse(tmp_path / "junit.xml")  # noqa: S314 - what we wrote
+
+
+def test_a_password_is_told_to_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that answers with something else, an address that is none, no server: neither output nor XML have the password."""
+    with answering(b"<html>please log in</html>") as address:
+        for source in (address.replace("://", "://ci:S3CR@ET@"), "http://ci:S3CR@ET@host:port", "http://ci:S3CR@ET@127.0.0.1:1"):
+            code, out = checked(capsys, source, "--junit", tmp_path / "junit.xml")
+            assert code == 2
+            told = out + (tmp_path / "junit.xml").read_text()
+            assert "S3CR" not in told
+            assert "ET@" not in told
+
+
+def test_an_address_without_its_scheme_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """What looks like one is taken for a file, and the message has the fix."""
+    assert "write http://localhost:9100" in checked(capsys, "localhost:9100")[1]
+
+
+def test_no_file_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is larger than any history, before or after decompression, is unusable."""
+    monkeypatch.setattr(saved, "MOST_BYTES", 2**20)
+    for name, content in (("bomb.json.gz", gzip.compress(b" " * 2**22)), ("large.json", b" " * 2**22)):
+        (tmp_path / name).write_bytes(content)
+        assert checked(capsys, tmp_path / name)[0] == 2
+    assert "is larger than 1 MiB" in checked(capsys, tmp_path / "large.json")[1]
+
+
 def test_wrong_options_say_what_there_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown alert, metric, label or comparison is an error with what is near, and no verdict."""
     run = runs / "healthy.json.gz"
@@ -167,6 +247,8 @@ def test_wrong_options_say_what_there_is(runs: Path, capsys: pytest.CaptureFixtu
         (["--peak", "torch_train_steps_total=1"], "--peak takes"),
         (["--tolerance", "loss=1"], "final_loss"),
         (["--tolerance", "final_loss=x"], "a number of at least 0"),
+        (["--tolerance", "final_loss=1"], "there is no baseline"),
+        (["--fail-on", ""], 'or "none"'),
         (["--junit", "/nowhere/at/all.xml"], "cannot write"),
     ):
         code, out = checked(capsys, run, *arguments)
@@ -232,7 +314,7 @@ def test_a_run_that_is_not_as_its_baseline_fails(runs: Path, tmp_path: Path, cap
     assert "FAILED  layer_norm_median" in out
     assert "only in this run: blocks.2.self_attn" in " ".join(out.split())
     worse = trained(tmp_path / "worse.json", "vanish")
-    code, out = checked(capsys, worse, "--baseline", runs / "healthy.json.gz", "--fail-on", "")
+    code, out = checked(capsys, worse, "--baseline", runs / "healthy.json.gz", "--fail-on", "none")
     assert code == 1, out
     assert "FAILED  layer_norm_median" in out
     code, out = checked(capsys, runs / "healthy.json.gz", "--baseline", worse, "--tolerance", "layer_norm_median=1e15")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -390,3 +391,51 @@ def test_training_is_the_same_bit_by_bit(starter: Starter) -> None:
     ran = starter.start_file(SCRIPTS / "gpt.py", run=[], variables=variables)
     assert ran.wait() == 0
     assert ran.out.read_text() == plain.out.read_text()
+
+
+# What is saved
+
+
+def test_a_file_of_an_earlier_run_is_gone(starter: Starter, tmp_path: Path) -> None:
+    """A script that never trains leaves nothing that a gate could judge."""
+    script, saved = tmp_path / "idle.py", tmp_path / "run.json"
+    script.write_text("print('idle')\n")
+    saved.write_text("{}")
+    assert starter.start_file(script, run=[*QUIET, "--save", str(saved)]).wait() == 0
+    assert not saved.exists()
+
+
+def test_the_last_training_has_the_name_of_the_file(starter: Starter, tmp_path: Path) -> None:
+    """Where a script trains one model after the other, the earlier ones are saved with numbers."""
+    script, saved = tmp_path / "folds.py", tmp_path / "run.json"
+    script.write_text(
+        inspect.cleandoc("""
+        import torch
+        def fit(steps, inputs):
+            model = torch.nn.Linear(inputs, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(2, inputs)).sum().backward()
+                optimizer.step()
+        for fold in range(3):
+            fit(4 + 4 * fold, 2 + fold)
+        """)
+    )
+    assert starter.start_file(script, run=[*QUIET, "--save", str(saved)]).wait() == 0
+    steps = {path.name: json.loads(path.read_text())["status"]["step"] for path in sorted(tmp_path.glob("run*.json"))}
+    assert list(steps) == ["run-1.json", "run-2.json", "run.json"]
+    assert steps["run-1.json"] == 4
+    assert steps["run.json"] >= 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["--weights", "on", "t.py"], "--weights=on"), (["--port", "t.py"], "'--port=t.py' is an option")]
+)
+def test_a_value_that_is_taken_for_the_script_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A switch takes its value behind an equals sign, and an option the next word: the message says so."""
+    code = None
+    with contextlib.suppress(SystemExit):
+        code = main(["run", *arguments])
+    assert code in (2, None)
+    assert told in capsys.readouterr().err

@@ -117,7 +117,7 @@ class Observations:
             under_way = clock.forward_came or passed
         else:
             under_way = surplus > 0 or self._early
-        return clock.taken() + under_way
+        return clock.number + under_way
 
     def forward_over(self, model: int, output: object, kwargs: Mapping[str, object]) -> None:
         """A training forward of the root of this number, with these keyword arguments, is over: takes the loss in its output."""
@@ -133,13 +133,13 @@ class Observations:
 
     def _post_losses(self, losses: Sequence[Value]) -> None:
         for loss in losses:
-            self._post("loss", loss, step=self._clock.taken())
+            self._post("loss", loss, step=self._clock.number)
 
     def settings(self, moment: float, *, sampled: bool) -> None:
         """Takes learning rates and the loss scale at a step at this moment of the clock, if they are due."""
         if not sampled and moment - self._settings_read <= READ_SECONDS:
             return
-        self._settings_read, step = self._clock.clock(), self._clock.taken()
+        self._settings_read, step = self._clock.clock(), self._clock.number
         # Those that share a number step within the backward, one per parameter; the first stands for them.
         for number, optimizer in dict(reversed(self._parts.optimizers.numbered())).items():
             for group, settings in enumerate(optimizer.param_groups[:GROUPS]):

@@ -203,7 +203,9 @@ class StepClock:
     @property
     def number(self) -> int:
         """The number of the last step of the optimizer that took the most, in the whole training. From any thread."""
-        return max(self.counts().steps.values(), default=0) + (self.earlier or 0)
+        uncommitted = self._uncommitted
+        steps = self.steps if uncommitted is None else uncommitted.counts().steps
+        return max(steps.values(), default=0) + (self.earlier or 0)
 
     def counts(self) -> Counts:
         """What was counted so far, with rounds that are not committed. From any thread."""
@@ -212,13 +214,6 @@ class StepClock:
             found = self._committed() if uncommitted is None else uncommitted.counts()
             if self._uncommitted is uncommitted:  # else they were committed meanwhile
                 return found
-
-    def taken(self) -> int:
-        """The steps so far of the optimizer that took the most, as in `counts`. From any thread."""
-        uncommitted = self._uncommitted
-        if uncommitted is None:
-            return max(self.steps.values(), default=0)
-        return max(uncommitted.counts().steps.values())
 
     def _committed(self) -> Counts:
         return Counts(self.steps, self.backward_passes, self.examples)
@@ -271,7 +266,7 @@ class StepClock:
         self._round_at = moment
         step = None
         if self._placed <= PLACED:  # the first one has no duration
-            self._placed, step = self._placed + 1, self.taken()
+            self._placed, step = self._placed + 1, self.number
         self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch_grad_exporter.gate.baseline import TOLERANCES
 from torch_grad_exporter.gate.limits import Limit, limit
 from torch_grad_exporter.gate.rows import GateError, Verdict
-from torch_grad_exporter.gate.shown import junit, table
+from torch_grad_exporter.gate.shown import junit, one_line, table
 from torch_grad_exporter.gate.terms import FAIL_ON, Terms, check_tolerance, read
 from torch_grad_exporter.gate.verdict import verdict
 
@@ -50,7 +50,7 @@ def run(options: Options) -> int:
             errors.append(str(error))
     _write(options.junit, found)
     if errors:
-        raise GateError("; ".join(dict.fromkeys(errors)))
+        raise GateError(one_line("; ".join(dict.fromkeys(errors))))
     return max(one.code for one in found)
 
 

@@ -28,6 +28,8 @@ USAGE = "%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ..
 OFFERED = tuple(one for one in (*options_of(Settings), *options_of(Arguments)) if one.is_text)
 """Options of `start_exporter` that a text can stand for."""
 
+_VALUES = ("on", "off", "true", "false", "always")
+
 _NAMES = {f"--{one.name.replace('_', '-')}": one for one in OFFERED}
 
 
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         script.check(options.target)
     except script.ScriptError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        switch = "; a switch takes its value behind an equals sign, as in --weights=on" if options.target.name in _VALUES else ""
+        print(f"{PROGRAM}: error: {error}{switch}", file=sys.stderr)
         return 2
     if options.save is not None:
         options.save.unlink(missing_ok=True)  # else a run of which nothing is known would be judged by an earlier one's file
@@ -63,7 +66,7 @@ class Watch:
         self._exporter: Exporter | None = None
         self._error: BaseException | None = None
         self._over = False
-        self._saved = 0
+        self._replacements = 0
         self._log = _log()
         self._process = os.getpid()
         self._attachment = Attachment(
@@ -84,7 +87,8 @@ class Watch:
     def _replaced(self, exporter: Exporter) -> None:
         """Another one takes its place, for other models: what it knows is kept, and nobody waits for it."""
         exporter.end(KeyboardInterrupt())
-        self._save(exporter)
+        self._replacements += 1
+        self._save(exporter, f"-{self._replacements}")
 
     def ended(self, error: BaseException | None) -> None:
         """The script has come to the end of its code; threads of it may still train."""
@@ -103,15 +107,13 @@ class Watch:
         elif not attachment.given_up:
             say(self._log, logging.WARNING, "nothing was watched: %s", attachment.why_not())
 
-    def _save(self, exporter: Exporter) -> None:
-        """Writes the history: of further ranks and of further models to files of their own."""
+    def _save(self, exporter: Exporter, number: str = "") -> None:
+        """Writes the history: that of the last models to the file itself, earlier ones and further ranks to files of their own."""
         if self._options.save is None:
             return
-        self._saved += 1
         path = self._options.save
         name, dot, kind = path.name.partition(".")
         rank = f"-rank{exporter.rank}" if exporter.rank else ""
-        number = f"-{self._saved}" if self._saved > 1 else ""
         exporter.save(path.with_name(f"{name}{rank}{number}{dot}{kind}"))
 
 
@@ -135,7 +137,8 @@ def parse(arguments: Sequence[str]) -> Options:
     chosen = parser.parse_args(ours)
     texts: dict[str, list[str]] = {one.name: given for one in OFFERED if (given := getattr(chosen, one.name))}
     if target is None:
-        parser.error("name the script to run, as in: torch-grad-exporter run train.py")
+        taken = f"; {ours[-1]!r} is an option with its value" if ours else ""
+        parser.error(f"name the script to run, as in: torch-grad-exporter run train.py{taken}")
     try:
         options = {one.name: from_command_line(one, texts[one.name]) for one in OFFERED if one.name in texts}
         resolve(Settings, options, os.environ)

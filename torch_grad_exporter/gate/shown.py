@@ -19,12 +19,23 @@ _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot have; a layer may be called anything."""
 
 
+_CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
+"""What would end a line or steer a terminal: a line of CI's log that begins with :: is a command there."""
+
+
+def one_line(text: str) -> str:
+    """A text of a run, whose names may be anything, as it can be printed."""
+    return _clean(_CONTROLS.sub(" ", text))
+
+
 def table(verdict: Verdict) -> str:
     """What was judged, the failures first, and the verdict in the last line."""
     rows = [row for result in ORDER for row in verdict.of(result)]
     reasons = dict.fromkeys(row.text for row in verdict.of(Result.NOT_JUDGED))
     left_out = [_paragraph(f"not judged: {one}", [row.name for row in rows if row.text == one]) for one in reasons]
-    return "\n".join([verdict.about, *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)])
+    return "\n".join(
+        [one_line(verdict.about), *map(_line, rows[: len(rows) - len(verdict.of(Result.NOT_JUDGED))]), *left_out, _sum(verdict)]
+    )
 
 
 def junit(verdicts: Sequence[Verdict]) -> bytes:
@@ -52,22 +63,22 @@ def _suite(verdict: Verdict, name: str) -> Element:
 
 
 def _line(row: Row) -> str:
-    begin = f"  {row.result.value:<7} {_clean(row.name)}"
+    begin = f"  {row.result.value:<7} {one_line(row.name)}"
     if not row.text:
         return begin
-    text = textwrap.fill(_clean(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+    text = textwrap.fill(one_line(row.text), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
     one = f"{begin}: {text.strip()}"
     return one if len(one) <= WIDTH else f"{begin}\n{text}"
 
 
 def _paragraph(begin: str, names: list[str]) -> str:
-    text = f"{_clean(begin)}: {_clean(', '.join(names))}"
+    text = f"{one_line(begin)}: {one_line(', '.join(names))}"
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=INDENT, break_on_hyphens=False)
 
 
 def _sum(verdict: Verdict) -> str:
     if verdict.unusable is not None:
-        return f"UNUSABLE: {verdict.unusable}"
+        return f"UNUSABLE: {one_line(verdict.unusable)}"
     failed, judged = len(verdict.of(Result.FAILED)), len(verdict.rows) - len(verdict.of(Result.NOT_JUDGED))
     if failed:
         return f"NOT HEALTHY: {failed} of {judged} failed, {len(verdict.rows) - judged} were not judged"

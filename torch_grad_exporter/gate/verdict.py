@@ -10,7 +10,7 @@ from torch_grad_exporter.gate.rows import GateError, Result, Row, Verdict
 from torch_grad_exporter.gate.terms import Terms, check_names
 from torch_grad_exporter.outputs.live.judged import Judged, JudgedRule, judged_of, metrics_of
 from torch_grad_exporter.outputs.live.saved import Saved, status
-from torch_grad_exporter.rules import Wrong
+from torch_grad_exporter.rules import RULES, Wrong
 from torch_grad_exporter.rules.context import duration, times
 from torch_grad_exporter.rules.watch import SEVERITIES
 
@@ -37,12 +37,16 @@ def _verdict(saved: Saved, terms: Terms) -> Verdict:
     if judged.samples == 0:
         return Verdict(about, (), "the run has no samples: no gradient was read, so nothing is known of the training")
     rows = [_of_rule(rule, judged, terms.fail_on) for rule in judged.rules]
+    known = {rule.name for rule in judged.rules}
+    rows += [Row("rules", one.name, Result.NOT_JUDGED, "the run was saved without it") for one in RULES if one.name not in known]
     rows += [limit.row(metrics, saved) for limit in terms.limits]
     if terms.baseline is not None:
         if not terms.baseline["status"]["samples"]:
             raise GateError("the baseline has no samples, so nothing can be compared with it")
         rows += compared(saved, terms.baseline, metrics, metrics_of(terms.baseline), terms.tolerances)
-    return Verdict(about, tuple(_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows))
+    rows = [_wanted(row, {*terms.fail_on, *terms.tolerances}) for row in rows]
+    nothing = all(row.result is Result.NOT_JUDGED for row in rows)
+    return Verdict(about, tuple(rows), "no rule could be judged, and there is neither a limit nor a baseline" if nothing else None)
 
 
 def _wanted(row: Row, names: Collection[str]) -> Row:

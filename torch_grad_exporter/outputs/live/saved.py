@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import http.client
+import io
 import json
 import re
 import ssl
@@ -29,6 +30,9 @@ from torch_grad_exporter.outputs.live.rows import SCALARS
 TIMEOUT = 30.0
 """Seconds for the answer of a running exporter."""
 
+MOST_BYTES = 256 * 2**20
+"""Of a history, before and after decompression; one of 300 layers has 2 MB."""
+
 VIEWS = ("whole", "recent")
 
 Saved = dict[str, Any]
@@ -41,9 +45,10 @@ class PlotError(Exception):
 
 def loaded(source: str, cacert: str | None = None) -> Saved:
     """The content of a file, or the answer of a running exporter, of a shape that can be drawn. Raises `PlotError`."""
-    content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(Path(source))
+    content = _fetched(source, cacert) if re.match(r"https?://", source) else _read(source)
+    source = _without_password(source)
     try:
-        text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        text = _decompressed(content) if content.startswith(b"\x1f\x8b") else content
         found = json.loads(text, parse_constant=_refused)
     except (ValueError, OSError, EOFError, zlib.error, RecursionError):
         found = None
@@ -65,11 +70,33 @@ def _refused(name: str) -> Never:
     raise ValueError(f"{name} is no JSON")
 
 
-def _read(path: Path) -> bytes:
+def _without_password(source: str) -> str:
+    """What messages call a source: they end up in logs, and in files that CI keeps."""
+    return re.sub(r"^(https?://).*@", r"\1", source, flags=re.DOTALL)
+
+
+def _decompressed(content: bytes) -> bytes:
+    """Raises `ValueError` where it becomes larger than any history."""
+    with gzip.open(io.BytesIO(content)) as file:
+        found = file.read(MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        raise ValueError("too large")
+    return found
+
+
+def _read(source: str) -> bytes:
     try:
-        return path.read_bytes()
+        with Path(source).open("rb") as file:
+            return _limited(file.read(MOST_BYTES + 1), source)
     except OSError as error:
-        raise PlotError(f"cannot read {path}: {error}") from None
+        address = f"; for an address write http://{source}" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source) else ""
+        raise PlotError(f"cannot read {source}: {error}{address}") from None
+
+
+def _limited(content: bytes, source: str) -> bytes:
+    if len(content) > MOST_BYTES:
+        raise PlotError(f"{source} is larger than {MOST_BYTES // 2**20} MiB, and so no history")
+    return content
 
 
 # From a running exporter
@@ -86,8 +113,8 @@ def _fetched(address: str, cacert: str | None) -> bytes:
     try:
         parts = urlsplit(address)
         parts.port  # noqa: B018 - raises, too
-    except ValueError as error:
-        raise PlotError(f"{address} is no address: {error}") from None
+    except ValueError:  # whose text may have the password in it
+        raise PlotError(f"{_without_password(address)} is no address such as http://localhost:9100") from None
     path = re.sub(r"(/metrics)?/?$", "", parts.path)
     where = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path, query="", fragment="").geturl()
     headers = {"Accept-Encoding": "gzip"}
@@ -98,8 +125,7 @@ def _fetched(address: str, cacert: str | None) -> bytes:
     opener = urllib.request.build_opener(_Stay, urllib.request.HTTPSHandler(context=_context(cacert)))
     try:
         with opener.open(request, timeout=TIMEOUT) as answer:
-            found: bytes = answer.read()
-            return found
+            return _limited(answer.read(MOST_BYTES + 1), where)
     except urllib.error.HTTPError as error:
         fix = _fix(error)
         error.close()
