@@ -65,8 +65,8 @@ def test_the_jobs_of_ci_run_what_the_program_takes(place: int) -> None:
     assert train[:2] == ["torch-grad-exporter", "run"]
     options = cli.parse(checked[1:])
     assert isinstance(options, check.Options)
-    assert run.parse(train[2:]).save == Path(options.source).absolute()
-    assert {options.source, str(options.junit)} == set(kept)
+    assert run.parse(train[2:]).save == Path(*options.sources).absolute()
+    assert {*options.sources, str(options.junit)} == set(kept)
 
 
 def test_the_tolerances_are_those_of_the_document() -> None:
