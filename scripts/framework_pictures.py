@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch.nn.functional import cross_entropy
 
+import tests.trainers  # noqa: F401 - nothing here asks the network
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.cli.main import main
 
@@ -260,8 +262,12 @@ def draw(name: str) -> None:
             with start_exporter(model, run=name, **OPTIONS) as exporter:
                 FRAMEWORKS[name](path, exporter, model)
             exporter.save(path)
-        if main(["plot", str(path), "--out", str(WHERE / f"{name.replace('_', '-')}.png")]):
+        picture = WHERE / f"{name.replace('_', '-')}.png"
+        if main(["plot", str(path), "--out", str(picture)]):
             raise SystemExit(f"{name}: nothing was drawn")
+        with Image.open(picture) as image:
+            small = image.convert("RGB").resize((image.width * 2 // 3, image.height * 2 // 3)).quantize(256, Image.Quantize.MAXCOVERAGE)
+        small.save(picture, optimize=True)
 
 
 if __name__ == "__main__":
