@@ -15,6 +15,7 @@ from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.composition import open_exporters
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -64,6 +65,8 @@ class Session:
         self._ends = False
         self._tells_losses: bool | None = None
         self._failed_before = False
+        self.engines: FollowedEngines | None = None
+        """The engines of DeepSpeed that train the model, where there are any."""
 
     @property
     def telling(self) -> bool:
@@ -96,8 +99,17 @@ class Session:
         self._tells_losses = None
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
+        self.during(self._follow_engines, model, step is None)
         if step is not None:
             self._told.resume(step)
+
+    def _follow_engines(self, model: Models, number_steps: bool) -> None:
+        """Where DeepSpeed trains the model, by whichever way, its engine says what the parameters' gradients do not."""
+        found = followed_engines(model if isinstance(model, torch.nn.Module) else model.values())
+        if found and self._told is not None:
+            if number_steps and len(found) == 1 and (done := steps_of(found[0])):
+                self._told.resume(done)
+            self.engines = FollowedEngines(self._told, found, number_steps=number_steps)
 
     def observe(self, **values: Number | None) -> None:
         """As `Exporter.observe`, without those that are `None`."""
@@ -159,10 +171,13 @@ class Session:
     def end(self, error: BaseException | None = None) -> None:
         """The training has ended, by this exception if there is one. An exporter that the user has started goes on."""
         told, self._told = self._told, None
+        engines, self.engines = self.engines, None
         if told is not None:
             _TOLD_BY.pop(told, None)
             if self._ends:
                 told.end(error)
+            if engines is not None:
+                told.guarded(engines.remove)
 
 
 def _check_pattern(who: str, log: bool | str) -> None:
