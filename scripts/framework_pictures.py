@@ -266,7 +266,9 @@ def draw(name: str) -> None:
         if main(["plot", str(path), "--out", str(picture)]):
             raise SystemExit(f"{name}: nothing was drawn")
         with Image.open(picture) as image:
-            small = image.convert("RGB").resize((image.width * 2 // 3, image.height * 2 // 3)).quantize(256, Image.Quantize.MAXCOVERAGE)
+            small = (
+                image.convert("RGB").resize((image.width * 2 // 3, image.height * 2 // 3)).quantize(256, Image.Quantize.MAXCOVERAGE)
+            )
         small.save(picture, optimize=True)
 
 
