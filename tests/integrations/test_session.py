@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,71 @@ def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
     other.begin(model)  # alone now
     assert running_exporter(model) is not None
     other.end()
+
+
+class Trainer:
+    """Stands for a framework's."""
+
+
+@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("gone", [False, True], ids=["another trainer", "session gone"])
+def test_a_training_that_has_broken_off(tmp_path: Path, caplog: pytest.LogCaptureFixture, users: bool, gone: bool) -> None:
+    """The next session on the model ends what that one had started, as broken off, and takes over what the user has."""
+    model, trainer = torch.nn.Linear(3, 2), Trainer()
+    mine = start_exporter(model, port=None) if users else None
+    first = Session("First", options=None if users else {"port": None})
+    first.begin(model, trainer=None if gone else trainer)
+    broken = first.exporter
+    assert broken is not None
+    if gone:
+        del first
+    second = Session("Second", options={"port": None})
+    other = None if gone else Trainer()
+    second.begin(model, trainer=other)
+    exporter = second.exporter
+    assert exporter is not None
+    assert exporter is (mine or running_exporter(model))
+    assert (exporter is broken) == users
+    step(model, second, tokens=5)
+    if not gone:
+        assert not first.telling
+        first.observe(tokens=100)
+        first.end()
+    assert value(exporter, "torch_train_tokens_total") == 5
+    second.end()
+    assert running_exporter(model) is mine
+    if mine is not None:
+        mine.close()
+    else:
+        broken.save(tmp_path / "saved.json")
+        status = json.loads((tmp_path / "saved.json").read_text())["status"]
+        assert (status["state"], status["ended_by"]) == ("failed", "TrainingBrokeOff")
+    assert "tells this exporter" not in caplog.text
+
+
+def test_one_training_told_by_two(caplog: pytest.LogCaptureFixture) -> None:
+    """Two callbacks of one trainer, or two of different frameworks around one training: the second leaves it to the first."""
+    model, trainer = torch.nn.Linear(3, 2), Trainer()
+    first, second = Session("First", options={"port": None}), Session("Second", options={"port": None})
+    first.begin(model, trainer=trainer)
+    exporter = first.exporter
+    for another in (trainer, torch.nn.Identity(), None):
+        caplog.clear()
+        second.begin(model, trainer=another)
+        assert "Second: First tells this exporter" in caplog.text
+        assert first.telling
+        assert not second.telling
+        assert running_exporter(model) is exporter
+    first.end()
+
+
+def test_options_are_checked_before_there_is_a_model() -> None:
+    """A value that is wrong by itself raises; one that only the model decides does not yet."""
+    with pytest.raises(ValueError, match="every"):
+        Session("Callback", options={"every": -1}).check_options()
+    with pytest.raises(TypeError, match="optimizers"):
+        Session("Callback", options={"optimizers": 3}).check_options()
+    Session("Callback", options={"include": "nothing", "port": None}).check_options()
 
 
 def test_wrong_arguments() -> None:

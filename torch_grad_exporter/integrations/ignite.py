@@ -91,7 +91,7 @@ class GradExporterHandler:
             self._session.end(self._error or TrainingBrokeOff())
         self._losses, self._error = RoundLosses(), None
         self._iterations = trainer.state.iteration or self._iterations  # a second run goes on
-        self._session.begin(self._model, step=self._iterations // self._accumulated or None)
+        self._session.begin(self._model, step=self._iterations // self._accumulated or None, trainer=trainer)
 
     def _epoch_started(self, trainer: Engine) -> None:
         self._session.during(lambda: self._session.observe(epoch=trainer.state.epoch))
@@ -118,15 +118,18 @@ class GradExporterHandler:
         trainer.state.metrics.update(self._session.logged())
 
     def _raised(self, trainer: Engine, error: BaseException) -> None:
-        """The training has failed, unless another handler of this event lets it go on.
+        """The training has failed, unless a handler of the user's for this event lets it go on.
 
-        A trainer raises what its step has raised only where nothing handles this event: without others it is raised here.
+        A trainer raises what its step has raised only where nothing handles this event: where all that do are of this class, as
+        with one for each of two models, the last of them raises it.
         """
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) > 1:
+        handlers = [getattr(handler, "__self__", None) for handler, *_ in trainer._event_handlers[Events.EXCEPTION_RAISED]]
+        if not all(isinstance(one, GradExporterHandler) for one in handlers):
             self._error = error
             return
         self._session.end(error)
-        raise error
+        if self is handlers[-1]:
+            raise error
 
     def _terminated(self, trainer: Engine) -> None:
         if trainer.should_terminate == "skip_completed":

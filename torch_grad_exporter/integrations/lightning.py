@@ -77,7 +77,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         if sum(callback is self for callback in trainer.callbacks) > 1:
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
         step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
-        self._session.begin(pl_module, step=step or None, grad_scaler=scaler)
+        self._session.begin(pl_module, step=step or None, trainer=trainer, grad_scaler=scaler)
         self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, [], 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -73,7 +73,7 @@ class GradExporterHook(Hook):  # type: ignore[misc] # of a package without types
             self._session.end(TrainingBrokeOff())
         self._losses = RoundLosses()
         wrapper = runner.optim_wrapper
-        self._session.begin(runner.model, step=_steps_before(runner) or None, **_known(wrapper))
+        self._session.begin(runner.model, step=_steps_before(runner) or None, trainer=runner, **_known(wrapper))
 
     def before_train_epoch(self, runner: Any) -> None:
         """Tells of the epoch."""

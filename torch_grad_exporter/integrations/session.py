@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
@@ -14,7 +16,10 @@ import torch
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.composition import open_exporters
+from torch_grad_exporter.config.option import resolve
+from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
+from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -26,7 +31,30 @@ _Found = TypeVar("_Found")
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 
-_TOLD_BY: weakref.WeakKeyDictionary[Exporter, str] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True, slots=True)
+class _Teller:
+    """Who tells an exporter of its training. `ends`: it has started it. `trainer`: the one that called it, if that is known."""
+
+    session: weakref.ref[Session]
+    ends: bool
+    trainer: weakref.ref[object] | None
+
+    def goes_on(self, trainer: object | None) -> Session | None:
+        """The session, if its training may go on; `None` if it has broken off.
+
+        It has if nothing has the session any more, or if another trainer of the same kind begins to train the model.
+        """
+        session = self.session()
+        if session is None or self.trainer is None or trainer is None:
+            return session
+        before = self.trainer()
+        if before is None or (before is not trainer and isinstance(trainer, type(before)) | isinstance(before, type(trainer))):
+            return None
+        return session
+
+
+_TOLD_BY: weakref.WeakKeyDictionary[Exporter, _Teller] = weakref.WeakKeyDictionary()
 """Who tells an exporter of its training: two would count everything twice."""
 
 
@@ -75,29 +103,51 @@ class Session:
         """The exporter that is told of this training; `None` before `begin` and after `end`, unless the user gave one."""
         return self._told or self._given
 
-    def begin(self, model: Models, *, step: int | None = None, **found: object) -> None:
+    def check_options(self) -> None:
+        """Raises `TypeError` or `ValueError` where the value of an option is wrong by itself, whatever the model."""
+        if self._given is None:
+            resolve(Settings, self._options, os.environ)
+            resolve(Arguments, self._options, {})
+
+    def begin(self, model: Models, *, step: int | None = None, trainer: object | None = None, **found: object) -> None:
         """The training of this model begins, or goes on after so many steps.
 
         `found`: options that the trainer knows, such as `optimizers` or `grad_scaler`; the user's own win. Where the user has
         started an exporter on the model, that one is told. What another session tells already, as where the same callback was
         added twice, this one leaves alone.
 
+        `trainer`: whose training begins. Some tell nobody of an exception: where another one of its kind trained the model, or the
+        session that told is gone, that training has broken off; what it had started ends, and what the user has started is told
+        from here on.
+
         Raises what `start_exporter` raises where an option is wrong.
         """
         self.end()
         running = self._given or running_exporter(model)
         if running is not None and (teller := _TOLD_BY.get(running)) is not None:
-            say(logger, logging.WARNING, "%s: %s tells this exporter already; remove one of them", self._who, teller)
-            return
+            if (other := teller.goes_on(trainer)) is not None:
+                say(logger, logging.WARNING, "%s: %s tells this exporter already; remove one of them", self._who, other._who)
+                return
+            running = self._take_over(running, teller)
         options: dict[str, Any] = {**found, **self._options}
         self._told = running or start_exporter(model, **options)
         self._ends = running is None
-        _TOLD_BY[self._told] = self._who
+        _TOLD_BY[self._told] = _Teller(weakref.ref(self), self._ends, None if trainer is None else weakref.ref(trainer))
         self._tells_losses = None
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
         if step is not None:
             self._told.resume(step)
+
+    def _take_over(self, running: Exporter, teller: _Teller) -> Exporter | None:
+        """The exporter of a training that has broken off, if the user has started it; `None` where it has ended by this."""
+        kept, other = self._given is running or not teller.ends, teller.session()
+        if other is not None:
+            other._ends = not kept
+            other.end(TrainingBrokeOff())
+        elif not kept:
+            running.end(TrainingBrokeOff())
+        return running if kept else None
 
     def observe(self, **values: Number | None) -> None:
         """As `Exporter.observe`, without those that are `None`."""

@@ -85,7 +85,8 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
         if self._session.telling:
             self._session.end(TrainingBrokeOff())
         scaler = getattr(optimizer, "scaler", None)  # Accelerate's optimizer has it, around the real one
-        self._session.begin(model, step=state.global_step or None, grad_scaler=scaler)
+        # The state stands for the trainer, which no event shows: each training of it has a new one.
+        self._session.begin(model, step=state.global_step or None, trainer=state, grad_scaler=scaler)
         self._tokens = state.num_input_tokens_seen
         if self._logs and handler is not None:
             # Before those that write values to files and services. A new list: the trainer is going through the old one.
