@@ -736,7 +736,8 @@ class ForwardUnderWay:
 
 def forward_under_way(frame: types.FrameType, module: torch.nn.Module, args: tuple[Any, ...]) -> ForwardUnderWay:
     """The forward whose global hooks `frame` is calling. Without its keyword arguments, its beginning is not seen."""
-    if not MODULE_HOOKS:
+    # Not the variables of any other function: before Python 3.13 they are one dictionary, which the function itself may have.
+    if not MODULE_HOOKS or frame.f_globals is not vars(torch.nn.modules.module):
         return ForwardUnderWay(module, args, None, frozenset())
     variables = frame.f_locals
     kwargs = variables.get("kwargs") if variables.get("self") is module else None

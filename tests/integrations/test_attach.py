@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
+import types
 import weakref
 from collections.abc import Iterator
 
@@ -16,6 +19,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.composition import open_exporters
 from torch_grad_exporter.integrations import attach, roots
 from torch_grad_exporter.integrations.attach import Attachment
+from torch_grad_exporter.torch_compat import forward_under_way
 
 
 class Told:
@@ -100,13 +104,17 @@ def test_a_hook_behind_ours_is_no_harm(told: Told) -> None:
 
 def test_an_optimizer_that_comes_later_is_watched_too(told: Told) -> None:
     """A second model, whose optimizer was made after the attachment, is watched from its second step on, in the same run."""
-    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
-    step(first, optimizer)
-    later = torch.optim.Adam(second.parameters(), lr=0.1)
-    step(second, later)
-    step(first, optimizer)
-    step(second, later)
+
+    def train() -> None:
+        first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+        step(first, optimizer)
+        later = torch.optim.Adam(second.parameters(), lr=0.1)
+        step(second, later)
+        step(first, optimizer)
+        step(second, later)
+
+    train()
     one, other = told.exporters
     assert told.lines[1] == "from now on watching first (Linear), second (Linear), trained by Adam, SGD"
     assert one.run == other.run
@@ -185,11 +193,158 @@ class Pair:
 
 def test_names_of_several_models() -> None:
     """A model is called after a variable of the script's, an attribute of an object in one, or else its class."""
-    pair, alone = Pair(), torch.nn.Linear(1, 1)
-    others = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    frame = __import__("sys")._getframe()
-    assert list(roots.named([pair.right, alone, *others, pair.left], frame)) == ["alone", "left", "right", "Linear", "Linear-2"]
-    assert roots.named([alone], frame) == {"": alone}
+
+    def named() -> list[str]:
+        pair, alone = Pair(), torch.nn.Linear(1, 1)
+        others = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+        return list(roots.named([pair.right, alone, *others, pair.left], sys._getframe()))
+
+    assert named() == ["alone", "left", "right", "Linear", "Linear-2"]
+    alone = torch.nn.Linear(1, 1)
+    assert roots.named([alone], sys._getframe()) == {"": alone}
+
+
+def test_the_scripts_own_variables_stay_as_they_are(told: Told) -> None:
+    """What `locals()` has returned to a function, or its frame to somebody else, is neither emptied nor added to."""
+
+    def train(lr: float, hidden: int) -> dict[str, object]:
+        hparams = locals()
+        actor, critic = torch.nn.Linear(3, hidden), torch.nn.Linear(3, 1)
+        step(actor, torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=lr))
+        return hparams
+
+    assert train(0.1, 4) == {"lr": 0.1, "hidden": 4}
+    assert told.lines == ["watching model (Linear), Linear (Linear), trained by SGD"]
+
+    def kept() -> tuple[dict[str, object], list[str]]:
+        one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        variables = variables_of(sys._getframe())
+        return variables, [*roots.named([one, other], sys._getframe())]
+
+    variables, names = kept()
+    assert names == ["one", "other"]
+    assert {"one", "other"} <= {*variables}
+
+
+def variables_of(frame: types.FrameType) -> dict[str, object]:
+    """The frame's own dictionary, where it has one."""
+    return frame.f_locals
+
+
+def test_a_look_keeps_nothing_alive() -> None:
+    """What a function drops after its models were named is freed."""
+
+    def train() -> bool:
+        one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        named = [*roots.named([one, other], sys._getframe())]
+        gone = weakref.ref(one)
+        del one
+        return gone() is None and named == ["one", "other"]
+
+    assert train()
+
+
+def test_a_forward_of_another_caller_is_looked_at_without_its_variables() -> None:
+    """Where other code than PyTorch's calls the hooks, its own variables are left alone."""
+
+    def calls(module: torch.nn.Module) -> dict[str, object]:
+        own = locals()
+        forward_under_way(sys._getframe(), module, ())
+        return own
+
+    module = torch.nn.Linear(1, 1)
+    assert calls(module) == {"module": module}
+
+
+class Odd(torch.nn.Linear):
+    """A module whose method of this name is for something else."""
+
+    def parameters(self, group: str) -> list[str]:  # type: ignore[override]
+        return [group]
+
+
+class Lazy:
+    """A proxy that fails when it is asked for anything, and for its class."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> object:
+        Lazy.asked += 1
+        raise RuntimeError(name)
+
+
+def test_odd_objects_are_left_out(told: Told) -> None:
+    """Beside a module with a `parameters` of its own, half an optimizer, a dead reference and a lazy proxy, all is watched."""
+    odd, broken = Odd(3, 2), torch.optim.SGD.__new__(torch.optim.SGD)
+    broken.param_groups = 3
+
+    def train() -> None:
+        lazy, dead = Lazy(), weakref.proxy(Pair())
+        pair = Pair()
+        odd(torch.ones(2, 3))
+        optimizer = torch.optim.SGD([*pair.left.parameters(), *pair.right.parameters()], lr=0.1)
+        pair.left(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        del lazy, dead
+
+    train()
+    assert told.lines == ["watching left (Linear), right (Linear), trained by SGD"]
+    assert not told.attachment.given_up
+    assert Lazy.asked == 0
+    assert not roots.trained_roots([broken], [odd])
+    own = torch.optim.SGD(torch.nn.Module.parameters(odd), lr=0.1)
+    assert roots.trained_roots([own], [odd], [odd]) == [odd]
+
+
+class TimedOut(Exception):
+    """Of the script's own alarm."""
+
+
+def test_an_alarm_of_the_scripts_reaches_it(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the handler of a signal raises during the search is the script's; the next forward searches again."""
+
+    def rings(*_: object) -> None:
+        raise TimedOut
+
+    before = signal.signal(signal.SIGUSR1, rings)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(attach, "living", lambda: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(TimedOut):
+                step(model, optimizer)
+            assert not told.attachment.given_up
+            # And while what is left is taken away after another failure.
+            patch.setattr(attach, "living", lambda: 1 / 0)
+            patch.setattr(told.attachment._waiting, "end", lambda: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(TimedOut):
+                step(model, optimizer)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_options_are_asked_for_when_a_training_begins() -> None:
+    """Where they are a function, it is called once, at the first forward of a training."""
+    asked: list[int] = []
+
+    def options() -> dict[str, object]:
+        asked.append(1)
+        return {"port": None, "every": 1}
+
+    one = Attachment(options, tell=lambda *_: None, attached=lambda _: None, replaced=lambda _: None)
+    one.arm()
+    try:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert not asked
+        step(model, optimizer)
+        assert asked == [1]
+        assert one.exporter is not None
+        assert one.exporter.watches([model])
+        one.exporter.close()
+    finally:
+        one.disarm()
 
 
 def test_the_outermost_module_is_the_model() -> None:

@@ -23,8 +23,8 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_grad_exporter.errors import Guard, caught
-from torch_grad_exporter.integrations.roots import living, named, trained_roots
+from torch_grad_exporter.errors import Guard, caught, raised_by_handler
+from torch_grad_exporter.integrations.roots import living, named, parameters_of, trained_roots, wants_gradients
 from torch_grad_exporter.torch_compat import (
     compile_again,
     forward_under_way,
@@ -62,7 +62,8 @@ class Tells(Protocol):
 class Attachment:
     """Waits for a training, and has the exporter that watches it. Belongs to the training thread.
 
-    `options` go to `start_exporter`, which is imported when it is needed, so that a program that never trains does not pay for it.
+    `options`, or what it returns when a training begins, go to `start_exporter`, which is imported when it is needed, so that a
+    program that never trains does not pay for it.
     `tell` takes lines for the user. `replaced` is called with an exporter that watched other models, before it ends.
 
     Nothing here raises into the training: what fails is told once, and then nothing is watched.
@@ -70,13 +71,13 @@ class Attachment:
 
     def __init__(
         self,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         tell: Tells,
         attached: Callable[[Exporter], object],
         replaced: Callable[[Exporter], object],
     ) -> None:
-        self._options = dict(options)
+        self._options = options
         self._tell = tell
         self._attached, self._replaced = attached, replaced
         self._guard = Guard(self._failed)
@@ -158,7 +159,7 @@ class Attachment:
 
     def _look(self, module: torch.nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
         """A forward with gradients begins: attaches where it is one of a training."""
-        if graph_task() != -1 or not any(parameter.requires_grad for parameter in module.parameters()):
+        if graph_task() != -1 or not wants_gradients(module):
             return
         if os.getpid() != self._process:
             self.disarm()
@@ -219,7 +220,7 @@ class Attachment:
 
         self.disarm()
         before, self._watched = self.exporter, [weakref.ref(model) for model in models.values()]
-        options = dict(self._options)
+        options = dict(self._options() if callable(self._options) else self._options)
         if before is not None:
             options |= {"run": before.run} | ({"port": before.port} if before.port else {})
             self._replaced(before)
@@ -243,9 +244,13 @@ class Attachment:
                 self._arm_forwards()
 
     def _failed(self, error: Exception) -> None:
-        """A boundary: the hooks call this within the script's own forward."""
+        """A boundary: the hooks call this within the script's own forward. What a signal's handler raised passes."""
+        if raised_by_handler(error):
+            raise error
         self.given_up = True
-        caught(self.disarm)
+        failure = caught(self.disarm)
+        if failure is not None and raised_by_handler(failure):
+            raise failure
         self._tell(logging.WARNING, "nothing is watched: %s: %s", type(error).__name__, error)
 
 
@@ -278,7 +283,7 @@ class _Waiting:
 
     def _watch_backwards(self, module: torch.nn.Module) -> None:
         """A loop may update its parameters by itself; its first backward shows that it trains."""
-        parameter = next(one for one in module.parameters() if one.requires_grad)
+        parameter = next(one for one in parameters_of(module) if one.requires_grad)
         if parameter.is_leaf:
             this = weakref.ref(self)
 
