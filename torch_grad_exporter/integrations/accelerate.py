@@ -8,23 +8,29 @@ themselves; so on the other ranks this one begins with the first forward.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_grad_exporter import Exporter
+from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.session import Models, Session
+from torch_grad_exporter.torch_compat import compile_again, is_tracing, never_compile, stop_compiling
 
 require("accelerate", "1.8", extra="accelerate")
 
 from accelerate import Accelerator  # noqa: E402 - what is missing has been said by now
 from accelerate.tracking import GeneralTracker  # noqa: E402
+
+logger = logging.getLogger("torch_grad_exporter")
 
 LOSS = ("loss", "train_loss", "train/loss")
 """What is taken for the loss of what a loop logs; the first one that there is."""
@@ -48,8 +54,9 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
     `accelerator.prepare` was given by then. `log`: whether what the exporter shows also goes to the accelerator's other trackers,
     with each `accelerator.log`: with `True` norms, clipping and skipped steps, or the names in which a regular expression is found.
 
-    Raises `TypeError` or `ValueError` where an argument is wrong: here, or when the training begins. Later failures are counted,
-    in `torch_grad_exporter_errors_total{source="integration"}`.
+    Raises `TypeError` or `ValueError` where an argument is wrong: here, or by `init_trackers`. What fails in a forward, as where an
+    argument does not fit a model that is prepared after `init_trackers`, is logged, and nothing is watched. Later failures are
+    counted, in `torch_grad_exporter_errors_total{source="integration"}`.
     """
 
     name = "torch_grad_exporter"
@@ -61,10 +68,14 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
     ) -> None:
         super().__init__()
         self._session = Session(type(self).__name__, exporter, options, log=log)
+        self._session.check_options()
         self._model = model
         self._step: int | None = None
         self._calling: weakref.ref[Accelerator] | None = None
         self._searched = 0
+        self._guard = Guard(self._failed)
+        self._looking = False
+        never_compile(type(self)._forward_begins)
         self._waiting: _Handle | None = register_module_forward_pre_hook(self._forward_begins)
 
     @property
@@ -105,9 +116,7 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
 
     def finish(self) -> None:
         """Ends the exporter that was started for this training; in a `finally`, by the exception that is being raised."""
-        if self._waiting is not None:
-            self._waiting.remove()
-            self._waiting = None
+        self._wait_no_longer()
         self._session.end(sys.exception())
 
     @property
@@ -120,13 +129,17 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
         models = self._model if self._model is not None else self._session.found(self._prepared)
         if models is None and self._session.exporter is None:
             return
-        if self._waiting is not None:
-            self._waiting.remove()
-            self._waiting = None
+        self._wait_no_longer()
         accelerator = self._accelerator
         if accelerator is not None and not accelerator.is_main_process and self not in accelerator.trackers:
             accelerator.trackers.append(self)  # so that `end_training` ends it here, too
-        self._session.begin(models or {}, step=self._step, grad_scaler=getattr(accelerator, "scaler", None))
+        scaler = getattr(accelerator, "scaler", None)
+        self._session.begin(models or {}, step=self._step, trainer=accelerator, grad_scaler=scaler)
+
+    def _wait_no_longer(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.remove()
 
     def _prepared(self) -> Models | None:
         """The models that the accelerator has prepared, without what it has wrapped around them."""
@@ -146,6 +159,24 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
 
     def _forward_begins(self, module: torch.nn.Module, args: object) -> None:
         """Before the forward of any module, until the exporter is started."""
+        if is_compiling() or is_tracing() or self._looking:
+            return
+        compiler, self._looking = stop_compiling(), True
+        try:
+            self._guard(self._look)
+        finally:
+            self._looking = False
+            compile_again(compiler)
+
+    def _failed(self, error: Exception) -> None:
+        """A boundary: the script's own forward calls. What a signal's handler raised passes."""
+        if raised_by_handler(error):
+            raise error
+        self._wait_no_longer()
+        message = "%s: nothing is watched: %s: %s"
+        say(logger, logging.WARNING, message, type(self).__name__, type(error).__name__, error, error=error)
+
+    def _look(self) -> None:
         if self._calling is None and self._model is None:
             self._searched += 1
             if self._searched & (self._searched - 1):  # each search takes a tenth of a second: it is repeated ever more rarely
