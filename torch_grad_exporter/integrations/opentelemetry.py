@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
-from torch_grad_exporter.errors import say
+from torch_grad_exporter.errors import Guard, raised_by_handler, say
 
 if TYPE_CHECKING:
     from torch_grad_exporter.integrations.attach import Attachment
@@ -44,16 +44,23 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
         self._attachment: Attachment | None = None
         self._wanted = shown(options, os.environ) is not None
         if self._wanted:
-            wrapt.register_post_import_hook(functools.partial(self._torch_is_there, options), "torch")
+            wrapt.register_post_import_hook(functools.partial(self._torch_is_imported, options), "torch")
 
-    def _torch_is_there(self, options: Mapping[str, Any], _torch: object) -> None:
-        if not self._wanted:
+    def _torch_is_imported(self, options: Mapping[str, Any], _torch: object) -> None:
+        """A boundary: the program's own `import torch` calls."""
+        Guard(_failed)(self._torch_is_there, options)
+
+    def _torch_is_there(self, options: Mapping[str, Any]) -> None:
+        chosen = shown(options, os.environ) if self._wanted else None
+        if chosen is None:
             return
         from torch_grad_exporter.integrations.attach import Attachment  # noqa: PLC0415 - it imports torch
 
-        chosen = shown(options, os.environ)
         self._attachment = Attachment(
-            chosen or {}, tell=functools.partial(say, logger), attached=_nothing, replaced=lambda exporter: exporter.end(None)
+            functools.partial(_with_provider, chosen),
+            tell=functools.partial(say, logger),
+            attached=_nothing,
+            replaced=lambda exporter: exporter.end(None),
         )
         self._attachment.arm()
 
@@ -68,8 +75,8 @@ class TorchGradExporterInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # 
 def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The options of `start_exporter`, by which each value goes one way only; `None` where it would go nowhere.
 
-    Where metrics are pushed over OTLP, the exporter pushes all of them itself, those of layers too. Else OpenTelemetry's meter
-    provider shows global values by whatever exporters it has.
+    Where metrics are pushed over OTLP, the exporter pushes all of them itself, those of layers too. Else a meter provider shows
+    global values by whatever exporters it has: the one that is given, or for `None` OpenTelemetry's.
     """
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -87,7 +94,7 @@ def shown(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[st
         _push(chosen, environment, names, endpoint=endpoint)
     else:
         is_shown = True
-        chosen["meter_provider"] = provider or _provider()
+        chosen["meter_provider"] = provider
     elsewhere = chosen.get("port", environment.get(_PORT)) is not None or environment.get(_TEXTFILE, "").strip()
     return chosen if is_shown or elsewhere or "textfile_dir" in chosen else None
 
@@ -103,11 +110,20 @@ def _push(chosen: dict[str, Any], environment: Mapping[str, str], names: set[str
         chosen["otlp_endpoint"] = DEFAULT_ENDPOINT.get(str(protocol).strip().lower(), DEFAULT_ENDPOINT["http/protobuf"])
 
 
-def _provider() -> object:
-    """OpenTelemetry's, as it is when the training begins."""
-    from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - the program may set it after this module is imported
+def _with_provider(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options when a training begins: a program may set OpenTelemetry's provider after it has imported torch."""
+    if "meter_provider" not in chosen or chosen["meter_provider"] is not None:
+        return dict(chosen)
+    from opentelemetry.metrics import get_meter_provider  # noqa: PLC0415 - a program that never trains does not pay for it
 
-    return get_meter_provider()
+    return {**chosen, "meter_provider": get_meter_provider()}
+
+
+def _failed(error: Exception) -> None:
+    """What a signal's handler raised passes."""
+    if raised_by_handler(error):
+        raise error
+    say(logger, logging.WARNING, "no training is watched: %s: %s", type(error).__name__, error, error=error)
 
 
 def _nothing(_exporter: object) -> None:
