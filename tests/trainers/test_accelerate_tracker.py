@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.tracking import GeneralTracker
 from torch.nn.functional import mse_loss
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
@@ -263,6 +265,87 @@ def test_wrong_arguments() -> None:
         GradExporterTracker(prot=9100)
     with pytest.raises(ValueError, match="every"):
         loop([GradExporterTracker(port=None, every=-1)])
+
+
+def test_another_training_after_one_that_broke_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without `end_training` after an exception, a new accelerator with a new tracker on the same model is told of."""
+    bare, kept = network(), []
+    first, second = GradExporterTracker(**QUICK), GradExporterTracker(**QUICK)
+
+    def fails() -> None:
+        kept.append(first.exporter)
+        raise Broken
+
+    with pytest.raises(Broken):
+        loop([first], bare=bare, after_step=fails)
+    loop([second], bare=bare, epochs=1, after_step=lambda: kept.append(second.exporter))
+    assert kept[-1] is not kept[0]
+    assert ending_of(kept[0], tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(kept[-1], tmp_path) == ("finished", None)
+    assert value(kept[-1], "torch_train_loss") is not None
+    assert "tells this exporter" not in caplog.text
+
+
+def test_a_function_is_compiled_while_it_waits() -> None:
+    """`torch.compile(fullgraph=True)` over a model, `torch.jit.trace`, and what a compiled function calls: the hook is in none."""
+    tracker, model, inputs = GradExporterTracker(**QUICK), network(), torch.ones(2, 6)
+    accelerate = accelerator(log_with=tracker)
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda batch: model(batch).sum(), fullgraph=True, backend=backend)
+    assert compiled(inputs).item() == pytest.approx(model(inputs).sum().item())
+    assert len(seen) == 1
+    traced = torch.jit.trace(model, inputs)
+    assert torch.equal(traced(inputs), model(inputs))
+
+    @torch.compile(backend=backend)
+    def breaks(batch: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return model(batch).sum()
+
+    breaks(inputs)
+    assert not [node for graph in seen for node in graph.graph.nodes if "gc" in str(node.target)]
+    prepared = accelerate.prepare(model)
+    accelerate.init_trackers("run")
+    prepared(inputs).sum().backward()
+    assert tracker.exporter is not None
+    tracker.finish()
+    torch._dynamo.reset()
+
+
+def test_what_fails_in_a_forward(caplog: pytest.LogCaptureFixture) -> None:
+    """What only shows with the model, after `init_trackers`, is logged once; the training goes on, and no hook is left."""
+    before = len(_global_forward_pre_hooks)
+    tracker = GradExporterTracker(include="nothing", **QUICK)
+    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        loop([tracker], early=True, epochs=1)
+    assert caplog.text.count("GradExporterTracker: nothing is watched: ValueError: include='nothing'") == 1
+    assert tracker.exporter is None
+    assert len(_global_forward_pre_hooks) == before
+    with pytest.raises(ValueError, match="every"):
+        GradExporterTracker(port=None, every=-1)
+    assert len(_global_forward_pre_hooks) == before
+
+
+def test_an_alarm_of_the_scripts_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the handler of a signal raises while the tracker looks for its accelerator is the script's."""
+
+    def rings(*_: object) -> None:
+        raise Broken
+
+    tracker, model = GradExporterTracker(**QUICK), network()
+    before = signal.signal(signal.SIGUSR1, rings)
+    try:
+        monkeypatch.setattr(tracker, "_search", lambda: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(Broken):
+            model(torch.ones(2, 6))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        tracker.finish()
 
 
 def test_a_tracker_that_fails(caplog: pytest.LogCaptureFixture) -> None:

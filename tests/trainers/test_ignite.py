@@ -198,6 +198,30 @@ def test_failures_that_are_handled(tmp_path: Path, goes_on: bool) -> None:
     assert running_exporter(model) is None
 
 
+@pytest.mark.parametrize("handled", [False, True])
+def test_failures_of_two_models(tmp_path: Path, handled: bool) -> None:
+    """With a handler for each of two models the exception reaches the script, as with one, and fails both runs."""
+    models = network(), network()
+
+    def step(engine: Engine, batch: Any) -> None:
+        mse_loss(models[1](models[0](batch[0])), batch[1]).backward()
+        if engine.state.iteration == 3:
+            raise KeyError("broken")
+
+    trainer, handlers = Engine(step), [quick(model) for model in models]
+    for handler in handlers:
+        handler.attach(trainer)
+    kept = [Kept(trainer, handler) for handler in handlers]
+    if handled:
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: trainer.terminate())
+        trainer.run(batches())
+    else:
+        with pytest.raises(KeyError, match="broken"):
+            trainer.run(batches())
+    assert [ending_of(one.exporter, tmp_path) for one in kept] == [("failed", "KeyError")] * 2
+    assert [running_exporter(model) for model in models] == [None, None]
+
+
 def test_stops() -> None:
     """`Stop()` terminates the trainer; also where that skips the last event, the exporter ends."""
     model = network()

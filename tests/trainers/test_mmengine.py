@@ -207,6 +207,25 @@ def test_failures(tmp_path: Path, caught_by_with: bool) -> None:
         assert kept.exporter.run == first.run
 
 
+def test_another_runner_after_one_that_broke_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new runner with a new hook on the same model is told of, and the first run has failed."""
+
+    def breaks(runner: Any) -> None:
+        first(runner)
+        raise Broken
+
+    first, second, model = Kept(), Kept(), Net()
+    runners = [runner_of(model, tmp_path, GradExporterHook(**QUICK), Looks(look)) for look in (breaks, second)]
+    with pytest.raises(Broken):
+        runners[0].train()
+    runners[1].train()
+    assert second.exporter is not first.exporter
+    assert ending_of(first.exporter, tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(second.exporter, tmp_path) == ("finished", None)
+    assert value(second.exporter, "torch_train_samples_total") == 64
+    assert "tells this exporter" not in caplog.text
+
+
 def test_stops(tmp_path: Path) -> None:
     """`Stop()` ends the training, by iterations at once."""
 

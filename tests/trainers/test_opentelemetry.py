@@ -88,6 +88,48 @@ def test_a_program_without_torch_pays_nothing() -> None:
     assert instrumented("-c", NOT_IMPORTED, OTEL_METRICS_EXPORTER="console").stdout.splitlines()[0] == "[]"
 
 
+FAILS = """
+import sys
+sys.modules["torch_grad_exporter.integrations.attach"] = None
+import torch
+print(torch.ones(1).item())
+"""
+
+
+def test_a_failure_does_not_break_the_import_of_torch() -> None:
+    """Where the exporter cannot attach, that is said once, and the program has its torch."""
+    done = instrumented("-c", FAILS, OTEL_METRICS_EXPORTER="console")
+    assert done.stdout.splitlines()[0] == "1.0", done.stderr
+    assert done.stderr.count("no training is watched: ModuleNotFoundError") == 1
+
+
+LATE = """
+import opentelemetry.metrics
+from torch_grad_exporter.integrations.opentelemetry import TorchGradExporterInstrumentor
+
+asked, get_meter_provider = [], opentelemetry.metrics.get_meter_provider
+opentelemetry.metrics.get_meter_provider = lambda: asked.append(1) or get_meter_provider()
+TorchGradExporterInstrumentor().instrument(skip_dep_check=True)
+
+import torch
+
+before = len(asked)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print(before, len(asked))
+"""
+
+
+def test_the_provider_is_asked_for_when_a_training_begins() -> None:
+    """A program may set it after it has imported torch."""
+    off = "torch_grad_exporter"  # the command's own, so that the script's is the only one
+    done = instrumented("-c", LATE, OTEL_METRICS_EXPORTER="console", OTEL_PYTHON_DISABLED_INSTRUMENTATIONS=off)
+    assert done.stdout.splitlines()[0] == "0 1", done.stdout + done.stderr
+    assert '"name": "torch_grad_global_norm"' in done.stdout
+
+
 OFF = [
     {"OTEL_METRICS_EXPORTER": "none"},
     {"OTEL_METRICS_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -186,6 +187,32 @@ def test_a_training_that_breaks_off(tmp_path: Path) -> None:
     assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
     assert ending_of(second, tmp_path) == ("finished", None)
     assert first.run == second.run
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["the trainer is kept", "the trainer is gone"])
+def test_another_trainer_after_one_that_broke_off(tmp_path: Path, kept: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A new trainer with a new callback on the same model is told of: epochs are shown, and the first run has failed."""
+    model, trainers, exporters = llama(), [], []
+
+    def train(*more: Any) -> None:
+        callback = GradExporterCallback(**QUICK)
+        look = Looks(lambda state: exporters.append((callback.exporter, value(callback.exporter, "torch_train_epoch"))))
+        trainer = trainer_of(model, tmp_path, [callback, look, *(one(callback) for one in more)])
+        if kept:
+            trainers.append(trainer)
+        trainer.train()
+
+    with pytest.raises(Broken):
+        train(lambda callback: Fails(callback, Broken()))
+    first = exporters[-1][0]
+    if not kept:
+        gc.collect()
+    train()
+    assert exporters[-1][0] is not first
+    assert exporters[-1][1]
+    assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
+    assert ending_of(exporters[-1][0], tmp_path) == ("finished", None)
+    assert "tells this exporter" not in caplog.text
 
 
 SCRIPT = """

@@ -16,9 +16,10 @@ def calling(kind: type[_Kind]) -> _Kind | None:
     """The nearest object of this type one of whose methods is being run by the current thread; `None` if there is none near."""
     frame = sys._getframe(1)
     for _ in range(DEPTH):
-        found = frame.f_locals.get("self")
-        if isinstance(found, kind):
-            return found
+        if frame.f_code.co_varnames[:1] == ("self",):  # of a function of the script's, a look may change what `locals()` returned
+            found = frame.f_locals.get("self")
+            if issubclass(type(found), kind):
+                return found
         if frame.f_back is None:
             break
         frame = frame.f_back
