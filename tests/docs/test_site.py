@@ -153,3 +153,13 @@ def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
             seen.page.goto(f"{url}/{name}", wait_until="networkidle")
         assert seen.origins() == {url}
         assert seen.complaints == []
+
+
+def test_each_framework_has_a_page_with_its_picture() -> None:
+    """Each page that docs/frameworks.md leads to shows a run that `make pictures` has drawn, and no picture is left over."""
+    text = (REPOSITORY / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    pages = [REPOSITORY / "docs" / name for name in re.findall(r"\| \[[^]]+\]\(([\w-]+\.md)\) \|", text)]
+    assert len(pages) == 9
+    shown = {picture for page in pages for picture in re.findall(r"\(frameworks/([\w-]+\.png)\)", page.read_text(encoding="utf-8"))}
+    assert shown == {path.name for path in (REPOSITORY / "docs" / "frameworks").iterdir()}
+    assert {name.removesuffix(".png") for name in shown} == {page.stem for page in pages} - {"no-code"}
