@@ -82,7 +82,9 @@ LEFT_OUT = {
     "integrations.pytest_plugin": "a test of the user's, which it is to fail",
     "outputs.outputs": "as `exporter`",
     **dict.fromkeys(
-        (f"integrations.{room}" for room in ("broke_off", "caller", "hook_list", "requirement", "round_losses", "session")),
+        (f"integrations.{room}" for room in (
+            "broke_off", "caller", "engines", "hook_list", "requirement", "round_losses", "session",
+        )),
         "the start of an integration, which raises, or behind its guard, tests/integrations/test_session.py",
     ),
     **dict.fromkeys(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -22,6 +25,25 @@ def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(blocks(PAGE, "python")[0], names)  # noqa: S102 - what a user copies
     assert capsys.readouterr().out.count("loss ") == 6
+    assert running_exporter(model) is None
+
+
+def test_an_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The exception of the page's second loop reaches the caller, and is what has ended the run."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    model, exporters = torch.nn.Linear(3, 3), []
+
+    def train(model: torch.nn.Module, loader: object, hooks: object) -> None:
+        exporters.append(running_exporter(model))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        exec(blocks(PAGE, "python")[1], {"model": model, "loader": [], "train": train})  # noqa: S102 - what a user copies
+    (exporter,) = exporters
+    assert exporter is not None
+    exporter.save(tmp_path / "saved.json")
+    status = json.loads((tmp_path / "saved.json").read_text())["status"]
+    assert (status["state"], status["ended_by"]) == ("failed", "ZeroDivisionError")
     assert running_exporter(model) is None
 
 

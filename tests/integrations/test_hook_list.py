@@ -242,3 +242,19 @@ def test_a_training_that_failed(tmp_path: Path) -> None:
     exporter.save(tmp_path / "saved.json")
     status = json.loads((tmp_path / "saved.json").read_text())["status"]
     assert (status["state"], status["ended_by"]) == ("failed", "ValueError")
+
+
+def test_a_training_that_broke_off(tmp_path: Path) -> None:
+    """The next training of a hook ends the exporter of one that was never ended, as one that has failed."""
+    hook = GradExporterHook(torch.nn.Linear(3, 2), port=None)
+    hook.before_train()
+    first = hook.exporter
+    hook.before_train()
+    assert first is not None
+    assert hook.exporter is not first
+    assert hook.exporter is not None
+    assert hook.exporter.run == first.run
+    hook.after_train()
+    first.save(tmp_path / "saved.json")
+    status = json.loads((tmp_path / "saved.json").read_text())["status"]
+    assert (status["state"], status["ended_by"]) == ("failed", "TrainingBrokeOff")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import socket
 from collections.abc import Iterator
@@ -80,12 +81,12 @@ def joined(rank: int, ranks: int, port: int) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-def engine_of(model: torch.nn.Module, stage: int, *, bf16: bool = False) -> Any:
+def engine_of(model: torch.nn.Module, stage: int, *, bf16: bool = False, **more: Any) -> Any:
     """An engine whose optimizer is the script's own."""
     configuration = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": ROUND, "steps_per_print": None,
         "zero_optimization": {"stage": stage}, "gradient_clipping": LIMIT, "bf16": {"enabled": bf16},
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False, **more,
     }  # fmt: skip
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), config=configuration)[0]
 
@@ -241,6 +242,24 @@ def test_a_watch_that_fails_harms_nothing() -> None:
         train(engine, steps=3)
         assert errors(exporter) == {"integration": 3}
     assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize("log", [True, "global_norm$"])
+def test_the_engines_monitor(log: bool | str, tmp_path: Path) -> None:
+    """With `log` its files have the values of every so many steps, by the examples so far; as without it, but for these."""
+    engine = engine_of(
+        network(), 2, steps_per_print=2, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    )
+    norms: list[float] = []
+    with watch_engine(engine, port=None, every=1, log=log) as exporter:
+        train(engine, lambda *_: norms.append(float(engine.get_global_grad_norm())), steps=5)
+        assert errors(exporter) == {}
+    rows = list(csv.reader((tmp_path / "job" / "torch_grad_global_norm.csv").open()))
+    assert rows[0] == ["step", "torch_grad_global_norm"]
+    assert [int(row[0]) for row in rows[1:]] == [4 * ROUND * 2, 4 * ROUND * 4]
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx([norms[1], norms[3]], rel=1e-5)
+    found = {path.stem for path in (tmp_path / "job").iterdir() if path.stem.startswith("torch_")}
+    assert ("torch_train_skipped_steps_total" in found) == (log is True)
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import Guard, caught, raised_by_handler
+from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines, optimizer_of
 from torch_grad_exporter.integrations.roots import living, named, parameters_of, trained_roots, wants_gradients
 from torch_grad_exporter.torch_compat import (
     compile_again,
@@ -202,16 +203,17 @@ class Attachment:
     def _find_and_attach(self, module: torch.nn.Module | None, frame: types.FrameType) -> bool:
         """Looks for what is trained, and watches it; whether that is something else than before."""
         known = () if module is None else (module,)
-        if len(trained_roots(*living(), known)) > 1:
+        if len(_roots(*living(), known)) > 1:
             gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
         optimizers, modules = living()
-        roots = trained_roots(optimizers, modules, known)
+        roots = _roots(optimizers, modules, known)
         watched = [model for reference in self._watched if (model := reference()) is not None]
         if not roots or {*map(id, roots)} == {*map(id, watched)}:
             return False
         # What wraps an optimizer, such as Accelerate's, is none by itself.
         own = [one for one in optimizers if not isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)]
-        names = sorted({type(one).__name__ for one in own if trained_roots([one], roots)})
+        own = [one for one in own if trained_roots([one], roots)] + [optimizer_of(one) for one in living_engines(modules)]
+        names = sorted({type(one).__name__ for one in own})
         self._attach(named(roots, frame), ", ".join(names))
         return self.exporter is not None
 
@@ -226,6 +228,7 @@ class Attachment:
             self._replaced(before)
             self.exporter = None
         exporter = start_exporter(models[""] if [*models] == [""] else models, **options)
+        exporter.guarded(self._follow_engines, exporter, models)
         exporter.gives_way = self._give_way
         exporter.on_foreign_optimizer(self._foreign_optimizer)
         self.exporter = exporter
@@ -235,6 +238,11 @@ class Attachment:
         late = "" if before is None else "from now on "
         where = f"; metrics at {exporter.url}" if exporter.url else ""
         self._tell(logging.INFO, "%swatching %s%s%s", late, shown, trained, where)
+
+    def _follow_engines(self, exporter: Exporter, models: Mapping[str, torch.nn.Module]) -> None:
+        """Where DeepSpeed trains what is watched, its engine says what the parameters' gradients do not."""
+        if found := followed_engines(models.values()):
+            FollowedEngines(exporter, found, number_steps=True, tell=self._tell)
 
     def _foreign_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped that owns nothing of what is watched: at the next forward there is another look."""
@@ -252,6 +260,16 @@ class Attachment:
         if failure is not None and raised_by_handler(failure):
             raise failure
         self._tell(logging.WARNING, "nothing is watched: %s: %s", type(error).__name__, error)
+
+
+def _roots(
+    optimizers: list[torch.optim.Optimizer], modules: list[torch.nn.Module], known: tuple[torch.nn.Module, ...]
+) -> list[torch.nn.Module]:
+    """What is trained: also the modules of DeepSpeed's engines, whose optimizers may own copies of the parameters."""
+    engines = living_engines(modules)
+    inner = {id(engine): engine.module for engine in engines}
+    found = trained_roots(optimizers, modules, (*known, *engines))
+    return [*{id(root): root for root in (inner.get(id(one), one) for one in found)}.values()]
 
 
 class _Waiting:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.observations import Number
+from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.session import Models, Session
 
 POINTS = (
@@ -191,7 +192,9 @@ class GradExporterHook:
         return self._session.should_stop
 
     def before_train(self, *_: object, step: int | None = None, **__: object) -> None:
-        """Starts the exporter, unless there is one."""
+        """Starts the exporter, unless there is one. A training that is still open by then has broken off."""
+        if self._session.telling:
+            self._session.end(TrainingBrokeOff())
         self._begun = True
         self._session.begin(self._model, step=step)
 

@@ -16,6 +16,7 @@ import torch
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.forwards import batch_size
 from torch_grad_exporter.integrations.requirement import require
+from torch_grad_exporter.integrations.round_losses import RoundLosses
 from torch_grad_exporter.integrations.session import Session
 
 OLDEST = "2.2"
@@ -60,9 +61,9 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._logs = log is not False
         self._steps = 0
-        self._losses: list[torch.Tensor] = []
-        """Of the batches since the last step; and how many examples they had."""
+        self._losses = RoundLosses()
         self._samples = 0
+        """Examples of the batches since the last step."""
         self._knows_size: bool | None = None
 
     @property
@@ -78,7 +79,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
             raise ValueError("this GradExporterCallback was added to the trainer twice; add it once")
         step, scaler = self._session.found(_steps_before, trainer), self._session.found(_scaler_of, trainer)
         self._session.begin(pl_module, step=step or None, trainer=trainer, grad_scaler=scaler)
-        self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, [], 0, None
+        self._steps, self._losses, self._samples, self._knows_size = trainer.global_step, RoundLosses(), 0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tells of the epoch."""
@@ -123,7 +124,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         loss = _loss(outputs)
         if loss is not None:
             # What the trainer has divided by the batches of a round, it shows divided.
-            self._losses.append(loss * trainer.accumulate_grad_batches if module.automatic_optimization else loss)
+            self._losses.add(loss * trainer.accumulate_grad_batches if module.automatic_optimization else loss)
         if self._knows_size:
             self._samples += size or 0
         steps = trainer.global_step
@@ -136,10 +137,7 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
     def _tell(self, *, loss: bool) -> None:
         """Tells what has come since it was last told, in one call a step. `loss`: a step is over, whose loss is known now."""
         samples, self._samples = self._samples, 0
-        mean = None
-        if loss:
-            mean, self._losses = _mean(self._losses), []
-        self._session.observe(samples=samples or None, loss=mean)
+        self._session.observe(samples=samples or None, loss=self._losses.round_over() if loss else None)
 
     def _log(self, trainer: Trainer) -> None:
         values = self._session.logged()
@@ -171,10 +169,3 @@ def _loss(outputs: object) -> torch.Tensor | None:
     """The loss in what the trainer hands on of a `training_step`."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def _mean(losses: list[torch.Tensor]) -> torch.Tensor | None:
-    """On their device, where they stay."""
-    if len(losses) < 2:
-        return losses[0] if losses else None
-    return torch.stack([loss.reshape(()) for loss in losses]).mean()

@@ -20,6 +20,7 @@ from torch_grad_exporter.config.option import resolve
 from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
+from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, steps_of
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -92,6 +93,8 @@ class Session:
         self._ends = False
         self._tells_losses: bool | None = None
         self._failed_before = False
+        self.engines: FollowedEngines | None = None
+        """The engines of DeepSpeed that train the model, where there are any."""
 
     @property
     def telling(self) -> bool:
@@ -136,6 +139,7 @@ class Session:
         self._tells_losses = None
         if self._ends:
             self._options.setdefault("run", self._told.run)  # the next fit is the same training
+        self.during(self._follow_engines, model, step is None)
         if step is not None:
             self._told.resume(step)
 
@@ -148,6 +152,15 @@ class Session:
         elif not kept:
             running.end(TrainingBrokeOff())
         return running if kept else None
+
+    def _follow_engines(self, model: Models, number_steps: bool) -> None:
+        """Where DeepSpeed trains the model, by whichever way, its engine says what the parameters' gradients do not."""
+        found = followed_engines(model if isinstance(model, torch.nn.Module) else model.values())
+        if found and self._told is not None:
+            if number_steps and len(found) == 1 and (done := steps_of(found[0])):
+                self._told.resume(done)
+            self.engines = FollowedEngines(self._told, found, number_steps=number_steps)
+            self.engines.keep(self)
 
     def observe(self, **values: Number | None) -> None:
         """As `Exporter.observe`, without those that are `None`."""
@@ -209,10 +222,13 @@ class Session:
     def end(self, error: BaseException | None = None) -> None:
         """The training has ended, by this exception if there is one. An exporter that the user has started goes on."""
         told, self._told = self._told, None
+        engines, self.engines = self.engines, None
         if told is not None:
             _TOLD_BY.pop(told, None)
             if self._ends:
                 told.end(error)
+            if engines is not None:
+                told.guarded(engines.remove)
 
 
 def _check_pattern(who: str, log: bool | str) -> None:

@@ -1,0 +1,212 @@
+"""Engines of DeepSpeed that a trainer makes, on the CPU: each integration shows the engine's norm and steps, and no layer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.nn.functional import mse_loss
+from transformers import Trainer as TransformersTrainer
+
+from tests.support.scrape import errors, value, values
+from tests.trainers.test_deepspeed import LIMIT, ROUND, batch, engine_of, network, one_process, train
+from tests.trainers.test_lightning import Module, numbers
+from tests.trainers.test_run import HERE, RUN, output
+from tests.trainers.test_transformers import Sentences, llama, settings
+from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.integrations.accelerate import GradExporterTracker
+from torch_grad_exporter.integrations.engines import followed_engines
+from torch_grad_exporter.integrations.lightning import GradExporterCallback as LightningCallback
+from torch_grad_exporter.integrations.session import Session
+from torch_grad_exporter.integrations.transformers import GradExporterCallback
+
+__all__ = ["one_process"]
+
+QUICK = {"port": None, "every": 1, "collectors": {"process": False, "host": False, "container": False, "gpu": False}}
+"""Options of an exporter that looks at each step, and at no machine."""
+
+LAYERS = {"torch_grad_norm", "torch_grad_norm_squared", "torch_grad_zero_ratio"}
+"""What would be of a gradient that is not the one that is trained with."""
+
+
+@pytest.fixture(autouse=True)
+def begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate keeps its state for the process, and refuses DeepSpeed where it is told to use the CPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("accelerate.state.PartialState.destroy_process_group", lambda *_: None)  # the next test has the same
+
+
+def configuration(stage: int) -> dict[str, Any]:
+    """As a user's file of DeepSpeed has it, for an optimizer of PyTorch's."""
+    return {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": ROUND, "zero_optimization": {"stage": stage},
+        "gradient_clipping": LIMIT, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+
+def of_engine(exporter: Exporter, engine: Any, step: int) -> None:
+    """Asserts that the norm and the number of steps are the engine's, and that no layer is shown."""
+    scrape = values(exporter)
+    assert not {name for name, _ in scrape} & LAYERS
+    assert value(exporter, "torch_grad_global_norm") == pytest.approx(float(engine.get_global_grad_norm()), rel=1e-6)
+    assert value(exporter, "torch_train_steps_total", optimizer="manual") == engine.global_steps == step
+    assert errors(exporter) == {}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_accelerate(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Accelerate's plugin: at stage 2 the norm of the engine, else layers; the engine has its own methods again."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    tracker = GradExporterTracker(**QUICK)
+    accelerate = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(stage)), log_with=tracker)
+    bare = network()
+    loader = torch.utils.data.DataLoader(torch.cat([batch(number) for number in range(6)]), 4)
+    engine, optimizer, given = accelerate.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.05), loader)
+    accelerate.init_trackers("run")
+    exporter = tracker.exporter
+    assert exporter is not None
+    for number, one in enumerate(given, 1):
+        with accelerate.accumulate(engine):
+            accelerate.backward(loss := mse_loss(engine(one), one))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerate.log({"loss": loss.item()})
+        assert value(exporter, "torch_train_loss") == loss.item()
+        if stage == 2 and number % ROUND == 0:
+            of_engine(exporter, engine, number // ROUND)
+    if stage == 0:
+        assert value(exporter, "torch_grad_norm", layer="0") is not None
+        assert value(exporter, "torch_grad_sample_step") == 3
+        assert errors(exporter) == {}
+    assert "step" in engine.__dict__
+    accelerate.end_training()
+    assert not {"step", "backward"} & {*engine.__dict__}
+
+
+def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `TrainingArguments(deepspeed=...)`: after each step the engine's norm and steps, the loss of the model, and no layer."""
+    monkeypatch.setattr("torch_grad_exporter.capture.round_loss.READ_SECONDS", -1.0)  # else it is read twice a second
+    shown: list[tuple[float | None, ...]] = []
+
+    class Looks(GradExporterCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            super().on_step_end(args, state, control, **more)
+            assert self.exporter is not None
+            of_engine(self.exporter, trainer.deepspeed, state.global_step)
+            shown.append((value(self.exporter, "torch_grad_global_norm"), value(self.exporter, "torch_train_loss")))
+
+    arguments = {"deepspeed": {**configuration(2), "train_micro_batch_size_per_gpu": 2}, "gradient_accumulation_steps": ROUND}
+    args = settings(tmp_path, use_cpu=False, max_grad_norm=LIMIT, **arguments)
+    trainer = TransformersTrainer(model=llama(), args=args, train_dataset=Sentences(16), callbacks=[Looks(**QUICK)])
+    trainer.train()
+    assert len(shown) == 4
+    logged = [(one["grad_norm"], one["loss"]) for one in trainer.state.log_history if "loss" in one]
+    assert [norm for norm, _ in shown] == pytest.approx([norm for norm, _ in logged], rel=1e-5)
+    assert [loss for _, loss in shown] == pytest.approx([loss for _, loss in logged], rel=1e-3)
+    assert not {"step", "backward"} & {*trainer.deepspeed.__dict__}
+
+
+def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By Lightning's strategy, which is let onto the CPU here: the norm and the steps of the engine, the loss of the callback."""
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed.CUDAAccelerator", CPUAccelerator)
+    monkeypatch.setattr(CPUAccelerator, "get_parallel_devices", lambda _: [torch.device("cpu", 0)])
+    losses: list[float] = []
+
+    class Looks(LightningCallback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            losses.append(outputs["loss"].item() * ROUND)
+            if len(losses) % ROUND == 0:
+                assert self.exporter is not None
+                of_engine(self.exporter, trainer.model, len(losses) // ROUND)
+                assert value(self.exporter, "torch_train_loss") == pytest.approx(sum(losses[-ROUND:]) / ROUND, rel=1e-5)
+
+    config = {
+        name: configuration(2)[name]
+        for name in ("zero_optimization", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer")
+    }
+    trainer = Trainer(
+        max_epochs=1, strategy=DeepSpeedStrategy(config=config, process_group_backend="gloo"), accelerator="cpu", devices=1,
+        gradient_clip_val=LIMIT, accumulate_grad_batches=ROUND, callbacks=[Looks(**QUICK)], default_root_dir=tmp_path, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), numbers(6))
+    assert len(losses) == 6
+    assert not {"step", "backward"} & {*trainer.model.__dict__}
+
+
+def test_run(tmp_path: Path) -> None:
+    """`torch-grad-exporter run` of a script with an engine: from its first step on, the engine's norm and steps."""
+    saved = tmp_path / "run.json"
+    status, _, err = output(tmp_path, sys.executable, *RUN, "--save", saved, HERE / "engine.py")
+    assert status == 0, err
+    norm, steps = json.loads(err.split("said ")[1].splitlines()[0])
+    shown = json.loads(saved.read_text())["status"]
+    assert shown["global_norm"] == pytest.approx(norm, rel=1e-6)
+    assert shown["step"] == steps == 6
+    assert json.loads(saved.read_text())["layer"] == {}
+    assert "torch_grad_exporter: DeepSpeed keeps gradients elsewhere (ZeRO stage 2, 1 ranks, float32)" in err
+    assert "torch_grad_exporter: watching Sequential, trained by AdamW" in err
+
+
+def test_a_session_of_the_users_exporter() -> None:
+    """An exporter of the user's goes on after a training, without the engine, which has its own methods again."""
+    model = network()
+    with start_exporter(model, **QUICK) as exporter:
+        engine, session = engine_of(model, 2), Session("Callback")
+        session.begin(model)
+        train(engine, steps=2)
+        of_engine(exporter, engine, 2)
+        session.end()
+        assert not {"step", "backward"} & {*engine.__dict__}
+
+
+def test_which_engines() -> None:
+    """Those that train the model: not one of another model, nor one without an optimizer."""
+    model, other = network(), network()
+    engine, _another = engine_of(model, 2), engine_of(other, 2)
+    deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 4})
+    for asked in (model, model[0], engine):
+        assert [one is engine for one in followed_engines(asked)] == [True]
+    assert followed_engines([torch.nn.Linear(1, 1)]) == []
+
+
+def test_a_second_training_of_the_model() -> None:
+    """The engine of the first one, which the parameters' hooks may keep alive, takes nothing from that of the second one."""
+    model, session = network(), Session("Callback", options=QUICK)
+    for training in range(2):
+        engine = engine_of(model, 2)
+        session.begin(model)
+        assert session.exporter is not None
+        train(engine, steps=2)
+        assert value(session.exporter, "torch_grad_global_norm") == pytest.approx(float(engine.get_global_grad_norm()), rel=1e-6)
+        assert value(session.exporter, "torch_train_steps_total", optimizer="manual") == 2, training
+        session.end()
+
+
+def test_engines_of_two_models() -> None:
+    """Their steps are counted, and no norm is shown, which would be of the one and of the other in turn."""
+    models = {"one": network(), "other": network()}
+    engines = [engine_of(model, 2) for model in models.values()]
+    session = Session("Callback", options=QUICK)
+    session.begin(models)
+    assert session.exporter is not None
+    for engine in engines:
+        train(engine, steps=2)
+    assert value(session.exporter, "torch_train_steps_total", optimizer="manual") == 4
+    assert "torch_grad_global_norm" not in {name for name, _ in values(session.exporter)}
+    assert errors(session.exporter) == {}
+    session.end()

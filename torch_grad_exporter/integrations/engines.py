@@ -1,0 +1,211 @@
+"""Finds the engine of DeepSpeed that trains a model, whichever way it was made, and follows its steps.
+
+See docs/deepspeed.md. Trainers make engines themselves, as by `TrainingArguments(deepspeed=...)`; then what a parameter has as its
+gradient may not be what it is trained with. DeepSpeed itself is not imported here: where nobody else has, there is no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_grad_exporter.errors import say
+from torch_grad_exporter.integrations.round_losses import RoundLosses
+
+if TYPE_CHECKING:
+    from torch_grad_exporter.exporter import Exporter
+
+logger = logging.getLogger("torch_grad_exporter")
+
+LOG_EVERY = 10
+"""Steps from one write to the engine's monitor to the next where the engine's `steps_per_print` is none; its own default."""
+
+
+class FollowedEngines:
+    """Around the `backward` and `step` of engines until `remove`, or the end of the exporter, which gives them back.
+
+    `number_steps`: the engine's own count numbers the steps, where nobody else knows them. With engines of several models steps
+    are counted and have no norm, which would be that of each in turn. `tell` takes a line for the user, else the log does. What
+    fails is counted, as `integration`, and the training goes on.
+    """
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        engines: Iterable[Any],
+        *,
+        number_steps: bool,
+        tell: Callable[..., object] | None = None,
+    ) -> None:
+        found = [*engines]
+        self._exporter = exporter
+        self._engines = [weakref.ref(engine) for engine in found]  # a training that is over is freed, though the exporter goes on
+        # What an earlier training of the model has left behind may be kept alive by the parameters: it steps no more.
+        self._one_model = len({id(engine.module) for engine in found}) == 1
+        self._numbers = number_steps and self._one_model
+        elsewhere = [engine for engine in found if _gradients_elsewhere(engine)]
+        self._elsewhere = bool(elsewhere)
+        self._losses: RoundLosses | None = None
+        self._logged: Callable[[], Mapping[str, float]] | None = None
+        self._over = False
+        self._kept: object = None
+        if elsewhere:
+            exporter.gradients_elsewhere()
+            _tell_elsewhere(elsewhere[0], tell or functools.partial(say, logger))
+        for engine in found:
+            engine.backward = self._around_backward(engine.backward)
+            engine.step = self._around_step(engine, engine.step)
+        exporter.adopt(self)
+
+    def tell_losses(self) -> None:
+        """Takes the loss from what `backward` is given, the mean over the batches of a step; without this others tell it."""
+        self._losses = RoundLosses()
+
+    def keep(self, teller: object) -> None:
+        """Keeps who tells of this training until its end: nothing else may, and then it would seem to have broken off."""
+        self._kept = teller
+
+    def log(self, logged: Callable[[], Mapping[str, float]]) -> None:
+        """Writes these values to the engine's monitor, at its `steps_per_print`; nothing where no monitor is enabled."""
+        self._logged = logged
+
+    def remove(self) -> None:
+        """Gives the engines their own methods back; idempotent. What others have wrapped since goes through."""
+        self._over, self._logged, self._kept = True, None, None
+        for reference in self._engines:
+            engine = reference()
+            for name in () if engine is None else ("backward", "step"):
+                wrapper: Any = engine.__dict__.get(name)
+                if getattr(wrapper, "followed_by", None) is not self:
+                    continue
+                before = wrapper.__wrapped__
+                if isinstance(before, types.MethodType) and before.__self__ is engine:
+                    del engine.__dict__[name]
+                else:
+                    setattr(engine, name, before)
+        self._engines = []
+
+    def _around_backward(self, backward: Any) -> Any:
+        @functools.wraps(backward)
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            if self._losses is not None and not self._over:
+                self._exporter.guarded(self._losses.add, next(iter((*arguments, *named.values())), None))
+            return backward(*arguments, **named)
+
+        wrapped.followed_by = self  # type: ignore[attr-defined]
+        return wrapped
+
+    def _around_step(self, engine: Any, step: Any) -> Any:
+        @functools.wraps(step)
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            before = engine.global_steps
+            result = step(*arguments, **named)
+            if engine.global_steps != before and not self._over:
+                self._exporter.guarded(self._stepped, engine)
+            return result
+
+        wrapped.followed_by = self  # type: ignore[attr-defined]
+        return wrapped
+
+    def _stepped(self, engine: Any) -> None:
+        """The engine was at the end of an accumulation, and has stepped or left its step out."""
+        exporter = self._exporter
+        if self._losses is not None and (loss := self._losses.round_over()) is not None:
+            exporter.observe(loss=loss)
+        if engine.zero_optimization_stage() > 0 or self._elsewhere:
+            if engine.was_step_applied():
+                self._tell_step(engine)
+            elif self._elsewhere:
+                exporter.step_skipped()
+        if self._logged is not None:
+            _write(engine, self._logged)
+
+    def _tell_step(self, engine: Any) -> None:
+        norm = engine.get_global_grad_norm() if self._one_model else None
+        if norm is not None:
+            self._exporter.observe(grad_norm=norm)
+        self._exporter.step(steps_of(engine) if self._numbers else None)
+
+
+def followed_engines(models: torch.nn.Module | Iterable[torch.nn.Module]) -> list[Any]:
+    """The living engines of DeepSpeed that train one of these models: those that are one of them, or have a parameter of it.
+
+    Looks at all objects of the process, which takes tens of milliseconds, only where something has imported DeepSpeed's engine.
+    """
+    kind = _class_of_engines()
+    if kind is None:
+        return []
+    wanted = [models] if isinstance(models, torch.nn.Module) else [*models]
+    if engines := [model for model in wanted if isinstance(model, kind)]:
+        return engines
+    parameters = {id(parameter) for model in wanted for parameter in model.parameters()}
+    found = _training_engines(kind, parameters)
+    if len(found) < 2:
+        return found
+    found.clear()
+    gc.collect()  # one of them may be of an earlier training, which only the garbage collector frees
+    return _training_engines(kind, parameters)
+
+
+def living_engines(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Those of these modules that are engines of DeepSpeed with an optimizer."""
+    kind = _class_of_engines()
+    return [] if kind is None else [module for module in modules if issubclass(type(module), kind) and _trains(module)]
+
+
+def optimizer_of(engine: Any) -> Any:
+    """The optimizer of PyTorch that an engine was made with, or has made."""
+    return engine.basic_optimizer
+
+
+def steps_of(engine: Any) -> int:
+    """Steps that the engine has taken; those that it has left out are not among them."""
+    return int(engine.global_steps - engine.skipped_steps)
+
+
+def _class_of_engines() -> Any:
+    """DeepSpeed's class of engines; `None` where nothing has imported it."""
+    return getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+
+
+def _training_engines(kind: Any, parameters: set[int]) -> list[Any]:
+    # By its type alone: to ask a proxy for its class may run code of others.
+    engines = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [one for one in engines if _trains(one) and not parameters.isdisjoint(map(id, one.parameters()))]
+
+
+def _trains(engine: Any) -> bool:
+    """Whether it has an optimizer: without one, as where a reference model is held in parts, it only computes."""
+    return engine.__dict__.get("basic_optimizer") is not None
+
+
+def _tell_elsewhere(engine: Any, tell: Callable[..., object]) -> None:
+    tell(
+        logging.INFO,
+        "DeepSpeed keeps gradients elsewhere (ZeRO stage %d, %d ranks, %s): layers are not shown; the norm is the engine's",
+        engine.zero_optimization_stage(), engine.dp_world_size,
+        "reduced precision" if _reduced_precision(engine) else "float32",
+    )  # fmt: skip
+
+
+def _write(engine: Any, logged: Callable[[], Mapping[str, float]]) -> None:
+    """Gives the values to the engine's monitor, on the first rank, where it writes; as its own values, by the samples so far."""
+    if engine.monitor.enabled and engine.global_rank == 0 and engine.global_steps % (engine.steps_per_print() or LOG_EVERY) == 0:
+        engine.monitor.write_events([(name, value, engine.global_samples) for name, value in logged().items()])
+
+
+def _reduced_precision(engine: Any) -> bool:
+    return bool(engine.fp16_enabled() or engine.bfloat16_enabled())
+
+
+def _gradients_elsewhere(engine: Any) -> bool:
+    """Whether what a parameter has as its gradient is not the one that it is trained with."""
+    return bool(engine.zero_optimization_stage() > 1 or engine.dp_world_size > 1 or _reduced_precision(engine))
