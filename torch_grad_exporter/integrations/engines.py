@@ -56,6 +56,7 @@ class FollowedEngines:
         self._losses: RoundLosses | None = None
         self._logged: Callable[[], Mapping[str, float]] | None = None
         self._over = False
+        self._kept: object = None
         if elsewhere:
             exporter.gradients_elsewhere()
             _tell_elsewhere(elsewhere[0], tell or functools.partial(say, logger))
@@ -68,13 +69,17 @@ class FollowedEngines:
         """Takes the loss from what `backward` is given, the mean over the batches of a step; without this others tell it."""
         self._losses = RoundLosses()
 
+    def keep(self, teller: object) -> None:
+        """Keeps who tells of this training until its end: nothing else may, and then it would seem to have broken off."""
+        self._kept = teller
+
     def log(self, logged: Callable[[], Mapping[str, float]]) -> None:
         """Writes these values to the engine's monitor, at its `steps_per_print`; nothing where no monitor is enabled."""
         self._logged = logged
 
     def remove(self) -> None:
         """Gives the engines their own methods back; idempotent. What others have wrapped since goes through."""
-        self._over, self._logged = True, None
+        self._over, self._logged, self._kept = True, None, None
         for reference in self._engines:
             engine = reference()
             for name in () if engine is None else ("backward", "step"):

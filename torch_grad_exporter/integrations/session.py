@@ -160,6 +160,7 @@ class Session:
             if number_steps and len(found) == 1 and (done := steps_of(found[0])):
                 self._told.resume(done)
             self.engines = FollowedEngines(self._told, found, number_steps=number_steps)
+            self.engines.keep(self)
 
     def observe(self, **values: Number | None) -> None:
         """As `Exporter.observe`, without those that are `None`."""
