@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import socket
 from collections.abc import Iterator
@@ -48,11 +49,13 @@ def batch(number: int, rank: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
-    """A process group of one, for all tests of this file that need no more."""
+    """A process group of one, for all tests of a file that need no more."""
     before = dict(os.environ)
     joined(0, 1, free_port())
     yield
     dist.destroy_process_group()
+    importlib.reload(deepspeed.utils.groups)  # DeepSpeed would go on with the group that is gone
+    deepspeed.comm.comm.cdb = None
     os.environ.clear()
     os.environ.update(before)
 

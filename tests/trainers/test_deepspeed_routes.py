@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from transformers import Trainer as TransformersTrainer
 from tests.support.scrape import errors, value, values
 from tests.trainers.test_deepspeed import LIMIT, ROUND, batch, engine_of, network, one_process, train
 from tests.trainers.test_lightning import Module, numbers
+from tests.trainers.test_lightning_callback import GradExporterCallback as LightningCallback  # of both packages
 from tests.trainers.test_run import HERE, RUN, output
 from tests.trainers.test_transformers import Sentences, llama, settings
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.integrations.accelerate import GradExporterTracker
 from torch_grad_exporter.integrations.engines import followed_engines
-from torch_grad_exporter.integrations.lightning import GradExporterCallback as LightningCallback
 from torch_grad_exporter.integrations.session import Session
 from torch_grad_exporter.integrations.transformers import GradExporterCallback
 
@@ -40,13 +41,20 @@ LAYERS = {"torch_grad_norm", "torch_grad_norm_squared", "torch_grad_zero_ratio"}
 """What would be of a gradient that is not the one that is trained with."""
 
 
-@pytest.fixture(autouse=True)
-def begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate keeps its state for the process, and refuses DeepSpeed where it is told to use the CPU."""
+def forget() -> None:
+    """Accelerate keeps its state for the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def begun_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate as in a new process, before and after. It refuses DeepSpeed where it is told to use the CPU."""
+    forget()
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr("accelerate.state.PartialState.destroy_process_group", lambda *_: None)  # the next test has the same
+    yield
+    forget()
 
 
 def configuration(stage: int) -> dict[str, Any]:
