@@ -31,7 +31,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda lint type golden dashboards gallery pictures docs tools build image clean
+.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -146,6 +146,9 @@ gallery: venv tools ## draw the dashboards of nine kinds of runs into docs/dashb
 
 pictures: $(TRAINERS_STAMP) ## draw a run of each framework into docs/frameworks/ (ARGS='lightning ray')
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(TRAINERS)/python scripts/framework_pictures.py $(ARGS)
+
+bench-frameworks: $(TRAINERS_STAMP) ## measure what the line for each framework costs (10 min; ARGS='lightning')
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(TRAINERS)/python scripts/framework_pictures.py --cost $(ARGS) 2>/dev/null
 
 docs: venv ## build the documentation as a site into site/, and check its links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

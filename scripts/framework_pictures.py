@@ -1,16 +1,21 @@
 """Draws a run of each framework into docs/frameworks/: the same small model, trained by the framework's own trainer.
 
-Run it in the environment of the trainers: `make pictures`, or `python scripts/framework_pictures.py lightning ray`.
+Run it in the environment of the trainers: `make pictures ARGS='lightning ray'`. With `--cost` (`make bench-frameworks`) it measures
+instead what the line costs: in each round the same training once with it, at defaults, and twice without, in turn, by the
+processor time of all threads of the process. Ray trains in other processes, so it is not measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +28,9 @@ from torch_grad_exporter.cli.main import main
 
 WHERE = Path(__file__).resolve().parent.parent / "docs" / "frameworks"
 STEPS, BATCH, CONTEXT, WIDTH = 300, 16, 24, 48
+LONG, ROUNDS = 1500, 5
+"""Steps of a training whose cost is measured, and rounds of three of them."""
+
 OPTIONS: dict[str, Any] = {"port": None, "every": 1}
 
 
@@ -60,10 +68,10 @@ class NextByte(torch.nn.Module):
 class Source(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Pieces of the source of Python's own library."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         text = inspect.getsource(inspect) + inspect.getsource(inspect.getmodule(Path) or inspect)
         self._text = torch.tensor(list(text.encode()), dtype=torch.long)
-        self._starts = torch.randint(0, len(self._text) - CONTEXT - 1, (STEPS * BATCH,), generator=torch.Generator().manual_seed(1))
+        self._starts = torch.randint(0, len(self._text) - CONTEXT - 1, (steps * BATCH,), generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -73,9 +81,9 @@ class Source(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"text": self._text[start : start + CONTEXT], "labels": self._text[start + CONTEXT]}
 
 
-def loader() -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
+def loader(steps: int = STEPS) -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
     """All pieces once."""
-    return torch.utils.data.DataLoader(Source(), BATCH)
+    return torch.utils.data.DataLoader(Source(steps), BATCH)
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -86,7 +94,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 # One for each framework
 
 
-def transformers(path: Path, exporter: Exporter, model: NextByte) -> None:
+def transformers(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By `Trainer`."""
     from transformers import Trainer, TrainingArguments
 
@@ -96,10 +104,11 @@ def transformers(path: Path, exporter: Exporter, model: NextByte) -> None:
         output_dir=str(path.parent), per_device_train_batch_size=BATCH, num_train_epochs=1, learning_rate=3e-3, report_to=[],
         use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=50,
     )  # fmt: skip
-    Trainer(model, arguments, train_dataset=Source(), callbacks=[GradExporterCallback(exporter)]).train()
+    callbacks = [] if exporter is None else [GradExporterCallback(exporter)]
+    Trainer(model, arguments, train_dataset=Source(steps), callbacks=callbacks).train()
 
 
-def lightning(path: Path, exporter: Exporter, model: NextByte) -> None:
+def lightning(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By `Trainer`; the exporter watches the network within the module."""
     import lightning.pytorch as pl
 
@@ -116,21 +125,22 @@ def lightning(path: Path, exporter: Exporter, model: NextByte) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return adam(self.network)
 
+    callbacks = [] if exporter is None else [GradExporterCallback(exporter)]
     pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[GradExporterCallback(exporter)],
-    ).fit(Module(), loader())  # fmt: skip
+        enable_model_summary=False, callbacks=callbacks,
+    ).fit(Module(), loader(steps))  # fmt: skip
 
 
-def accelerate(path: Path, exporter: Exporter, model: NextByte) -> None:
+def accelerate(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By a loop with an `Accelerator`."""
     from accelerate import Accelerator
 
     from torch_grad_exporter.integrations.accelerate import GradExporterTracker
 
-    accelerator = Accelerator(cpu=True, log_with=GradExporterTracker(exporter))
+    accelerator = Accelerator(cpu=True, log_with=None if exporter is None else GradExporterTracker(exporter))
     accelerator.init_trackers("pictures")
-    prepared, optimizer, batches = accelerator.prepare(model, adam(model), loader())
+    prepared, optimizer, batches = accelerator.prepare(model, adam(model), loader(steps))
     for batch in batches:
         optimizer.zero_grad()
         loss = prepared(**batch)["loss"]
@@ -141,7 +151,7 @@ def accelerate(path: Path, exporter: Exporter, model: NextByte) -> None:
     accelerator.end_training()
 
 
-def ignite(path: Path, exporter: Exporter, model: NextByte) -> None:
+def ignite(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By an `Engine`."""
     from ignite.engine import Engine
 
@@ -157,11 +167,12 @@ def ignite(path: Path, exporter: Exporter, model: NextByte) -> None:
         return loss.item()
 
     trainer = Engine(update)
-    GradExporterHandler(model, exporter).attach(trainer)
-    trainer.run(loader(), max_epochs=1)
+    if exporter is not None:
+        GradExporterHandler(model, exporter).attach(trainer)
+    trainer.run(loader(steps), max_epochs=1)
 
 
-def mmengine(path: Path, exporter: Exporter, model: NextByte) -> None:
+def mmengine(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By a `Runner`."""
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]  # MMEngine asks for its version alone
     from mmengine.model import BaseModel
@@ -178,13 +189,14 @@ def mmengine(path: Path, exporter: Exporter, model: NextByte) -> None:
             found: dict[str, torch.Tensor] = self.network(text, labels)
             return found
 
+    hooks = [] if exporter is None else [GradExporterHook(exporter)]
     Runner(
-        Model(), str(path.parent), train_dataloader=loader(), optim_wrapper={"optimizer": adam(model)},
-        train_cfg={"by_epoch": True, "max_epochs": 1}, custom_hooks=[GradExporterHook(exporter)], log_level="ERROR",
+        Model(), str(path.parent), train_dataloader=loader(steps), optim_wrapper={"optimizer": adam(model)},
+        train_cfg={"by_epoch": True, "max_epochs": 1}, custom_hooks=hooks, log_level="ERROR",
     ).train()  # fmt: skip
 
 
-def deepspeed(path: Path, exporter: Exporter, model: NextByte) -> None:
+def deepspeed(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By an engine in float32."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed as package
@@ -194,20 +206,22 @@ def deepspeed(path: Path, exporter: Exporter, model: NextByte) -> None:
     package.init_distributed(dist_backend="gloo")
     settings = {"train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True}
     engine, *_ = package.initialize(model=model, optimizer=adam(model), config=settings)
-    watch_engine(engine, exporter)
-    for batch in loader():
+    if exporter is not None:
+        watch_engine(engine, exporter)
+    for batch in loader(steps):
         engine.backward(engine(**batch)["loss"])
         engine.step()
 
 
-def hook_list(path: Path, exporter: Exporter, model: NextByte) -> None:
+def hook_list(path: Path, exporter: Exporter | None, model: NextByte, steps: int) -> None:
     """By a plain loop with hooks."""
     from torch_grad_exporter.integrations.hook_list import GradExporterHook, HookList
 
     hooks, optimizer = HookList(), adam(model)
-    hooks.register(GradExporterHook(model, exporter))
+    if exporter is not None:
+        hooks.register(GradExporterHook(model, exporter))
     hooks.call("before_train")
-    for batch in loader():
+    for batch in loader(steps):
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
         loss.backward()
@@ -216,7 +230,7 @@ def hook_list(path: Path, exporter: Exporter, model: NextByte) -> None:
     hooks.call("after_train")
 
 
-FRAMEWORKS: dict[str, Callable[[Path, Exporter, NextByte], None]] = {
+FRAMEWORKS: dict[str, Callable[[Path, Exporter | None, NextByte, int], None]] = {
     one.__name__: one for one in (transformers, lightning, accelerate, ignite, mmengine, deepspeed, hook_list)
 }
 """Ray Train's workers are processes of their own: see `ray`."""
@@ -260,7 +274,7 @@ def draw(name: str) -> None:
         else:
             model = NextByte()
             with start_exporter(model, run=name, **OPTIONS) as exporter:
-                FRAMEWORKS[name](path, exporter, model)
+                FRAMEWORKS[name](path, exporter, model, STEPS)
             exporter.save(path)
         picture = WHERE / f"{name.replace('_', '-')}.png"
         if main(["plot", str(path), "--out", str(picture)]):
@@ -272,6 +286,40 @@ def draw(name: str) -> None:
         small.save(picture, optimize=True)
 
 
+# What the line costs
+
+
+def seconds(name: str, *, watched: bool) -> tuple[float, float | None]:
+    """Processor time of a training, and what the exporter says of its own share of the time."""
+    model = NextByte()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        exporter = stack.enter_context(start_exporter(model, None)) if watched else None
+        before = time.process_time()
+        FRAMEWORKS[name](Path(folder, "run"), exporter, model, LONG)
+        taken = time.process_time() - before
+        return taken, None if exporter is None else exporter.values("overhead_ratio$").get("torch_grad_exporter_overhead_ratio")
+
+
+def cost(name: str) -> None:
+    """Prints a row of the table in docs/frameworks.md."""
+    seconds(name, watched=False)
+    with_it, control, own = [], [], []
+    for number in range(ROUNDS):
+        kinds = ("plain", "watched", "control")
+        taken = {}
+        for kind in (*kinds[number % 3 :], *kinds[: number % 3]):
+            taken[kind], account = seconds(name, watched=kind == "watched")
+            own += [] if account is None else [account]
+        with_it.append(taken["watched"] / taken["plain"] - 1)
+        control.append(taken["control"] / taken["plain"] - 1)
+
+    def shown(ratios: list[float]) -> str:
+        return f"{median(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
+
+    print(f"| {name} | {shown(with_it)} | {shown(control)} | {median(own):.2%} |", flush=True)
+
+
 if __name__ == "__main__":
-    for one in sys.argv[1:] or (*FRAMEWORKS, "ray"):
-        draw(one)
+    names = [one for one in sys.argv[1:] if one != "--cost"]
+    for one in names or (*FRAMEWORKS, *(() if "--cost" in sys.argv else ("ray",))):
+        (cost if "--cost" in sys.argv else draw)(one)
