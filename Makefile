@@ -147,7 +147,7 @@ gallery: venv tools ## draw the dashboards of nine kinds of runs into docs/dashb
 pictures: $(TRAINERS_STAMP) ## draw a run of each framework into docs/frameworks/ (ARGS='lightning ray')
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(TRAINERS)/python scripts/framework_pictures.py $(ARGS)
 
-bench-frameworks: $(TRAINERS_STAMP) ## measure what the line for each framework costs (10 min; ARGS='lightning')
+bench-frameworks: $(TRAINERS_STAMP) ## measure what the line for each framework costs (12 min; ARGS='lightning')
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(TRAINERS)/python scripts/framework_pictures.py --cost $(ARGS) 2>/dev/null
 
 docs: venv ## build the documentation as a site into site/, and check its links

@@ -28,7 +28,7 @@ from torch_grad_exporter.cli.main import main
 
 WHERE = Path(__file__).resolve().parent.parent / "docs" / "frameworks"
 STEPS, BATCH, CONTEXT, WIDTH = 300, 16, 24, 48
-LONG, ROUNDS = 1500, 5
+LONG, ROUNDS = 6000, 3
 """Steps of a training whose cost is measured, and rounds of three of them."""
 
 OPTIONS: dict[str, Any] = {"port": None, "every": 1}

@@ -22,7 +22,7 @@ TOLERANCES: Mapping[str, float] = {
     "step_seconds": 1.0,
     "skipped_steps": 0.02,
 }
-"""By what share a run may be worse: at least twice as much as healthy runs of the demo with other seeds were, see docs/in-ci.md.
+"""By what share a run may be worse: about twice as much as healthy runs of the demo with other seeds were, see docs/in-ci.md.
 
 A loss and a step time may be lower by any amount. A norm may differ in both directions: by (1 + share) times at most. Skipped steps
 are a share of all steps, which may be higher by so much.
