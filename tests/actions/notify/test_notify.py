@@ -159,7 +159,8 @@ def test_a_run_that_fails_tells_so_at_its_end(caplog: pytest.LogCaptureFixture, 
 
         with pytest.raises(ZeroDivisionError):
             failing()
-        assert alerts(there) == [("TrainingFailed", "firing")]
+        # On a busy machine the end may leave the thread behind; what it was about to tell still comes.
+        assert eventually(lambda: alerts(there) == [("TrainingFailed", "firing")])
 
 
 def test_a_webhook_that_fails_first_and_then_succeeds() -> None:

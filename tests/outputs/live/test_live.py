@@ -892,23 +892,6 @@ def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
         assert new.json("/api/v1/run")["steps"] == [1]
 
 
-def test_what_is_judged_afresh_waits_for_the_scrape_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last judgement of a run, while the recorder still scrapes, is by a scrape that begins after that one."""
-    monkeypatch.setattr(live_module, "FIRST_SECONDS", FOREVER)
-    made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
-    made.json("/api/v1/status")
-    made.now += 60
-    found: list[float | None] = []
-    with held(made):
-        asks = threading.Thread(target=lambda: found.append(made.live.judged(fresh=True).values.one(TRAIN_LOSS)))
-        asks.start()
-        scrapes = made.scrapes
-        made.families = [family(TRAIN_LOSS, 8.0)]
-        assert not found
-    asks.join()
-    assert (found, made.scrapes) == ([8.0], scrapes + 1)
-
-
 def test_a_page_whose_scrape_hangs_delays_no_other() -> None:
     """Over HTTP: a 503 for who looks while the first scrape hangs, and `/metrics`, `/healthz` and the records for all others."""
     made, failures = Made().record(), list[str]()

@@ -253,8 +253,6 @@ class Live:
     def _latest(self, *, fresh: bool = False) -> Values:
         """The values of a scrape that is no older than `MAX_AGE`, or of the one before while another thread scrapes.
 
-        `fresh`: of a scrape that begins now, after that of another thread if need be, which is waited for.
-
         Raises `ScrapeBusyError` where there was none yet and the first one is slow: the server has few workers.
         """
         if fresh:
@@ -262,7 +260,7 @@ class Live:
         now, values = self._now(), self._values
         if values is not None and 0 <= now - self._taken < MAX_AGE:
             return values
-        if not self._scraping.acquire(timeout=0 if values is not None and not fresh else FIRST_SECONDS):
+        if not self._scraping.acquire(timeout=0 if values is not None else FIRST_SECONDS):
             if values is None:
                 raise ScrapeBusyError
             return values
