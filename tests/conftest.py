@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.compiled import forget_what_was_compiled
 from tests.support.programs import Starter
 
 HERE = Path(__file__).parent
@@ -63,3 +64,10 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     one = Starter(tmp_path_factory.mktemp("programs"))
     yield one
     one.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_compiled() -> Iterator[None]:
+    """What one test compiles is none of the next one's: where there is any, a model is looked into from its second round on."""
+    yield
+    forget_what_was_compiled()

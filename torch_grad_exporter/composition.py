@@ -111,13 +111,14 @@ class Composition:
         _open[self] = None
         _handle_forks_and_exit()
 
-    def _judged(self) -> Judged:
-        return self._view.live.judged(fresh=True)
+    def _judged(self, last: bool) -> Judged:
+        return self._view.live.judged(last=last)
 
-    def _judged_for_both(self) -> list[Problem]:
-        """What is wrong now, for Notify; actions use the same judgement."""
-        judged = self._judged()
-        self._act.take(judged)
+    def _judged_for_both(self, last: bool) -> list[Problem]:
+        """What is wrong now, for Notify; actions use the same judgement, but for the last one, which they make at their own end."""
+        judged = self._judged(last)
+        if not last:
+            self._act.take(judged)
         return judged.problems
 
     def _stop(self) -> None:

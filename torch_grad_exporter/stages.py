@@ -192,9 +192,9 @@ def scrape(
 
 
 def notifying(
-    checked: Checked, training: TrainingSide, problems: Callable[[], Iterable[Problem]], errors: ErrorLog
+    checked: Checked, training: TrainingSide, problems: Callable[[bool], Iterable[Problem]], errors: ErrorLog
 ) -> notify.Notify | None:
-    """What tells of problems, if the user wants it. `problems`: judges the run now."""
+    """What tells of problems, if the user wants it. `problems`: judges the run now; its argument says whether it is over."""
     notifiers, ranks = checked.arguments.alerts, checked.identity.world_size
     if not notifiers:
         return None
@@ -209,7 +209,7 @@ def acting(
     host: HostSide,
     errors: ErrorLog,
     *,
-    judge: Callable[[], Judged],
+    judge: Callable[[bool], Judged],
     stop: Callable[[], None],
 ) -> Act:
     """What `Exporter.on` hands actions to. `judge`: judges the run now; `stop`: what `Stop()` does."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.support.catalogue import CATALOGUE
-from tests.support.compiled import forget_what_was_compiled
 from tests.support.tools import find
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Freeze, Log, MaxNorm, Stop
@@ -51,8 +50,7 @@ MACHINE = ("process_", "python_", *(f"torch_{part}_" for part in ("cuda", "gpu",
 
 
 def scrape() -> str:
-    """A seeded run of 24 steps with every option on, as Prometheus would get it, whatever other tests have compiled before."""
-    forget_what_was_compiled()
+    """A seeded run of 24 steps with every option on, as Prometheus would get it."""
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     with torch.no_grad():

@@ -102,7 +102,7 @@ class World:
         )  # fmt: skip
         self.act = Act(sources, steps, self.totals, self.errors, loop=Still)
 
-    def _judge(self) -> Judged:
+    def _judge(self, _last: bool) -> Judged:
         self.judged += 1
         return Judged(values(self.numbers), self.problems)
 

@@ -411,10 +411,10 @@ def test_a_rule_freezes_what_its_problems_name() -> None:
         exporter.on("LayerDead", events.append)
         problems = [Problem("LayerDead", "warning", "dead", "1"), Problem("LayerDead", "warning", "dead", None, ("2", "3"))]
         act = exporter._act
-        judged = act._sources.judge()
+        judged = act._sources.judge(False)
         object.__setattr__(judged, "problems", problems)
         act._sources = type(act._sources)(
-            judge=lambda: judged, fed=False, metrics=act._sources.metrics, step=act._sources.step,
+            judge=lambda _last: judged, fed=False, metrics=act._sources.metrics, step=act._sources.step,
             clock=iter(range(10**6)).__next__,
         )  # fmt: skip
         for _ in range(2000):

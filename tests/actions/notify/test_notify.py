@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ import torch
 from tests.support.notified import SECRET, Answer, Judged, Receiver, Trained, receiver, refused_url
 from tests.support.scrape import errors
 from tests.support.tools import FOREVER, PATIENCE, eventually, lasting_threads
-from torch_grad_exporter.actions import Alertmanager, Log, Notifier, Webhook
+from torch_grad_exporter.actions import Alertmanager, Event, Log, Notifier, Webhook
+from torch_grad_exporter.actions.act import act
 from torch_grad_exporter.actions.notify import notify
 from torch_grad_exporter.rules import Problem
 
@@ -159,8 +161,37 @@ def test_a_run_that_fails_tells_so_at_its_end(caplog: pytest.LogCaptureFixture, 
 
         with pytest.raises(ZeroDivisionError):
             failing()
-        # On a busy machine the end may leave the thread behind; what it was about to tell still comes.
-        assert eventually(lambda: alerts(there) == [("TrainingFailed", "firing")])
+        assert alerts(there) == [("TrainingFailed", "firing")]
+
+
+def test_judgements_between_the_end_and_the_last_one_hide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a run that has failed is being closed it is judged on: the failure is told by the last judgement all the same, once."""
+    for part in (notify, act):
+        monkeypatch.setattr(part, "CLOSE_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(notify, "EVALUATION_SECONDS", 0.0)
+    monkeypatch.setattr(notify, "SHARE", 1.0)
+    events: list[Event] = []
+    with receiver() as there:
+        exporter = Trained(Webhook(there.url)).exporter
+        exporter.on("TrainingFailed", events.append)
+        live, close_view, judgements = exporter._view.live, exporter._view.close, itertools.count()
+        judged, seen = live.judged, [0]
+
+        def counted(*, last: bool = False) -> object:
+            seen[0] = next(judgements)
+            return judged(last=last)
+
+        def closing(error: str | None) -> None:
+            before = seen[0]
+            assert eventually(lambda: seen[0] > before + 3)
+            close_view(error)
+
+        monkeypatch.setattr(live, "judged", counted)
+        monkeypatch.setattr(exporter._view, "close", closing)
+        exporter.end(ZeroDivisionError())
+        assert errors(exporter).get("close", 0) == 0
+        assert alerts(there) == [("TrainingFailed", "firing")]
+    assert [event.alert for event in events] == ["TrainingFailed"]
 
 
 def test_a_webhook_that_fails_first_and_then_succeeds() -> None:

@@ -892,6 +892,16 @@ def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
         assert new.json("/api/v1/run")["steps"] == [1]
 
 
+def test_the_last_judgement_is_by_a_scrape_of_its_own() -> None:
+    """While another thread scrapes, the last judgement of a run does not take the values before for those of its end."""
+    made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
+    made.json("/api/v1/status")
+    made.families = [family(TRAIN_LOSS, 8.0)]
+    with made.live._scraping:
+        assert made.live.judged().values.one(TRAIN_LOSS) == 7.0
+        assert made.live.judged(last=True).values.one(TRAIN_LOSS) == 8.0
+
+
 def test_a_page_whose_scrape_hangs_delays_no_other() -> None:
     """Over HTTP: a 503 for who looks while the first scrape hangs, and `/metrics`, `/healthz` and the records for all others."""
     made, failures = Made().record(), list[str]()

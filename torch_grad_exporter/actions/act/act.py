@@ -58,9 +58,12 @@ CLOSE_SECONDS, HURRIED_SECONDS = 2.0, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What it reads. `judge`: judges the run now; `fed`: whether Notify does, which hands it to `Act.take`. `metrics`: by name."""
+    """What it reads. `judge`: judges the run now, as `Live.judged`, for the last time if its argument says so. `metrics`: by name.
 
-    judge: Callable[[], Judged]
+    `fed`: whether Notify judges as well, and hands it to `Act.take`.
+    """
+
+    judge: Callable[[bool], Judged]
     fed: bool
     metrics: Callable[[], Mapping[str, Spec]]
     step: Callable[[], int]
@@ -243,7 +246,7 @@ class Act:
             return
         taken, self._taken = self._taken, None
         episodes = self._episodes
-        judged = self._sources.judge() if taken is None or last else taken
+        judged = self._sources.judge(last) if taken is None or last else taken
         now = self._sources.clock()
         active = {} if episodes is None else episodes.judge(judged.problems, now, last=last)
         for trigger in triggers:

@@ -65,14 +65,14 @@ def totals(notifiers: Sequence[Notifier], rules: Iterable[Rule] = RULES) -> Noti
 class Notify:
     """Judges and tells, from `start` until `close`.
 
-    `problems`: what is wrong, by a scrape of now. `totals`: counts what is told. `job`: the other ranks, if there are any. `clock`
-    in seconds, `now` is Unix time.
+    `problems`: what is wrong by a scrape of now; its argument says whether the run is over. `totals`: counts what is told. `job`:
+    the other ranks, if there are any. `clock` in seconds, `now` is Unix time.
     """
 
     def __init__(
         self,
         notifiers: Sequence[Notifier],
-        problems: Callable[[], Iterable[Problem]],
+        problems: Callable[[bool], Iterable[Problem]],
         origin: Origin,
         totals: NotifyTotals,
         errors: ErrorLog,
@@ -140,7 +140,7 @@ class Notify:
     def evaluate(self, *, last: bool = False) -> None:
         """Judges once, and offers what begins and ends to all notifiers. `last`: the run is over."""
         now, at = self._clock(), self._now()
-        active = self._episodes.judge(self._problems(), now, last=last)
+        active = self._episodes.judge(self._problems(last), now, last=last)
         found = {key: self._notification(one, at, now) for key, one in active.items()}
         self.totals.set_active(Counter((alert, severity) for alert, severity, _ in found))
         self._took = self._clock() - now

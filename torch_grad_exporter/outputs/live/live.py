@@ -136,18 +136,22 @@ class Live:
             ended = self._watch.problems(values, now) if over else []
         self._record.of_scrape(values, Moment(now, self._history.samples, int(_step(values))), problems, ended)
 
-    def problems(self, *, fresh: bool = False) -> list[Problem]:
-        """What is wrong now, the worst first. `fresh`: by a scrape of now, not of a second ago."""
-        return self.judged(fresh=fresh).problems
+    def problems(self) -> list[Problem]:
+        """What is wrong now, the worst first."""
+        return self._problems(self._latest(), self._now())
 
-    def judged(self, *, fresh: bool = False) -> Judged:
-        """As `problems`, with the values."""
-        values = self._latest(fresh=fresh)
-        return Judged(values, self._problems(values, self._now()))
+    def judged(self, *, last: bool = False) -> Judged:
+        """What is wrong by a scrape of now. `last`: the run is over.
 
-    def _problems(self, values: Values, now: float) -> list[Problem]:
+        Until then one that ends is judged as if it went on: between its end and the last judgement there may be another one,
+        and what the end has brought is told once.
+        """
+        values = Values(self._scrape()) if last else self._latest(fresh=True)  # of its own: nobody else's is shown instead
+        return Judged(values, self._problems(values, self._now(), going=not last))
+
+    def _problems(self, values: Values, now: float, *, going: bool = False) -> list[Problem]:
         with self._lock:
-            return self._watch.problems(values, now)
+            return self._watch.problems(values, now, going=going)
 
     def status(self) -> Json:
         """`api/v1/status`."""
