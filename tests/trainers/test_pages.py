@@ -14,41 +14,20 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import mse_loss
 
 from tests.docs.test_commands import blocks
-from tests.support.scrape import values
 from tests.support.tools import REPOSITORY
+from tests.trainers.pages import last_values, run, steps
 from tests.trainers.test_accelerate import BATCHES
 from tests.trainers.test_lightning import Module, numbers
 from tests.trainers.test_transformers import Sentences, llama, settings
-from torch_grad_exporter import Exporter
 from torch_grad_exporter.collectors import REGISTRY
 
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[Any, float]]:
     """The last values of each exporter of a test, on no port; what the trainers write is written elsewhere."""
-    kept: list[dict[Any, float]] = []
-    end = Exporter.end
-
-    def ends(exporter: Exporter, error: BaseException | None) -> None:
-        end(exporter, error)
-        kept.append(values(exporter))
-
-    monkeypatch.setattr(Exporter, "end", ends)
-    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
     monkeypatch.chdir(tmp_path)
-    return kept
-
-
-def steps(scrape: dict[Any, float]) -> float:
-    """Of all optimizers."""
-    return sum(value for one, value in scrape.items() if one[0] == "torch_train_steps_total")
-
-
-def run(page: str, number: int, **names: object) -> dict[str, Any]:
-    """Runs one of a page's blocks of Python."""
-    exec(blocks(REPOSITORY / "docs" / page, "python")[number], names)  # noqa: S102 - what a user copies
-    return names
+    return last_values(monkeypatch)
 
 
 @pytest.mark.parametrize("number", range(3))

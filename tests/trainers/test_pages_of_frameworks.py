@@ -10,40 +10,17 @@ from typing import Any
 import pytest
 
 from tests.docs.test_commands import blocks
-from tests.support.scrape import values
 from tests.support.tools import REPOSITORY
 from tests.trainers import test_ignite, test_mmengine
-from torch_grad_exporter import Exporter
+from tests.trainers.pages import last_values, run, steps
 from torch_grad_exporter.integrations import ray as for_ray
-
-DOCS = REPOSITORY / "docs"
 
 
 @pytest.fixture(autouse=True)
-def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[Any, float]]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, float]]:
     """The last values of each exporter of a test, on no port."""
-    kept: list[dict[Any, float]] = []
-    end = Exporter.end
-
-    def ends(exporter: Exporter, error: BaseException | None) -> None:
-        end(exporter, error)
-        kept.append(values(exporter))
-
-    monkeypatch.setattr(Exporter, "end", ends)
-    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    return kept
-
-
-def steps(scrape: dict[Any, float]) -> float:
-    """Of all optimizers."""
-    return sum(value for one, value in scrape.items() if one[0] == "torch_train_steps_total")
-
-
-def run(page: str, number: int, **names: object) -> dict[str, Any]:
-    """Runs one of a page's blocks of Python."""
-    exec(blocks(DOCS / page, "python")[number], names)  # noqa: S102 - what a user copies
-    return names
+    return last_values(monkeypatch)
 
 
 def test_mmengine_by_name(tmp_path: Path, ended: list[dict[Any, float]]) -> None:
@@ -75,6 +52,6 @@ def test_ignite_page(number: int, ended: list[dict[Any, float]]) -> None:
 
 def test_ray_page() -> None:
     """What it imports is there; tests/trainers/test_ray.py trains with the same calls."""
-    text = blocks(DOCS / "ray.md", "python")[0]
+    text = blocks(REPOSITORY / "docs" / "ray.md", "python")[0]
     ast.parse(text)
     assert run("ray.md", 0)["start_exporter"] is for_ray.start_exporter

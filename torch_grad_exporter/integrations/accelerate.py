@@ -22,7 +22,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.session import Models, Session
+from torch_grad_exporter.integrations.session import MayStop, Models, Session
 from torch_grad_exporter.torch_compat import compile_again, is_tracing, never_compile, stop_compiling
 
 require("accelerate", "1.8", extra="accelerate")
@@ -45,7 +45,7 @@ class _Handle(Protocol):
         """Ends the waiting."""
 
 
-class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package without types here
+class GradExporterTracker(MayStop, GeneralTracker):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Accelerator(log_with=GradExporterTracker())`, on every rank.
 
     `exporter`: one that you have started yourself, which goes on after the training; without it one is started, with the `options`
@@ -82,16 +82,6 @@ class GradExporterTracker(GeneralTracker):  # type: ignore[misc] # of a package 
     def tracker(self) -> Exporter | None:
         """The exporter, as `accelerator.get_tracker("torch_grad_exporter", unwrap=True)` returns it."""
         return self._session.exporter
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a `Stop()` wants the training to end, for the loop to look at; in a job after the same step on all ranks."""
-        return self._session.should_stop
 
     def resume(self, step: int) -> None:
         """Says that the training goes on after this many optimizer steps, as those of a checkpoint; before its next step."""

@@ -21,7 +21,7 @@ from typing import Any
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.observations import Number
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
-from torch_grad_exporter.integrations.session import Models, Session
+from torch_grad_exporter.integrations.session import MayStop, Models, Session
 
 POINTS = (
     "before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter", "after_train_iter",
@@ -163,7 +163,7 @@ def _unknown(what: str, given: str, known: Iterable[str]) -> str:
     return f"there is no {what} {given!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}")
 
 
-class GradExporterHook:
+class GradExporterHook(MayStop):
     """The exporter as a hook of a `HookList`: `HookList(GradExporterHook(model, port=9100))`.
 
     `model`, `options`: as of `start_exporter`. `exporter`: one that you have started yourself, which goes on after the training.
@@ -180,16 +180,6 @@ class GradExporterHook:
         self._model = model
         self._session = Session(type(self).__name__, exporter, options)
         self._begun = False
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a `Stop()` wants the training to end, for the loop to look at."""
-        return self._session.should_stop
 
     def before_train(self, *_: object, step: int | None = None, **__: object) -> None:
         """Starts the exporter, unless there is one. A training that is still open by then has broken off."""

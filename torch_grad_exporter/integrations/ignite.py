@@ -13,7 +13,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import Models, Session
+from torch_grad_exporter.integrations.session import HasSession, Models, Session
 
 require("ignite", "0.5", extra="ignite")
 
@@ -27,7 +27,7 @@ def loss_of(output: object) -> object:
     return output[0] if isinstance(output, list | tuple) and output else output
 
 
-class GradExporterHandler:
+class GradExporterHandler(HasSession):
     """Shows the gradients and the course of a training: `GradExporterHandler(model, port=9100).attach(trainer)`.
 
     `model`, `options`: as of `start_exporter`. `exporter`: one that you have started yourself, which goes on after the training;
@@ -63,11 +63,6 @@ class GradExporterHandler:
         self._losses = RoundLosses()
         self._iterations = 0
         self._error: BaseException | None = None
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
 
     def attach(self, trainer: Engine) -> None:
         """Adds the handlers to a trainer.

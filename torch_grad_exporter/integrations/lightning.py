@@ -17,7 +17,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.capture.forwards import batch_size
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import Session
+from torch_grad_exporter.integrations.session import HasSession, Session
 
 OLDEST = "2.2"
 """Of both packages."""
@@ -44,7 +44,7 @@ else:
     Callback = _class_of_callbacks()
 
 
-class GradExporterCallback(Callback):  # type: ignore[misc] # of a package without types here
+class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Trainer(callbacks=[GradExporterCallback()])`.
 
     `exporter`: one that you have started yourself, which goes on after the training; without it each `fit()` starts one, with the
@@ -65,11 +65,6 @@ class GradExporterCallback(Callback):  # type: ignore[misc] # of a package witho
         self._samples = 0
         """Examples of the batches since the last step."""
         self._knows_size: bool | None = None
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
 
     # The trainer's events
 

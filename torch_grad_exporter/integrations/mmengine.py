@@ -6,15 +6,14 @@ when a training begins, evaluates and ends, its step after a checkpoint, the epo
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sized
-from typing import Any, Self
+from typing import Any
 
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.round_losses import RoundLosses
-from torch_grad_exporter.integrations.session import Session
+from torch_grad_exporter.integrations.session import EndsWith, Session
 
 require("mmengine", "0.10", extra="mmengine")
 
@@ -27,7 +26,7 @@ INTERVAL = 10
 
 
 @HOOKS.register_module()
-class GradExporterHook(Hook):  # type: ignore[misc] # of a package without types here
+class GradExporterHook(EndsWith, Hook):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `custom_hooks=[dict(type="GradExporterHook", port=9100)]`.
 
     In a configuration it needs `custom_imports=dict(imports=["torch_grad_exporter.integrations.mmengine"])`. `exporter`: one that
@@ -49,19 +48,6 @@ class GradExporterHook(Hook):  # type: ignore[misc] # of a package without types
         self._session = Session(type(self).__name__, exporter, options, log=log)
         self._logs = log is not False
         self._losses = RoundLosses()
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
-    ) -> None:
-        self._session.end(error)
 
     # The runner's points
 

@@ -6,10 +6,11 @@ import inspect
 import logging
 import os
 import re
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import torch
 
@@ -229,6 +230,38 @@ class Session:
                 told.end(error)
             if engines is not None:
                 told.guarded(engines.remove)
+
+
+class HasSession:
+    """What is told of a training, by a session of its own."""
+
+    _session: Session
+
+    @property
+    def exporter(self) -> Exporter | None:
+        """The exporter of the training; `None` while there is none, unless it was given."""
+        return self._session.exporter
+
+
+class MayStop(HasSession):
+    """The same in a loop of the user's, which ends itself."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a `Stop()` wants the training to end, for the loop to look at; in a job after the same step on all ranks."""
+        return self._session.should_stop
+
+
+class EndsWith(HasSession):
+    """The same of a trainer that tells nobody of an exception: a `with` around the training does."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        self._session.end(error)
 
 
 def _check_pattern(who: str, log: bool | str) -> None:

@@ -7,8 +7,6 @@ knows: when a training begins and ends, its step after a checkpoint, the epoch, 
 from __future__ import annotations
 
 import time
-import types
-from typing import Self
 
 import torch
 
@@ -16,7 +14,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.broke_off import TrainingBrokeOff
 from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
-from torch_grad_exporter.integrations.session import Session
+from torch_grad_exporter.integrations.session import EndsWith, Session
 
 require("transformers", "4.57", extra="transformers")
 
@@ -32,7 +30,7 @@ SECONDS = 0.05
 """How far epoch and tokens may be behind: where steps are shorter, telling each would be a part of their time."""
 
 
-class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a package without types here
+class GradExporterCallback(EndsWith, TrainerCallback):  # type: ignore[misc] # of a package without types here
     """Shows the gradients and the course of a training: `Trainer(..., callbacks=[GradExporterCallback()])`.
 
     `exporter`: one that you have started yourself, which goes on after the training; without it each `train()` starts one, with the
@@ -52,19 +50,6 @@ class GradExporterCallback(TrainerCallback):  # type: ignore[misc] # of a packag
         self._logs = log is not False
         self._tokens = 0
         self._told_at = -SECONDS
-
-    @property
-    def exporter(self) -> Exporter | None:
-        """The exporter of the training; `None` while there is none, unless it was given."""
-        return self._session.exporter
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
-    ) -> None:
-        self._session.end(error)
 
     # The trainer's events
 
