@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from torch_grad_exporter.aggregation.baseline import ENOUGH, NEW_LEVEL, WINDOW, Baselines, LossBaseline
+from torch_grad_exporter.aggregation.baseline import ENOUGH, NEW_LEVEL, WINDOW, Baseline, Baselines, LossBaseline
 
 ROW = np.zeros(1, dtype=np.int64)
 
@@ -23,6 +23,11 @@ def judged(baselines: Baselines, series: Iterable[float]) -> list[tuple[float, b
         zscore, spike = baselines.judge(ROW, np.array([sample]))
         found.append((float(zscore[0]), bool(spike[0])))
     return found
+
+
+def verdicts(baseline: Baseline | LossBaseline, series: Iterable[float]) -> list[bool]:
+    """The verdict on each sample of one quantity that is finite."""
+    return [math.isfinite(sample) and baseline.is_spike(sample) for sample in series]
 
 
 def judged_by_hand(
@@ -171,21 +176,20 @@ def test_rows_do_not_touch_each_other() -> None:
 def test_the_values_themselves_can_be_judged() -> None:
     """Without logarithms, as for a loss, negative values and zeros are values, and 6 sigmas upwards are a spike."""
     series = [*np.random.default_rng(8).normal(0.0, 1.0, 200).tolist(), 0.0, -50.0, 50.0, math.nan, 0.5]
-    expected = judged_by_hand(series, log=False)
-    assert_same(judged(Baselines(log=False), series), expected)
-    assert [n for n, (_, spike) in enumerate(expected) if spike] == [202]
+    expected = [spike for _, spike in judged_by_hand(series, log=False)]
+    assert verdicts(Baseline(log=False), series) == expected
+    assert [n for n, spike in enumerate(expected) if spike] == [202]
 
 
 def test_a_constant_series_has_a_smallest_sigma() -> None:
     """A series that never moves does not alarm at a change of half a percent, nor divides by zero."""
-    assert judged(Baselines(log=False), [2.0] * 50 + [2.01])[-1] == (pytest.approx(0.5), False)
+    assert verdicts(Baseline(log=False), [*[2.0] * 50, 2.01, 2.119, 2.121])[-3:] == [False, False, True]
     assert judged(Baselines(), [2.0] * 50 + [2.01])[-1] == (pytest.approx(math.log(1.005) / 0.1), False)
 
 
 def spikes(losses: Iterable[float]) -> list[int]:
     """The places of the losses that are spikes."""
-    baseline = LossBaseline()
-    return [place for place, loss in enumerate(losses) if baseline.is_spike(loss)]
+    return [place for place, spike in enumerate(verdicts(LossBaseline(), losses)) if spike]
 
 
 @pytest.mark.parametrize("draw", ["lognormal", "exponential", "gamma"])
@@ -197,8 +201,26 @@ def test_losses_of_small_batches_are_no_spikes(draw: str) -> None:
         "exponential": generator.exponential(1.0, 5000),
         "gamma": generator.gamma(0.3, 1.0, 5000),
     }[draw].tolist()
-    assert sum(spike for _, spike in judged(Baselines(log=False), drawn)) > 20
+    assert sum(verdicts(Baseline(log=False), drawn)) > 20
     assert spikes(drawn) == []
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_one_quantity_is_judged_as_defined(seed: int, log: bool) -> None:
+    """Values that repeat, that vary a lot or hardly, that jump to a new level and fall: as by `statistics.median`."""
+    generator = np.random.default_rng(seed)
+    parts = [
+        generator.lognormal(0.0, generator.choice([0.01, 0.3, 2.0]), 300),
+        generator.choice([0.0, 1.0, 1.0, 2.0, 100.0], 200),
+        5000 + generator.normal(0.0, 1.0, 200),
+        np.round(np.exp(-np.arange(300) / 100), 2),
+        generator.choice([1e300, 1e-300, 5.0, 5.0], 200),
+    ]
+    series = np.concatenate([parts[place] for place in generator.permutation(len(parts))]).tolist()
+    expected = [spike for _, spike in judged_by_hand(series, log=log)]
+    assert any(expected)
+    assert verdicts(Baseline(log=log), series) == expected
 
 
 def test_a_positive_loss_is_judged_by_its_logarithm() -> None:

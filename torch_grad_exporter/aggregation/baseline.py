@@ -7,7 +7,10 @@ so that it estimates a normal distribution's standard deviation (Hampel, 1974; R
 
 from __future__ import annotations
 
+import bisect
 import copy
+import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,17 +48,10 @@ def _empty(rows: int) -> Records:
 
 
 class Baselines:
-    """One baseline per row over the last `WINDOW` accepted values.
+    """One baseline per row over the last `WINDOW` accepted values: of their logarithms, and a spike is upwards by `FACTOR` too."""
 
-    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise the values
-    themselves.
-    """
-
-    def __init__(self, rows: int = 0, *, log: bool = True, factor: float = FACTOR, floor: float = LOG_FLOOR) -> None:
+    def __init__(self, rows: int = 0) -> None:
         self._rows = _empty(rows)
-        self._log = log
-        self._factor = factor
-        self._floor = floor
 
     def moved(self, index: IntArray) -> Baselines:
         """Those of the rows with these numbers, in this order; -1 is a new one, which is empty."""
@@ -67,16 +63,14 @@ class Baselines:
         """Judges one sample for each of `rows` and then takes in those that are finite and no spike.
 
         Gives the z-score of each, NaN where there is none, and whether it is a spike. A zero has no logarithm: it gets no verdict
-        and enters no logarithmic baseline.
+        and enters no baseline.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # differences of values near the limit of float64
             return self._judge(rows, samples)
 
     def _judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
-        usable = np.isfinite(samples) & ((samples > 0) if self._log else True)
-        values = np.where(usable, samples, 1.0)
-        if self._log:
-            values = np.log(values)
+        usable = np.isfinite(samples) & (samples > 0)
+        values = np.log(np.where(usable, samples, 1.0))
         zscore = np.full(len(rows), np.nan)
         spike = np.zeros(len(rows), dtype=np.bool_)
         judged = np.flatnonzero(usable & (self._rows["count"][rows] >= ENOUGH))
@@ -89,11 +83,8 @@ class Baselines:
         past, count = self._rows["past"][rows], np.minimum(self._rows["count"][rows], WINDOW)
         median = _medians(past, count)
         deviation = 1.4826 * _medians(np.abs(past - median[:, None]), count)
-        floor = self._floor if self._log else np.maximum(RELATIVE_FLOOR * np.abs(median), 1e-12)
-        zscore = (values - median) / np.maximum(deviation, floor)
-        spike = zscore > SIGMAS
-        if self._log:
-            spike &= values - median > np.log(self._factor)
+        zscore = (values - median) / np.maximum(deviation, LOG_FLOOR)
+        spike = (zscore > SIGMAS) & (values - median > np.log(FACTOR))
         return np.where(np.isfinite(zscore), zscore, np.nan), spike
 
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
@@ -108,6 +99,66 @@ class Baselines:
         all_rows["count"][kept] += 1
 
 
+class Baseline:
+    """The baseline of one quantity of which each step has a value.
+
+    `log` judges logarithms, of which `floor` is the smallest sigma, and a spike is upwards by `factor` too; otherwise the values
+    themselves. Its past is kept in order as well: what a value costs is time of the training, since one thread at a time runs
+    Python.
+    """
+
+    def __init__(self, *, log: bool = True, factor: float = FACTOR, floor: float = LOG_FLOOR) -> None:
+        self._past: deque[float] = deque()
+        self._ordered: list[float] = []
+        self._spikes_in_a_row = 0
+        self._log = log
+        self._least = math.log(factor) if log else -math.inf
+        self._floor = floor
+
+    def is_spike(self, sample: float) -> bool:
+        """Judges a finite sample and takes it in, unless it is a spike or has no logarithm."""
+        if self._log and sample <= 0:
+            return False
+        value = math.log(sample) if self._log else sample
+        if len(self._past) >= ENOUGH and self._compare(value):
+            self._spikes_in_a_row += 1
+            if self._spikes_in_a_row >= NEW_LEVEL:
+                self._past.clear()
+                self._ordered.clear()
+                self._spikes_in_a_row = 0
+            return True
+        self._spikes_in_a_row = 0
+        if len(self._past) == WINDOW:
+            del self._ordered[bisect.bisect_left(self._ordered, self._past.popleft())]
+        self._past.append(value)
+        bisect.insort(self._ordered, value)
+        return False
+
+    def _compare(self, value: float) -> bool:
+        ordered, count = self._ordered, len(self._ordered)
+        median = ordered[(count - 1) // 2] / 2 + ordered[count // 2] / 2
+        above = value - median
+        floor = self._floor if self._log else max(RELATIVE_FLOOR * abs(median), 1e-12)
+        if not (above > self._least and above / floor > SIGMAS):  # as most: only others need the deviation
+            return False
+        return above / max(1.4826 * self._deviation(median), floor) > SIGMAS
+
+    def _deviation(self, median: float) -> float:
+        """The median of the distances from the median, counted from the nearest one on."""
+        ordered, count = self._ordered, len(self._ordered)
+        right = bisect.bisect_left(ordered, median)
+        left, nearest = right - 1, [0.0, 0.0]
+        for _ in range(count // 2 + 1):
+            below = median - ordered[left] if left >= 0 else math.inf
+            beyond = ordered[right] - median if right < count else math.inf
+            if below <= beyond:
+                left, distance = left - 1, below
+            else:
+                right, distance = right + 1, beyond
+            nearest = [nearest[1], distance]
+        return nearest[count % 2] / 2 + nearest[1] / 2
+
+
 @dataclass(slots=True)
 class LossBaseline:
     """Whether a loss is unusual: by its logarithm while the last `WINDOW` and this one are positive, else as it is.
@@ -116,15 +167,14 @@ class LossBaseline:
     lognormal distribution of sigma 2 are spikes in one of five. Where they hardly vary both ways are the same.
     """
 
-    _logarithms: Baselines = field(default_factory=lambda: Baselines(1, factor=1.0, floor=RELATIVE_FLOOR))
-    _values: Baselines = field(default_factory=lambda: Baselines(1, log=False))
+    _logarithms: Baseline = field(default_factory=lambda: Baseline(factor=1.0, floor=RELATIVE_FLOOR))
+    _values: Baseline = field(default_factory=lambda: Baseline(log=False))
     _positive: int = WINDOW
 
     def is_spike(self, loss: float) -> bool:
         """Judges a finite loss and takes it in, unless it is a spike."""
         self._positive = self._positive + 1 if loss > 0 else 0
-        row, value = np.zeros(1, dtype=np.int64), np.array([loss])
-        by_logarithm, by_value = (bool(one.judge(row, value)[1][0]) for one in (self._logarithms, self._values))
+        by_logarithm, by_value = self._logarithms.is_spike(loss), self._values.is_spike(loss)
         return by_logarithm if self._positive > WINDOW else by_value
 
 
