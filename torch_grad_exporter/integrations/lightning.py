@@ -119,7 +119,8 @@ class GradExporterCallback(HasSession, Callback):  # type: ignore[misc] # of a p
         loss = _loss(outputs)
         if loss is not None:
             # What the trainer has divided by the batches of a round, it shows divided.
-            self._losses.add(loss * trainer.accumulate_grad_batches if module.automatic_optimization else loss)
+            batches = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            self._losses.add(loss if batches == 1 else loss * batches)
         if self._knows_size:
             self._samples += size or 0
         steps = trainer.global_step
