@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,7 +68,12 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_compiled() -> Iterator[None]:
-    """What one test compiles is none of the next one's: where there is any, a model is looked into from its second round on."""
+def _each_by_itself() -> Iterator[None]:
+    """What came before has no part in a test: torch's random numbers begin anew, and nothing is compiled.
+
+    Where there is something compiled, a model is looked into from its second round on.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     yield
     forget_what_was_compiled()
