@@ -162,6 +162,10 @@ LEFT_OUT = {
         ),
         "called by the user alone; what of it runs within a forward or backward is guarded, tests/inspection",
     ),
+    **dict.fromkeys(
+        ("capture.device_events", "capture.timeline"),
+        "devices, whose failures have a guard of their own, tests/capture/test_phases.py",
+    ),
     "model.given": "wrong arguments raise before the training",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
@@ -250,7 +254,7 @@ UNREACHED = {
     "model.watched.WatchedModels.any_of": "the start of another exporter",
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
-    "capture.cost.recorded_event": "CUDA",
+    **dict.fromkeys((f"capture.cost.Pair.{name}" for name in ("passed", "seconds", "release")), "CUDA"),
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
     "capture.rounds.RoundTracker.backwards_counted": "a pause within an accumulation, tests/capture/test_count_only.py",

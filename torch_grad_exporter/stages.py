@@ -23,7 +23,8 @@ from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
@@ -57,7 +58,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration",
+    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration", "timing",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -69,11 +70,12 @@ class TrainingSide:
         settings = checked.settings
         self.mailbox = Mailbox()
         self.layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
-        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
+        events = EventPool(errors.boundary("timing"))
+        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox, events=events)
         self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
         self.frozen, self.origins = FrozenLabels(), OriginPlaces()
-        cost = SampleCost(self.clock, self.schedule)
+        cost = SampleCost(self.clock, self.schedule, DeviceTimer(events))
         reader = GradientReader(
             index=checked.index,
             optimizers=self.optimizers,

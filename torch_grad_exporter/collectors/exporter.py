@@ -45,6 +45,11 @@ EXPORTER_CAPTURES = METRICS.counter("torch_grad_exporter_captures_total", "Sampl
 EXPORTER_CAPTURES_SKIPPED = METRICS.counter(
     "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered, by reason.", "reason"
 )
+EXPORTER_UNTIMED_ROUNDS = METRICS.counter(
+    "torch_grad_exporter_untimed_rounds_total",
+    "Rounds of optimizer steps that were due to be timed on a device and are in none of the times, since the device was too far behind or a graph was being captured, by what was not timed: phases, layers.",
+    "what",
+)
 EXPORTER_ERRORS = METRICS.counter("torch_grad_exporter_errors_total", "Failures inside the exporter, by source.", "source")
 EXPORTER_NOTIFICATIONS = METRICS.counter(
     "torch_grad_exporter_notifications_total",
@@ -104,6 +109,7 @@ class ExporterCollector:
         gradients = snapshot.gradients
         lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
         yield self._rows.family(EXPORTER_CAPTURES_SKIPPED, {(why.value,): float(count) for why, count in lost.items()})
+        yield self._rows.family(EXPORTER_UNTIMED_ROUNDS, {("phases",): float(self._context.clock.phases.untimed)})
         counts = self._context.errors.counts()
         yield self._rows.family(EXPORTER_ERRORS, {(source,): count for source, count in counts.items()})
         if (notified := self._context.notified) is not None:

@@ -1,0 +1,124 @@
+"""Moments of accelerators: events that are recorded in a device's stream, and read once it has passed them. Nothing waits for it.
+
+The host runs ahead of a device, so that its clock only times launches there. An event is put into the stream that the work runs
+in; the device notes its own time when it comes to it. All that times devices takes its events from one pool and gives them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from torch_grad_exporter.errors import Guard
+
+EVENTS = 1 << 14
+"""Events of one device that are under way at once, at most."""
+
+WITHOUT = frozenset(("cpu", "meta", "mps"))
+"""Kinds of devices that are not timed by events. On `mps` the time between two events is not to be had without a wait."""
+
+
+class Event(Protocol):
+    """As `torch.cuda.Event`."""
+
+    def record(self, stream: Any) -> None:  # noqa: ANN401 - of the device's own kind
+        """Puts it into a stream, anew."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def elapsed_time(self, end: Any) -> float:  # noqa: ANN401 - an event of the same kind
+        """Milliseconds from this one to a later one; both must have been passed."""
+
+
+class Device(Protocol):
+    """What there is to be known of a kind of devices."""
+
+    def event(self) -> Event:
+        """A new event that notes the time."""
+
+    def stream(self, device: torch.device) -> object:
+        """The stream in which the calling thread works on a device."""
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured in it, during which nothing may be recorded or asked."""
+
+
+class Kind:
+    """A kind of devices, by its module `torch.<kind>`."""
+
+    def __init__(self, kind: str) -> None:
+        self._module: Any = getattr(torch, kind, None)
+        self._capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+
+    def event(self) -> Event:
+        """As of `Device`."""
+        event: Event = self._module.Event(enable_timing=True)
+        return event
+
+    def stream(self, device: torch.device) -> object:
+        """As of `Device`."""
+        return self._module.current_stream(device)
+
+    def capturing(self) -> bool:
+        """As of `Device`."""
+        return self._capturing()
+
+
+class DeviceEvents:
+    """The events of one device. Belongs to the training thread and that of the backward: each call may be one to the device.
+
+    A failure is counted, and then nothing is timed; after some in a row nothing is tried any more.
+    """
+
+    def __init__(self, device: torch.device, kind: Device, guard: Guard) -> None:
+        self._device, self._kind, self._guard = device, kind, guard
+        self._free: list[Event] = []
+        self._made = 0
+
+    def now(self) -> Event | None:
+        """The present place in the device's current stream; `None` if too many are under way, or a graph is being captured."""
+        return self._guard.result(self._now)
+
+    def _now(self) -> Event | None:
+        if (not self._free and self._made == EVENTS) or self._kind.capturing():
+            return None
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = self._kind.event()
+            self._made += 1
+        event.record(self._kind.stream(self._device))
+        return event
+
+    def passed(self, moment: Event) -> bool:
+        """Whether the device has come so far."""
+        return self._guard.result(self._passed, moment) or False
+
+    def _passed(self, moment: Event) -> bool:
+        return not self._kind.capturing() and moment.query()
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        """The device's time from one to the other, both of which it has passed; 0 where another stream was ahead."""
+        return max(0.0, (self._guard.result(begin.elapsed_time, end) or 0.0) / 1000)
+
+    def give_back(self, moments: Iterable[Event]) -> None:
+        """These are not needed any more, whether they were passed or not."""
+        self._free.extend(moments)
+
+
+class EventPool:
+    """The events of all devices. `guard`: the boundary of all calls to them; `kind`: what is known of a kind of devices."""
+
+    def __init__(self, guard: Guard, kind: Callable[[str], Device] = Kind) -> None:
+        self._guard, self._kind = guard, kind
+        self._by_device: dict[torch.device, DeviceEvents] = {}
+
+    def of(self, device: torch.device) -> DeviceEvents | None:
+        """Those of a device; `None` where it has none that are read without waiting."""
+        found = self._by_device.get(device)
+        if found is None and device.type not in WITHOUT:
+            found = self._by_device[device] = DeviceEvents(device, self._kind(device.type), self._guard)
+        return found

@@ -1,0 +1,156 @@
+"""Timeline: what training was busy with from moment to moment, by the host's clock or by a device's events.
+
+A moment of a device is known only later. So the marks of a round are cut off as a `Stretch`, which says when all of them have
+been passed, and then the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Moment = TypeVar("Moment")
+
+
+class Stopwatch(Protocol[Moment]):
+    """Whose moments are compared: the host's clock, or `DeviceEvents`."""
+
+    def now(self) -> Moment | None:
+        """The present moment; `None` if it cannot be had."""
+
+    def passed(self, moment: Moment) -> bool:
+        """Whether its time is known."""
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        """From one to the other, once both times are known."""
+
+    def give_back(self, moments: Iterable[Moment]) -> None:
+        """These are not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWatch:
+    """The host's clock, whose moments are known at once. `clock`: seconds from any origin."""
+
+    clock: Callable[[], float]
+
+    def now(self) -> float:
+        """As of `Stopwatch`, as all that follows."""
+        return self.clock()
+
+    def passed(self, moment: float) -> bool:  # noqa: ARG002 - as of `Stopwatch`
+        """Always."""
+        return True
+
+    def seconds(self, begin: float, end: float) -> float:
+        """The difference."""
+        return max(0.0, end - begin)
+
+    def give_back(self, moments: Iterable[float]) -> None:
+        """Nothing: a number is no resource."""
+
+
+Mark = tuple[Key | None, Moment]
+"""From this moment on it was this, until the next mark; `None` for nothing that counts."""
+
+
+class Stretch(Generic[Key, Moment]):
+    """Marks that are complete; the last one is an end."""
+
+    def __init__(self, watch: Stopwatch[Moment], marks: list[Mark[Key, Moment]]) -> None:
+        self._watch, self._marks = watch, marks
+        self._passed = 0
+
+    def passed(self) -> bool:
+        """Whether all of its times are known."""
+        while self._passed < len(self._marks):
+            if not self._watch.passed(self._marks[self._passed][1]):
+                return False
+            self._passed += 1
+        return True
+
+    def seconds(self) -> dict[Key, float]:
+        """How long each of them was, in all, once `passed`; those that were not are not there."""
+        found: dict[Key, float] = {}
+        for (key, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if key is not None:
+                found[key] = found.get(key, 0.0) + self._watch.seconds(begin, end)
+        return found
+
+    def release(self) -> None:
+        """Gives all moments back; idempotent."""
+        marks, self._marks, self._passed = self._marks, [], 0
+        self._watch.give_back(moment for _, moment in marks)
+
+
+class Timeline(Generic[Key, Moment]):
+    """The marks since the last cut. Where one cannot be made, the stretch that it belongs to is lost as a whole."""
+
+    def __init__(self, watch: Stopwatch[Moment]) -> None:
+        self._watch = watch
+        self._marks: list[Mark[Key, Moment]] = []
+        self._before: Mark[Key, Moment] | None = None
+        """The end of what `go_on` continues, until the next mark."""
+        self._lost = False
+
+    def enter(self, key: Key | None) -> None:
+        """From now on it is this."""
+        self._forget_end()
+        if self._lost:
+            return
+        moment = self._watch.now()
+        if moment is None:
+            self.lose()
+        else:
+            self._marks.append((key, moment))
+
+    def go_on(self, key: Key) -> None:
+        """As `enter`; but if it was this until the last mark, and nothing since, what was in between belongs to it as well."""
+        marks = self._marks
+        if len(marks) > 1 and marks[-1][0] is None and marks[-2][0] == key:
+            self._forget_end()
+            self._before = marks.pop()
+        else:
+            self.enter(key)
+
+    def again(self) -> None:
+        """What it is now begins only now: from the last `enter` or `go_on` up to here it was nothing that counts."""
+        if not self._marks or self._marks[-1][0] is None:
+            return
+        key, before = self._marks[-1][0], self._before
+        if before is not None:
+            self._before = None
+            self._marks.append(before)
+        else:
+            self._watch.give_back([self._marks.pop()[1]])
+        self.enter(key)
+
+    @property
+    def current(self) -> Key | None:
+        """What it is now."""
+        return self._marks[-1][0] if self._marks else None
+
+    def cut(self) -> Stretch[Key, Moment] | None:
+        """Takes all marks since the last cut, up to now; `None` if they are lost."""
+        self.enter(None)
+        marks, self._marks = self._marks, []
+        lost, self._lost = self._lost, False
+        return None if lost else Stretch(self._watch, marks)
+
+    def lose(self) -> None:
+        """Gives up the marks since the last cut, and those until the next one."""
+        self.restart()
+        self._lost = True
+
+    def restart(self) -> None:
+        """Forgets the marks since the last cut: what comes begins anew."""
+        self._forget_end()
+        marks, self._marks, self._lost = self._marks, [], False
+        self._watch.give_back(moment for _, moment in marks)
+
+    def _forget_end(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            self._watch.give_back([before[1]])
