@@ -132,9 +132,11 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *(f"inspection.{room}" for room in ("activations", "modules", "rounds", "tallies", "tensors", "watch")),
+            *(f"inspection.{room}" for room in ("layer_timer", "own_nodes", "round_hooks")),
             "aggregation.activations", "aggregation.watched", "collectors.activations", "collectors.watched",
+            "aggregation.layer_times", "collectors.layer_times",
         ),
-        "only with activations= or watch, tests/inspection/test_failures.py",
+        "only with activations=, layer_times= or watch, tests/inspection/test_failures.py",
     ),
     "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(

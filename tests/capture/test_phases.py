@@ -261,7 +261,7 @@ def test_a_training_is_timed_by_the_device(every: int, monkeypatch: pytest.Monke
             device.catch_up()
         shown = {phase: value(exporter, "torch_train_phase_seconds_total", phase=phase) for phase in WORK}
         assert shown == {phase: 29 * seconds for phase, seconds in WORK.items()}  # the last round is not read yet
-        assert value(exporter, "torch_grad_exporter_untimed_rounds_total", what="phases") == 0
+        assert value(exporter, "torch_grad_exporter_untimed_steps_total", what="phases") == 0
 
 
 def test_the_start_and_each_sampled_forward_look_where_the_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:

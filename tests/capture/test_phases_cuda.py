@@ -103,7 +103,7 @@ def test_phases_are_those_of_the_gpu(every: int) -> None:
         assert found["optimizer"] / found["forward"] == pytest.approx(4.0, rel=0.1)
         assert found["data"] == 0
         assert sum(found[phase] for phase in CYCLES) >= begin.elapsed_time(end) / 1000
-        assert value(exporter, "torch_grad_exporter_untimed_rounds_total", what="phases") == 0
+        assert value(exporter, "torch_grad_exporter_untimed_steps_total", what="phases") == 0
         assert errors(exporter) == {}
 
 
@@ -164,6 +164,6 @@ def test_a_captured_step_is_not_timed_and_disturbs_nothing() -> None:
         for _ in range(6):
             step(model, optimizer, x)
             torch.cuda.synchronize()
-        assert 1 <= (value(exporter, "torch_grad_exporter_untimed_rounds_total", what="phases") or 0) <= 3
+        assert 1 <= (value(exporter, "torch_grad_exporter_untimed_steps_total", what="phases") or 0) <= 3
         assert shown(exporter)["forward"] > 0
         assert errors(exporter) == {}
