@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.device import CUDA, FakeDevice
+from tests.support.device import CUDA, FakeDevice, FakeEvent
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
@@ -194,6 +194,29 @@ def test_a_device_that_raises_is_left_alone() -> None:
         a_round(device, phases)
     assert log.counts() == {"timing": LIMIT}
     assert phases.untimed == 3 * LIMIT
+
+
+def test_times_that_cannot_be_had_are_not_made_up() -> None:
+    """Where the device cannot say how long it was, the round is in no phase, and counted."""
+
+    class Mute(FakeEvent):
+        def elapsed_time(self, end: FakeEvent) -> float:
+            raise RuntimeError("no time")
+
+    class MuteDevice(FakeDevice):
+        def event(self) -> FakeEvent:
+            return Mute(self)
+
+    log = ErrorLog(("timing",))
+    device = MuteDevice()
+    phases = PhaseTimes(lambda: 0.0, EventPool(log.boundary("timing"), device.of))
+    phases.on(CUDA)
+    a_round(device, phases)
+    device.catch_up()
+    a_round(device, phases)
+    assert phases.untimed == 1
+    assert sum(phases.seconds.values()) == 0
+    assert log.counts() == {"timing": 1}
 
 
 # In a training

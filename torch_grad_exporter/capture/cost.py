@@ -37,11 +37,12 @@ class Pair:
 
     def passed(self) -> bool:
         """Whether the work is done."""
-        return self.device.passed(self.end)
+        return self.device.passed((self.end,))
 
     def seconds(self) -> float:
         """What it took, with what it stands for."""
-        return self.device.seconds(self.begin, self.end) * self.times
+        between = self.device.between((self.begin, self.end))
+        return between[0] * self.times if between else 0.0
 
     def release(self) -> None:
         """Gives the events back."""

@@ -6,7 +6,8 @@ in; the device notes its own time when it comes to it. All that times devices ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +81,13 @@ class DeviceEvents:
 
     def now(self) -> Event | None:
         """The present place in the device's current stream; `None` if too many are under way, or a graph is being captured."""
-        return self._guard.result(self._now)
+        if self._guard.off:
+            return None
+        try:
+            return self._now()
+        except Exception as error:  # noqa: BLE001 - the boundary; a call of the guard would take as long as the event
+            self._guard.failed(error)
+            return None
 
     def _now(self) -> Event | None:
         if (not self._free and self._made == EVENTS) or self._kind.capturing():
@@ -91,18 +98,23 @@ class DeviceEvents:
             event = self._kind.event()
             self._made += 1
         event.record(self._kind.stream(self._device))
+        self._guard.succeeded()
         return event
 
-    def passed(self, moment: Event) -> bool:
-        """Whether the device has come so far."""
-        return self._guard.result(self._passed, moment) or False
+    def passed(self, moments: Sequence[Event]) -> bool:
+        """Whether the device has come so far, past all of them."""
+        return self._guard.result(self._passed, moments) or False
 
-    def _passed(self, moment: Event) -> bool:
-        return not self._kind.capturing() and moment.query()
+    def _passed(self, moments: Sequence[Event]) -> bool:
+        # The last one first: mostly it decides.
+        return not self._kind.capturing() and all(moment.query() for moment in reversed(moments))
 
-    def seconds(self, begin: Event, end: Event) -> float:
-        """The device's time from one to the other, both of which it has passed; 0 where another stream was ahead."""
-        return max(0.0, (self._guard.result(begin.elapsed_time, end) or 0.0) / 1000)
+    def between(self, moments: Sequence[Event]) -> list[float] | None:
+        """The device's seconds from each to the next, all of which it has passed; 0 where another stream was ahead."""
+        return self._guard.result(self._between, moments)
+
+    def _between(self, moments: Sequence[Event]) -> list[float]:
+        return [max(0.0, begin.elapsed_time(end) / 1000) for begin, end in itertools.pairwise(moments)]
 
     def give_back(self, moments: Iterable[Event]) -> None:
         """These are not needed any more, whether they were passed or not."""

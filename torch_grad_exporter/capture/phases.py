@@ -102,7 +102,9 @@ class PhaseTimes:
             self._add(self._behind.popleft())
 
     def _add(self, stretch: Stretch[str, Event]) -> None:
-        for phase, seconds in stretch.seconds().items():
+        found = stretch.seconds()
+        self.untimed += found is None
+        for phase, seconds in (found or {}).items():
             self.seconds[phase] += seconds
         stretch.release()
 

@@ -6,7 +6,8 @@ been passed, and then the seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,11 +21,11 @@ class Stopwatch(Protocol[Moment]):
     def now(self) -> Moment | None:
         """The present moment; `None` if it cannot be had."""
 
-    def passed(self, moment: Moment) -> bool:
-        """Whether its time is known."""
+    def passed(self, moments: Sequence[Moment]) -> bool:
+        """Whether the times of all of them are known."""
 
-    def seconds(self, begin: Moment, end: Moment) -> float:
-        """From one to the other, once both times are known."""
+    def between(self, moments: Sequence[Moment]) -> list[float] | None:
+        """The seconds from each to the next, once all times are known; `None` if they cannot be had."""
 
     def give_back(self, moments: Iterable[Moment]) -> None:
         """These are not needed any more."""
@@ -40,13 +41,13 @@ class HostWatch:
         """As of `Stopwatch`, as all that follows."""
         return self.clock()
 
-    def passed(self, moment: float) -> bool:  # noqa: ARG002 - as of `Stopwatch`
+    def passed(self, moments: Sequence[float]) -> bool:  # noqa: ARG002 - as of `Stopwatch`
         """Always."""
         return True
 
-    def seconds(self, begin: float, end: float) -> float:
-        """The difference."""
-        return max(0.0, end - begin)
+    def between(self, moments: Sequence[float]) -> list[float]:
+        """The differences."""
+        return [max(0.0, end - begin) for begin, end in itertools.pairwise(moments)]
 
     def give_back(self, moments: Iterable[float]) -> None:
         """Nothing: a number is no resource."""
@@ -60,29 +61,29 @@ class Stretch(Generic[Key, Moment]):
     """Marks that are complete; the last one is an end."""
 
     def __init__(self, watch: Stopwatch[Moment], marks: list[Mark[Key, Moment]]) -> None:
-        self._watch, self._marks = watch, marks
-        self._passed = 0
+        self._watch = watch
+        self._keys = [key for key, _ in marks]
+        self._moments = [moment for _, moment in marks]
 
     def passed(self) -> bool:
         """Whether all of its times are known."""
-        while self._passed < len(self._marks):
-            if not self._watch.passed(self._marks[self._passed][1]):
-                return False
-            self._passed += 1
-        return True
+        return self._watch.passed(self._moments)
 
-    def seconds(self) -> dict[Key, float]:
-        """How long each of them was, in all, once `passed`; those that were not are not there."""
+    def seconds(self) -> dict[Key, float] | None:
+        """How long each of them was, in all, once `passed`; those that were not are not there. `None` if that cannot be had."""
         found: dict[Key, float] = {}
-        for (key, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        between = self._watch.between(self._moments)
+        if between is None:
+            return None
+        for key, seconds in zip(self._keys, between, strict=False):
             if key is not None:
-                found[key] = found.get(key, 0.0) + self._watch.seconds(begin, end)
+                found[key] = found.get(key, 0.0) + seconds
         return found
 
     def release(self) -> None:
         """Gives all moments back; idempotent."""
-        marks, self._marks, self._passed = self._marks, [], 0
-        self._watch.give_back(moment for _, moment in marks)
+        moments, self._moments = self._moments, []
+        self._watch.give_back(moments)
 
 
 class Timeline(Generic[Key, Moment]):

@@ -78,10 +78,9 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """A sampled round, until its times are known. `over`: they are complete, and to be shown; `lost`: some are missing."""
+    """A sampled round, until its times are known. `lost`: some of them are missing."""
 
     number: int = -1
-    over: bool = False
     lost: bool = False
     stretches: deque[Stretch[Span, Any]] = field(default_factory=deque)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -90,7 +89,9 @@ class _Round:
         """Adds up what devices have passed by now; whether that is all."""
         while self.stretches and self.stretches[0].passed():
             stretch = self.stretches.popleft()
-            for span, seconds in stretch.seconds().items():
+            found = stretch.seconds()
+            self.lost |= found is None
+            for span, seconds in (found or {}).items():
                 key = span.layer, span.name
                 self.seconds[key] = self.seconds.get(key, 0.0) + seconds
             stretch.release()
@@ -210,7 +211,6 @@ class LayerTimer:
         if over.lost or not kept:
             over.release()
         else:
-            over.over = True
             self._behind.append(over)
         self._read()
 
@@ -257,9 +257,10 @@ class LayerTimer:
         if capturing_graph():
             return
         while self._behind and self._behind[0].read():
-            seconds = self._behind.popleft().seconds
-            if seconds:
-                self._mailbox.append(Inspected(functools.partial(_arrived, self._times, seconds), ()))
+            over = self._behind.popleft()
+            self._times.untimed += over.lost
+            if over.seconds and not over.lost:
+                self._mailbox.append(Inspected(functools.partial(_arrived, self._times, over.seconds), ()))
         if not self._behind:
             self._round.read()
 
