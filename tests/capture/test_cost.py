@@ -11,7 +11,6 @@ from tests.support.device import CUDA, FakeDevice
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.capture import device_events
 from torch_grad_exporter.capture.cost import PAIRS, SAMPLES, DeviceTimer, SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
@@ -97,15 +96,14 @@ def test_what_the_exporter_took_is_told_with_one_step() -> None:
     assert [event.own_seconds for event in post if isinstance(event, Stepped)] == [0.75, 0.0, 1.5]
 
 
-def test_what_is_done_at_steps_is_timed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_at_steps_is_timed_as_well() -> None:
     """The norms of weights around a step cost the device something, too."""
     recorded = []
     for weights in (False, True):
         model = Perceptron()
         optimizer = sgd(model)
         device = FakeDevice(place=torch.device("cpu"))
-        with start_exporter(model, port=None, every=1, weights=weights) as exporter, monkeypatch.context() as patch:
-            patch.setattr(device_events, "WITHOUT", frozenset())  # from here on, when phases have asked
+        with start_exporter(model, port=None, every=1, weights=weights) as exporter:
             exporter._training.cost.timer._events = device.pool()
             for _ in range(10):
                 optimizer.zero_grad()

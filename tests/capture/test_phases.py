@@ -13,7 +13,7 @@ from tests.support.device import CUDA, FakeDevice, FakeEvent
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.device_events import EventPool, Kind
 from torch_grad_exporter.capture.phases import BACKWARD, BEHIND, DATA, FORWARD, OPTIMIZER, OUTSIDE, READ, PhaseTimes, main_device
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 
@@ -169,6 +169,12 @@ def test_a_device_without_such_events_has_no_phases(kind: str) -> None:
     assert not phases.by_events
 
 
+def test_kinds_of_devices_that_have_such_events() -> None:
+    """CUDA has; of others those with the same interface, and not where reading would wait, or where there is no such module."""
+    assert Kind.named("cuda") is not None
+    assert [Kind.named(one) for one in ("cpu", "mps", "meta", "xla", "nonsense")] == [None] * 5
+
+
 def test_the_device_is_that_of_most_parameters() -> None:
     """The first of several with equally many; none without parameters."""
     parameters = [torch.empty(1, device=one) for one in ("cpu", "meta", "meta", "cpu", "meta")]
@@ -318,6 +324,6 @@ def test_a_training_on_the_cpu_records_no_event() -> None:
             optimizer.zero_grad()
             model(batch()).square().mean().backward()
             optimizer.step()
-        assert not exporter._training.cost.timer._events._by_device
+        assert not any(exporter._training.events._by_device.values())
         assert not exporter._training.clock.phases.by_events
         assert (value(exporter, "torch_train_phase_seconds_total", phase="forward") or 0) > 0

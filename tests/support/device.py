@@ -68,9 +68,9 @@ class FakeDevice:
         """A pool of its events; what fails in there fails the test."""
         return EventPool(Guard(raise_again), self.of)
 
-    def of(self, kind: str) -> FakeDevice:
-        assert kind == self.place.type
-        return self
+    def of(self, kind: str) -> FakeDevice | None:
+        """This one, of its kind of devices, and none of others."""
+        return self if kind == self.place.type else None
 
     # As of `Device`
 

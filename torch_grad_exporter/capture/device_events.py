@@ -48,11 +48,18 @@ class Device(Protocol):
 
 
 class Kind:
-    """A kind of devices, by its module `torch.<kind>`."""
+    """A kind of devices, by its module `torch.<kind>`, which has what `torch.cuda` has."""
 
-    def __init__(self, kind: str) -> None:
-        self._module: Any = getattr(torch, kind, None)
-        self._capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - a module
+        self._module = module
+        self._capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", lambda: False)
+
+    @classmethod
+    def named(cls, name: str) -> Kind | None:
+        """That of a name, such as `cuda`; `None` if it has no events, or none that are read without waiting."""
+        module = getattr(torch, name, None)
+        has = name not in WITHOUT and hasattr(module, "Event") and hasattr(module, "current_stream")
+        return cls(module) if has else None
 
     def event(self) -> Event:
         """As of `Device`."""
@@ -122,15 +129,15 @@ class DeviceEvents:
 
 
 class EventPool:
-    """The events of all devices. `guard`: the boundary of all calls to them; `kind`: what is known of a kind of devices."""
+    """The events of all devices. `guard`: the boundary of all calls to them; `kind`: what is known of a kind, if it has any."""
 
-    def __init__(self, guard: Guard, kind: Callable[[str], Device] = Kind) -> None:
+    def __init__(self, guard: Guard, kind: Callable[[str], Device | None] = Kind.named) -> None:
         self._guard, self._kind = guard, kind
-        self._by_device: dict[torch.device, DeviceEvents] = {}
+        self._by_device: dict[torch.device, DeviceEvents | None] = {}
 
     def of(self, device: torch.device) -> DeviceEvents | None:
         """Those of a device; `None` where it has none that are read without waiting."""
-        found = self._by_device.get(device)
-        if found is None and device.type not in WITHOUT:
-            found = self._by_device[device] = DeviceEvents(device, self._kind(device.type), self._guard)
-        return found
+        if device not in self._by_device:
+            kind = self._kind(device.type)
+            self._by_device[device] = None if kind is None else DeviceEvents(device, kind, self._guard)
+        return self._by_device[device]
