@@ -238,10 +238,66 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
         clock.takes(1e6)
         train(model, optimizer)
         found = shown(exporter)
-        assert found["0", "backward"] == pytest.approx(1.0)
         assert found["0", "forward"] == pytest.approx(2 * 0.5)
-        # The time that was open goes on to the next moment that is known, which is the forward after it.
-        assert found["2", "backward"] == pytest.approx(0.0)
+        assert found["0", "backward"] == pytest.approx(1.0)
+        assert found["2", "forward"] == found["2", "backward"] == 0
+
+
+def test_a_backward_that_raises_leaves_nothing_behind() -> None:
+    """The layer in whose backward it raised is not open in the next step."""
+    clock = Clock()
+    model = nn.Sequential(Layer(clock, 0.5))
+    optimizer = sgd(model)
+
+    def fail(_gradients: object) -> None:
+        raise MemoryError
+
+    with timed(model, clock) as exporter:
+        y = model(torch.randn(3, 4))
+        assert y.grad_fn is not None
+        y.grad_fn.next_functions[0][0].register_prehook(fail)  # within the layer, behind our own hook
+        with pytest.raises(MemoryError):
+            y.square().mean().backward()
+        clock.takes(1e6)
+        train(model, optimizer)
+        found = shown(exporter)
+        assert found["0", "forward"] == pytest.approx(2 * 0.5)
+        assert found["0", "backward"] == pytest.approx(2 * 1.0)
+
+
+def timer_of(exporter: Exporter) -> LayerTimer:
+    """The inspection that times layers."""
+    (_, timer), *_ = exporter._training.capture._parts.inspections._all
+    assert isinstance(timer, LayerTimer)
+    return timer
+
+
+def test_a_backward_that_is_not_of_the_sample_adds_nothing() -> None:
+    """What came before a round that was withdrawn, and a second backward in a step that is not sampled, which marks nothing."""
+
+    class Adds(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.clock.takes(self.seconds)
+            return x + self.scale  # whose backward needs nothing that the step changes
+
+    clock = Clock()
+    model = nn.Sequential(Adds(clock, 0.5))
+    optimizer = sgd(model)
+    marks: list[int] = []
+    with timed(model, clock, every=2) as exporter:
+        timer = timer_of(exporter)
+        model(torch.randn(3, 4))
+        timer.backward_ended(0, sampled=False)
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        assert not exporter._training.capture.is_sampled
+        x.register_hook(lambda _: marks.append(len(timer._lines._host._marks)))
+        loss.backward()
+        optimizer.step()
+        assert marks == [0]
+        assert shown(exporter) == pytest.approx({("0", "forward"): 0.5, ("0", "backward"): 0.0})
 
 
 def test_a_model_that_is_one_layer() -> None:
@@ -511,11 +567,9 @@ def test_a_layer_of_many_nodes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> N
 def on_the_fake(model: nn.Module, device: FakeDevice) -> Iterator[Exporter]:
     """An exporter that takes the layers of a model for layers on the fake device."""
     with timed(model) as exporter:
-        (_, timer), *_ = exporter._training.capture._parts.inspections._all
-        assert isinstance(timer, LayerTimer)
         events = device.pool().of(CUDA)
         assert events is not None
-        timer._lines._by_device[torch.device("cpu")] = Timeline(events)
+        timer_of(exporter)._lines._by_device[torch.device("cpu")] = Timeline(events)
         yield exporter
 
 
@@ -603,6 +657,15 @@ def test_a_timeline_goes_on_and_begins_again() -> None:
     assert stretch is not None
     assert stretch.passed()
     assert stretch.seconds() == {"a": 9.0, "b": 128.0}
+    line.enter("a")
+    clock.takes(1.0)
+    line.enter("b")
+    clock.takes(2.0)
+    line.forget()
+    clock.takes(4.0)
+    stretch = line.cut()
+    assert stretch is not None
+    assert stretch.seconds() == {"a": 1.0}
 
 
 def test_a_timeline_gives_every_event_back() -> None:

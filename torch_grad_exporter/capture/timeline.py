@@ -128,6 +128,14 @@ class Timeline(Generic[Key, Moment]):
             self._watch.give_back([self._marks.pop()[1]])
         self.enter(key)
 
+    def forget(self) -> None:
+        """What it is now counts for nothing, from the last `enter` or `go_on`: how long it was is not known."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._marks.append(before)
+        elif self._marks:
+            self._marks[-1] = None, self._marks[-1][1]
+
     @property
     def current(self) -> Key | None:
         """What it is now."""

@@ -179,7 +179,9 @@ class LayerTimer:
     def forward_began(self, root: torch.nn.Module, _args: object, _kwargs: object, *, sampled: bool) -> None:
         """Hooks the model's layers for a sampled round, if this forward is not part of compiled code."""
         self._on = sampled and BACKWARDS_ARE_SEEN and not within_transform() and not capturing_graph()
-        self._open, self._taken = [], set()  # those of a forward that has raised
+        self._open, self._taken = [], set()
+        for line in self._lines:  # a forward or backward that has raised left it open
+            line.forget()
         if not self._on:
             self._hooks.disarm()
             return
