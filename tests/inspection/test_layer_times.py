@@ -6,15 +6,19 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.device import CUDA, FakeDevice
 from tests.support.scrape import errors, value, values
+from tests.support.torch_versions import fully_shard
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation.layer_times import LayerTimes
 from torch_grad_exporter.capture.timeline import HostWatch, Timeline
@@ -406,6 +410,27 @@ def test_wrappers_add_nothing_to_the_names() -> None:
     with timed(wrapped, clock) as exporter:
         train(wrapped, sgd(model))
         assert shown(exporter) == pytest.approx(passes(**{"0": 0.5}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_time_their_own_layers(sharded: bool, tmp_path: Path) -> None:
+    """Under DDP and FSDP2, by the names that layers have without them, over micro-batches of which only the last is reduced."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        clock = Clock()
+        model: nn.Module = nn.Sequential(Layer(clock, 0.5), nn.ReLU(inplace=True), Layer(clock, 2.0))
+        if sharded:
+            for layer in (model[0], model[2], model):
+                fully_shard(layer)
+        else:
+            model = DistributedDataParallel(model)
+        optimizer = sgd(model)
+        with timed(model, clock) as exporter:
+            for _ in range(3):
+                train(model, optimizer, 2)
+            assert shown(exporter) == pytest.approx(passes(**{"0": 3.0, "2": 12.0}))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_frozen_layers_have_a_forward() -> None:
