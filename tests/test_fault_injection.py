@@ -132,9 +132,11 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *(f"inspection.{room}" for room in ("activations", "modules", "rounds", "tallies", "tensors", "watch")),
+            *(f"inspection.{room}" for room in ("layer_timer", "own_nodes", "round_hooks")),
             "aggregation.activations", "aggregation.watched", "collectors.activations", "collectors.watched",
+            "aggregation.layer_times", "collectors.layer_times",
         ),
-        "only with activations= or watch, tests/inspection/test_failures.py",
+        "only with activations=, layer_times= or watch, tests/inspection/test_failures.py",
     ),
     "aggregation.exponential": "behind the worker's guard, where a variable asks for it, tests/aggregation/test_exponential.py",
     **dict.fromkeys(
@@ -161,6 +163,10 @@ LEFT_OUT = {
             "inspection.record", "inspection.recorded",
         ),
         "called by the user alone; what of it runs within a forward or backward is guarded, tests/inspection",
+    ),
+    **dict.fromkeys(
+        ("capture.device_events", "capture.timeline"),
+        "devices, whose failures have a guard of their own, tests/capture/test_phases.py",
     ),
     "model.given": "wrong arguments raise before the training",
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
@@ -250,7 +256,7 @@ UNREACHED = {
     "model.watched.WatchedModels.any_of": "the start of another exporter",
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
-    "capture.cost.recorded_event": "CUDA",
+    **dict.fromkeys((f"capture.cost.Pair.{name}" for name in ("passed", "seconds", "release")), "CUDA"),
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
     "capture.rounds.RoundTracker.backwards_counted": "a pause within an accumulation, tests/capture/test_count_only.py",

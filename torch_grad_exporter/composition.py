@@ -31,7 +31,17 @@ from torch_grad_exporter.outputs.otlp.instruments import Instruments
 from torch_grad_exporter.outputs.outputs import Outputs
 from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.rules import Problem
-from torch_grad_exporter.stages import SOURCES, TrainingSide, acting, activations, clipping, host_side, notifying, scrape
+from torch_grad_exporter.stages import (
+    SOURCES,
+    TrainingSide,
+    acting,
+    activations,
+    clipping,
+    host_side,
+    layer_times,
+    notifying,
+    scrape,
+)
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -80,6 +90,7 @@ class Composition:
         self._act = acting(checked, self._training, self._host, errors, judge=self._judged, stop=self._stop)
         self._notify = notifying(checked, self._training, self._judged_for_both, errors)
         self._clip = clipping(checked, self._training, errors)
+        self._layer_times = layer_times(checked, self._training, errors)
         self._activations = activations(checked, self._training, errors)
         self._watched, self._watch = WatchTotals(), _UNUSED
         self._adopted: list[Removable] = []
@@ -93,6 +104,7 @@ class Composition:
             acted=self._act.totals,
             clip=None if self._clip is None else self._clip.reports,
             activations=self._activations,
+            layer_times=self._layer_times,
             watched=self._watched,
         )
         self._registry = RegistryCollector(
@@ -289,6 +301,8 @@ class Composition:
             self._clip.after_fork_in_child()
         if self._activations is not None:
             self._activations.after_fork_in_child()
+        if self._layer_times is not None:
+            self._layer_times.after_fork_in_child()
         self._watched.after_fork_in_child()
         if self._watch is not None:
             self._watch.close()

@@ -19,11 +19,13 @@ from torch_grad_exporter.actions.notify import notify
 from torch_grad_exporter.actions.notify.job import Job
 from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
+from torch_grad_exporter.aggregation.layer_times import LayerTimes
 from torch_grad_exporter.aggregation.totals import TrainingTotals
 from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import HostSide
 from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.cost import SampleCost
+from torch_grad_exporter.capture.cost import DeviceTimer, SampleCost
+from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.reader import GradientReader
@@ -42,6 +44,7 @@ from torch_grad_exporter.config.checked import Checked
 from torch_grad_exporter.distributed.identity import LateGroup
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.activations import Activations
+from torch_grad_exporter.inspection.layer_timer import LayerTimer
 from torch_grad_exporter.inspection.nan_origin.origins import Origins
 from torch_grad_exporter.inspection.nan_origin.watch import NanOrigin
 from torch_grad_exporter.inspection.watch import Watch
@@ -57,7 +60,7 @@ from torch_grad_exporter.transfer.events import Mailbox
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration",
+    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration", "timing", "layer_times",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -69,11 +72,12 @@ class TrainingSide:
         settings = checked.settings
         self.mailbox = Mailbox()
         self.layout = Layout.of(chosen({field.name: getattr(settings, field.name) is True for field in fields(settings)}))
-        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox)
+        self.events = events = EventPool(errors.boundary("timing"))
+        self.hooks, self.clock = Hooks(errors), StepClock(self.mailbox, events=events)
         self.schedule = SamplingSchedule(settings.every, settings.overhead_budget)
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
         self.frozen, self.origins = FrozenLabels(), OriginPlaces()
-        cost = SampleCost(self.clock, self.schedule)
+        cost = SampleCost(self.clock, self.schedule, DeviceTimer(events))
         reader = GradientReader(
             index=checked.index,
             optimizers=self.optimizers,
@@ -153,6 +157,7 @@ def scrape(
     acted: ActionTotals,
     clip: ClipReports | None,
     activations: ActivationTotals | None = None,
+    layer_times: LayerTimes | None = None,
     watched: WatchTotals | None = None,
 ) -> tuple[Scrape, OfSample]:
     """The collectors over these parts, at scrapes and at samples. `ended` and all after it: as of `CollectorContext`."""
@@ -186,6 +191,7 @@ def scrape(
         activations=activations,
         watched=watched or WatchTotals(),
         origins=training.origins,
+        layer_times=layer_times,
     )
     made = REGISTRY.made(settings.collectors, context)
     return Scrape(made, errors, prepare), OfSample(REGISTRY, settings.collectors, context)
@@ -247,6 +253,24 @@ def activations(checked: Checked, training: TrainingSide, errors: ErrorLog) -> A
     )
     training.capture.inspect(watch, errors.boundary("activations"))
     return totals
+
+
+def layer_times(checked: Checked, training: TrainingSide, errors: ErrorLog) -> LayerTimes | None:
+    """What times layers, if the user wants it. Before other inspections: then these are not in the times."""
+    if checked.timed is None:
+        return None
+    times = LayerTimes(checked.settings.max_layers)
+    watch = LayerTimer(
+        modules=checked.timed,
+        hooks=training.hooks,
+        events=training.events,
+        clock=training.clock,
+        cost=training.cost,
+        mailbox=training.mailbox,
+        times=times,
+    )
+    training.capture.inspect(watch, errors.boundary("layer_times"))
+    return times
 
 
 def watching(training: TrainingSide, totals: WatchTotals, errors: ErrorLog) -> Watch:

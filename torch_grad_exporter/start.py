@@ -39,6 +39,7 @@ def start_exporter(
     moments: bool | Unset = UNSET,
     weights: bool | Unset = UNSET,
     activations: bool | str | Unset = UNSET,
+    layer_times: bool | Unset = UNSET,
     local_norm: bool | Unset = UNSET,
     nan_origin: bool | Literal["always"] | Unset = UNSET,
     collectors: Mapping[str, bool] | Unset = UNSET,
@@ -86,11 +87,12 @@ def start_exporter(
     - `activations` (off): metrics of the outputs of inner modules and of their gradients. `True`: of all modules without
       children that `include` and `exclude` leave; a regular expression: of those modules in whose name it is found. See
       docs/activations.md.
+    - `layer_times` (off): seconds of the forward and the backward of each layer, in sampled steps. See docs/where-time-goes.md.
     - `local_norm` (off): under DDP, the norm of each rank's own gradient and the gradient noise scale.
     - `nan_origin` (off): look for the place where a value became NaN or Inf, once there is one. "always" looks in every sampled
       round, and so finds the first one. See docs/nan-origin.md.
     - `collectors` (all but whole_run): collectors to switch off, such as `{"host": False}`, or on. There are gradients,
-      activations, nan_origin, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter.
+      activations, nan_origin, layer_times, watched, training, whole_run, cuda_memory, gpu, process, host, container, exporter.
       `{"whole_run": True}`, on all ranks, makes rank 0 show the samples of all ranks together.
     - `web_config_file` (none): TLS and basic authentication, in the format of Prometheus' exporters. See docs/security.md.
     - `run` (from the launcher, or new): name of the run, on every series.

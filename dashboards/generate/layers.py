@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from dashboards.generate import activations, clipping
+from dashboards.generate import activations, clipping, layer_times
 from dashboards.generate import panels as draw
 from dashboards.generate import queries as ask
 from dashboards.generate.board import Row, board
@@ -311,6 +311,7 @@ def dashboard() -> Dashboard:
         Row("Chosen layers, optional metrics: weights and moments", more, collapsed=True),
         Row("Clipping policies and frozen layers", clipping.row(), collapsed=True),
         Row("Activations and watched tensors", activations.row(), collapsed=True),
+        Row("Time of the layers", layer_times.row(), collapsed=True),
     ]
     text = "Which layer is in trouble, since when, and what its gradient looks like."
     return board(UID, "Gradients by layer", text, content, layer=True)

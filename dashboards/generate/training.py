@@ -166,10 +166,10 @@ def _phases() -> Panel:
     text = (
         "Share of the training time in each phase, over the chosen ranks. `data` is the wait for the loader, if "
         "watch_loader wraps it; `outside` is everything else between steps, such as logging, evaluation and "
-        "checkpoints."
+        "checkpoints. On a GPU all of it is in the GPU's time."
     )
     query = Query(f"sum by (phase) ({seconds}) / on () group_left () (sum({seconds}) > 0)", "{{phase}}")
-    nothing = "Phases are known on CPUs only"
+    nothing = "Phases need forwards of the whole model"
     panel = draw.lines("Where a step's time goes", text, "percentunit", query, nothing=nothing)
     return draw.stacked(panel).min(0).max(1).data_links([TO_RANKS_OF_ALL])
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 
 from tests.support.models import Perceptron
 from torch_grad_exporter import start_exporter
-from torch_grad_exporter.capture.progress import DATA, OUTSIDE, StepClock
+from torch_grad_exporter.capture.phases import DATA, OUTSIDE
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.watched_data_loader import watched
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.transfer.events import Mailbox

@@ -24,8 +24,8 @@ from torch_grad_exporter.model.replicas import Ranks
 
 DEFAULT = frozenset(
     {
-        "gradients", "activations", "watched", "nan_origin", "training", "cuda_memory", "gpu", "process", "host", "container",
-        "exporter",
+        "gradients", "activations", "layer_times", "watched", "nan_origin", "training", "cuda_memory", "gpu", "process", "host",
+        "container", "exporter",
     }
 )  # fmt: skip
 
@@ -47,7 +47,11 @@ RIGHT: list[tuple[str, object, object]] = [
     ("exclude", (), ()),
     ("max_layers", 1, 1),
     ("dead_window", 1, 1),
-    *[(name, value, value) for name in ("moments", "weights", "local_norm", "nan_origin") for value in (True, False)],
+    *[
+        (name, value, value)
+        for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
+        for value in (True, False)
+    ],
     *[("activations", value, value) for value in (True, False)],
     *[("activations", value, "a$") for value in ("a$", re.compile("a$"))],
     ("nan_origin", "always", "always"),
@@ -83,7 +87,11 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     *[(name, value, TypeError) for name in ("max_layers", "dead_window") for value in (None, "10", 10.0, True)],
     *[("max_layers", value, ValueError) for value in (0, -5, 100_001)],
     *[("dead_window", value, ValueError) for value in (0, -5, 1_000_001)],
-    *[(name, value, TypeError) for name in ("moments", "weights", "local_norm", "nan_origin") for value in (None, 1, 0, "yes")],
+    *[
+        (name, value, TypeError)
+        for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
+        for value in (None, 1, 0, "yes")
+    ],
     *[("activations", value, TypeError) for value in (None, 1, 0, "", b"a", ["a"], re.compile(b"a"))],
     ("activations", "(", ValueError),
     *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
@@ -115,7 +123,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[("overhead_budget", text) for text in ("1%", "0", "1", "nan", "-0.1")],
     *[(name, text) for name in ("include", "exclude") for text in ("(", "a[")],
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
-    *[(name, text) for name in ("moments", "weights", "local_norm", "nan_origin") for text in ("maybe", "2")],
+    *[(name, text) for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin") for text in ("maybe", "2")],
     ("activations", "("),
     *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
     ("run", "x" * 201),
@@ -145,6 +153,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("weights", "true", True),
     ("local_norm", "on", True),
     ("activations", "on", True),
+    ("layer_times", "on", True),
     ("activations", "Off", False),
     ("activations", r"^encoder\.", r"^encoder\."),
     ("nan_origin", "on", True),
@@ -182,7 +191,8 @@ def test_the_defaults_are_those_that_are_documented() -> None:
     found = {f.name: value_of(resolve({}, {}), f.name) for f in fields(Settings)}
     assert found == {
         "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
-        "dead_window": 100, "moments": False, "weights": False, "activations": False, "local_norm": False, "nan_origin": False,
+        "dead_window": 100, "moments": False, "weights": False, "activations": False, "layer_times": False,
+        "local_norm": False, "nan_origin": False,
         "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",

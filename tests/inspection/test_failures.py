@@ -1,4 +1,4 @@
-"""A failure at any seam of activations and watched tensors: the training ends with the same bits, and the failure is counted."""
+"""A failure at any seam of activations, times of layers and watched tensors: training ends with the same bits; it is counted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ SEAMS = [
     "inspection.activations:Activations.backward_ended",
     "inspection.activations:Activations.round_over",
     "inspection.activations:Activations.step_over",
+    "inspection.layer_timer:LayerTimer.forward_began",
+    "inspection.layer_timer:LayerTimer.backward_ended",
+    "inspection.layer_timer:LayerTimer.round_over",
+    "inspection.layer_timer:LayerTimer.step_over",
+    "inspection.layer_timer:differentiable",
+    "inspection.layer_timer:own_nodes",
+    "inspection.layer_timer:next_sequence",
+    "inspection.own_nodes:number_of",
+    "inspection.round_hooks:RoundHooks.arm",
+    "inspection.round_hooks:RoundHooks.disarm",
+    "inspection.round_hooks:graph_task",
+    "capture.timeline:HostWatch.now",
+    "capture.timeline:Timeline.enter",
+    "capture.timeline:Timeline.go_on",
+    "capture.timeline:Timeline.cut",
+    "capture.timeline:Stretch.passed",
+    "capture.timeline:Stretch.seconds",
+    "aggregation.layer_times:LayerTimes.take",
+    "aggregation.layer_times:LayerTimes.snapshot",
     "inspection.modules:InnerModules.chosen",
     "inspection.modules:is_compiled",
     "inspection.rounds:RoundTallies.backward",
@@ -63,7 +82,12 @@ def trained(*, watched: bool, plant: Callable[[], object] = lambda: None) -> tup
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"every": 1, "activations": True, "collectors": {"host": False, "process": False, "container": False}}
+    options = {
+        "every": 1,
+        "activations": True,
+        "layer_times": True,
+        "collectors": {"host": False, "process": False, "container": False},
+    }
     failures: dict[str, float] = {}
     with start_exporter(model, None, **(options if watched else {})) as exporter:
         plant()
@@ -100,7 +124,10 @@ def test_the_training_goes_on(seam: str, monkeypatch: pytest.MonkeyPatch) -> Non
     kind: Callable[..., object] = type(found) if isinstance(found, classmethod | staticmethod) else lambda one: one
     parameters, failures = trained(watched=True, plant=lambda: monkeypatch.setattr(owner, attribute, kind(double)))
     assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
-    assert {*failures} & {"activations", "watch", "worker", "collector_activations", "collector_watched"}
+    assert {*failures} & {
+        "activations", "layer_times", "watch", "worker",
+        "collector_activations", "collector_layer_times", "collector_watched",
+    }  # fmt: skip
 
 
 def test_without_a_failure_nothing_is_counted() -> None:

@@ -69,7 +69,7 @@ EVERYTHING = {"every": 1, "moments": True, "weights": True, "dead_window": 3, "c
 
 CLIPPING = {"every": 1, "collectors": OTHERS, "clip": MaxNorm(1e30), "dry_run": [MaxNorm(0.1, scope="layer")]}
 
-INSIDE = {"every": 1, "collectors": OTHERS, "activations": True}
+INSIDE = {"every": 1, "collectors": OTHERS, "activations": True, "layer_times": True}
 ORIGIN = {"every": 1, "collectors": OTHERS, "nan_origin": "always"}
 
 

@@ -73,7 +73,7 @@ CHEAP = {"accumulation", "inplace_relu", "a_module_called_twice"}
     "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.full) for name in thinned() if isinstance(name, str)]
 )
 def test_looking_inside(name: str) -> None:
-    """With `activations=`, losses and what the model holds are the same as well, and nothing fails."""
+    """With `activations=` and `layer_times=`, losses and what the model holds are the same as well, and nothing fails."""
     assert unchanged(REGIMES[name].run(Way.INSIDE), without_exporter(name)) == []
 
 

@@ -57,7 +57,7 @@ def scrape() -> str:
         model[0].bias[:2] = -100.0  # two dead neurons
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"run": "golden", "labels": {"team": "tests"}, "collectors": dict.fromkeys(RESOURCES, False)}
-    options |= {"alerts": [Log()], "clip": MaxNorm(0.05), "dry_run": [MaxNorm(0.1)]}
+    options |= {"alerts": [Log()], "clip": MaxNorm(0.05), "dry_run": [MaxNorm(0.1)], "layer_times": True}
     with start_exporter(model, port=None, every=1, moments=True, weights=True, activations=True, **options) as exporter:
         exporter.on(lambda m: False, Stop())
         exporter.on(lambda m: False, Freeze(layers="0"))

@@ -14,7 +14,7 @@ from tests.rules.test_rules import ALERTS, OF_PROMETHEUS, RULES, TESTS, exported
 from tests.support.catalogue import CATALOGUE
 from tests.support.tools import REPOSITORY
 from torch_grad_exporter.actions import Stop
-from torch_grad_exporter.capture.progress import PHASES
+from torch_grad_exporter.capture.phases import PHASES
 from torch_grad_exporter.collectors.gpu import QUESTIONS
 from torch_grad_exporter.collectors.outcomes import Outcome as Done
 from torch_grad_exporter.collectors.outcomes import Result as Sent

@@ -108,7 +108,7 @@ def alone(folder: str) -> None:
     RULES.register(NOW_AND_THEN)
     model = Net()
     options = usual(folder, "alone") | {"moments": True, "weights": True, "max_layers": 2, "alerts": [Log()]}
-    options |= {"activations": True, "nan_origin": "always"}
+    options |= {"activations": True, "layer_times": True, "nan_origin": "always"}
     options |= {"clip": MaxNorm(0.1), "dry_run": [MaxNorm(0.01), AGC()]}
     exporter = start_exporter(model, 0, **options)
     exporter.on(lambda m: m.last("torch_train_loss") > 0, print, name="tells", cooldown=2)

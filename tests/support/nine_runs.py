@@ -246,6 +246,7 @@ RUNS: Mapping[str, Kind] = {
             "moments": True,
             "weights": True,
             "activations": True,
+            "layer_times": True,
             "clip": MaxNorm(CLIP),
             "dry_run": [MaxNorm(CLIP / 10), AGC()],
         }

@@ -18,8 +18,8 @@ from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
 from torch_grad_exporter.capture.preparation import RoundPreparation
-from torch_grad_exporter.capture.progress import BACKWARD, OUTSIDE
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced

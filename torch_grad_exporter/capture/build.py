@@ -37,6 +37,7 @@ class Capture:
             self._parts.hooks.on_module(module, self._forwards.began, functools.partial(self._forwards.ended, number))
         self._parts.hooks.on_optimizers(self._loop.step_began, self._loop.step_ended)
         self._backward.watch()
+        self._backward.preparation.follow_device()
 
     def inspect(self, inspection: Inspection, guard: Guard) -> None:
         """Tells an inspection of the rounds to come; `guard`: its boundary. Before `watch`."""

@@ -1,4 +1,4 @@
-"""What samples cost: on the host by its clock, on CUDA devices by pairs of events, without synchronising.
+"""What samples cost: on the host by its clock, on devices by pairs of events, without synchronising.
 
 The host's clock only times launches there. An event is recorded before and after the work in the stream that it runs in,
 and the time between the two is read when the device has passed both, a step later or so.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
+from torch_grad_exporter.capture.device_events import DeviceEvents, Event, EventPool
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.schedule import SamplingSchedule
 
@@ -20,36 +22,57 @@ PAIRS = 64
 SAMPLES = 64
 """Samples at most whose device times are still outstanding; the cost of older ones stays unknown."""
 
+Begun = list[tuple[DeviceEvents, Event]]
+"""Devices on which a piece of work has begun, and when."""
 
-Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event, int]]
-"""Events before and after work, and how often it counts."""
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Events of a device before and after work, and how often it counts."""
 
-def recorded_event(device: torch.device) -> torch.cuda.Event:
-    """An event at the present place of the device's current stream."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+    device: DeviceEvents
+    begin: Event
+    end: Event
+    times: int
+
+    def passed(self) -> bool:
+        """Whether the work is done."""
+        return self.device.passed((self.end,))
+
+    def seconds(self) -> float:
+        """What it took, with what it stands for."""
+        between = self.device.between((self.begin, self.end))
+        return between[0] * self.times if between else 0.0
+
+    def release(self) -> None:
+        """Gives the events back."""
+        self.device.give_back((self.begin, self.end))
 
 
 class DeviceTimer:
-    """Times work on CUDA devices. Belongs to the training thread: querying an event is a CUDA call."""
+    """Times work on devices. Belongs to the training thread: querying an event is a call to the device."""
 
-    def __init__(self, recorded: Callable[[torch.device], torch.cuda.Event] = recorded_event) -> None:
-        self._recorded = recorded
-        self._pairs: Pairs = []
+    def __init__(self, events: EventPool) -> None:
+        self._events = events
+        self._pairs: list[Pair] = []
 
-    def begin(self, devices: Iterable[torch.device]) -> list[tuple[torch.device, torch.cuda.Event]]:
+    def begin(self, devices: Iterable[torch.device]) -> Begun:
         """Work begins on these devices; what is returned belongs to `end`."""
         if len(self._pairs) >= PAIRS:
             return []
-        return [(device, self._recorded(device)) for device in devices if device.type == "cuda"]
+        timed = [events for device in devices if (events := self._events.of(device)) is not None]
+        return [(events, moment) for events in timed if (moment := events.now()) is not None]
 
-    def end(self, begun: Iterable[tuple[torch.device, torch.cuda.Event]], *, times: int = 1) -> None:
+    def end(self, begun: Begun, *, times: int = 1) -> None:
         """All work that was begun is launched. `times`: for how many pieces of work it stands; the others are not timed."""
-        self._pairs.extend((event, self._recorded(device), times) for device, event in begun)
+        for events, begin in begun:
+            end = events.now()
+            if end is None:
+                events.give_back((begin,))
+            else:
+                self._pairs.append(Pair(events, begin, end, times))
 
-    def taken(self) -> Pairs:
+    def taken(self) -> list[Pair]:
         """The pairs of all work since the last call."""
         pairs, self._pairs = self._pairs, []
         return pairs
@@ -61,12 +84,12 @@ class SampleCost:
     `timer`: times the work on devices.
     """
 
-    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer | None = None) -> None:
+    def __init__(self, clock: StepClock, schedule: SamplingSchedule, timer: DeviceTimer) -> None:
         self._clock = clock
         self._schedule = schedule
-        self.timer = timer or DeviceTimer()
+        self.timer = timer
         self._seconds = 0.0
-        self._unsettled: deque[tuple[float, Pairs]] = deque(maxlen=SAMPLES)
+        self._unsettled: deque[tuple[float, list[Pair]]] = deque()
         """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
 
     def now(self) -> float:
@@ -90,12 +113,17 @@ class SampleCost:
         """The sample is complete on the host."""
         self._unsettled.append((self._seconds, self.timer.taken()))
         self._seconds = 0.0
+        if len(self._unsettled) > SAMPLES:
+            for pair in self._unsettled.popleft()[1]:
+                pair.release()
 
     def settle(self) -> None:
         """Reports to the schedule what samples cost, as soon as the devices have passed their ends. A CUDA call."""
         waiting = self._unsettled
-        while waiting and all(end.query() for _, end, _ in waiting[0][1]):  # type: ignore[no-untyped-call]
+        while waiting and all(pair.passed() for pair in waiting[0][1]):
             seconds, pairs = waiting.popleft()
-            on_devices = sum(begin.elapsed_time(end) * times for begin, end, times in pairs) / 1000
+            on_devices = sum(pair.seconds() for pair in pairs)
+            for pair in pairs:
+                pair.release()
             self._clock.spent_on_devices(on_devices)
             self._schedule.sampled(seconds + on_devices)

@@ -12,7 +12,7 @@ from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.progress import FORWARD, OUTSIDE
+from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.torch_compat import called_from_step, graph_task
 

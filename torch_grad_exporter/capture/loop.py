@@ -191,6 +191,7 @@ class TrainingLoop:
             self._observations.round_over()
         if parts.periodic is not None:
             parts.periodic()
+        clock.step_over(first_of_round=first)
         clock.spent(clock.clock() - start + (HOOKS_SECONDS if first else 0.0))
         own = clock.own_seconds
         seconds = clock.step_ended(first_of_round=first, trace=active_trace() if sampled else None)

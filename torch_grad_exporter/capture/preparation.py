@@ -15,8 +15,10 @@ import torch
 from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.phases import main_device
 from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.torch_compat import calling_pipeline, graph_task, within_transform
 from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
@@ -35,6 +37,8 @@ class RoundPreparation:
         self._rounds = parts.rounds
         self._node_hook = node_hook
         self._early_evidence = ClearingEvidence()
+        self._placed: tuple[ParameterTable | None, torch.device | None] = None, None
+        """The parameters whose device is known, and that of the first one."""
         self.early: GradientVersions | None = None
         self.divisor = 1.0
 
@@ -80,12 +84,25 @@ class RoundPreparation:
         if self._parts.nodes.held:
             self._parts.cost.of(self._drop_changed)
         if self._rounds.next_is_sampled:
+            self.follow_device()
             self._parts.cost.of(self._prepare_for_thawed)
             self._parts.reductions.look(root)
             self.look_for_pipeline(sys._getframe(1))
         if self._parts.index.fully_sharded:
             self._look_early()
         self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
+
+    def follow_device(self) -> None:
+        """The model may be somewhere else than before: phases are timed on the device where most of its parameters are."""
+        table = self._parts.index.table
+        first = table.tracked[0].parameter() if table.tracked else None
+        known, at = self._placed
+        if first is None or (table is known and first.device == at):
+            return
+        device = main_device(table.parameters() or ())
+        if device is not None:
+            self._placed = table, first.device
+            self._parts.clock.phases.on(device)
 
     def _drop_changed(self) -> None:
         """No node that was taken before this forward may be used with data of another shape."""

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch_grad_exporter.capture.device_events import EventPool
+from torch_grad_exporter.capture.phases import OPTIMIZER, OUTSIDE, PhaseTimes
 from torch_grad_exporter.transfer.events import PLACED, Counted, Counting, Mailbox, Stepped
 from torch_grad_exporter.transfer.tracing import TraceIds
-
-PHASES = ("outside", "data", "forward", "backward", "optimizer")
-OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +59,6 @@ class _CountedRounds:
         return tuple(after - before for before, after in itertools.pairwise((self.round_at, *self.moments)))
 
 
-class PhaseTimes:
-    """The seconds of each phase of training. `seen`: the phases that there were."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.seen: set[str] = set()
-        self.current = OUTSIDE
-        self._since = clock()
-
-    def enter(self, phase: str) -> None:
-        """The time from now on belongs to this phase."""
-        moment = self._clock()
-        self.seconds[self.current] += moment - self._since
-        self.current, self._since = phase, moment
-        self.seen.add(phase)
-
-    def restart(self) -> None:
-        """Outside of a step; the time since the last phase began belongs to none."""
-        self.current, self._since = OUTSIDE, self._clock()
-
-
 @dataclass(slots=True)
 class GradientWaitTimes:
     """Waits for other ranks' gradients. `rounds`: sampled ones in which they were timed, `None` where there are no other ranks."""
@@ -101,15 +78,22 @@ class GradientWaitTimes:
 
 
 class StepClock:
-    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time. Belongs to the training thread."""
+    """Counts and times. `clock`: seconds from any origin, for durations; `now`: Unix time. Belongs to the training thread.
+
+    `events`: of devices, which time the phases there.
+    """
 
     def __init__(
-        self, mailbox: Mailbox, clock: Callable[[], float] = time.perf_counter, now: Callable[[], float] = time.time
+        self,
+        mailbox: Mailbox,
+        clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.time,
+        events: EventPool | None = None,
     ) -> None:
         self.clock = clock
         self.now = now
         self.started = now()
-        self.phases = PhaseTimes(clock)
+        self.phases = PhaseTimes(clock, events)
         self.gradient_waits = GradientWaitTimes()
         self.skipped = 0
         self.evaluating = False
@@ -156,6 +140,12 @@ class StepClock:
     def leave_step(self) -> None:
         """The step that had begun will not end: it raised."""
         self._enter(OUTSIDE)
+
+    def step_over(self, *, first_of_round: bool) -> None:
+        """An optimizer's step is over; `step_ended` is to follow."""
+        self._enter(OUTSIDE)
+        if first_of_round and self._uncommitted is None:
+            self.phases.round_over()
 
     def _enter(self, phase: str) -> None:
         if self._uncommitted is None:

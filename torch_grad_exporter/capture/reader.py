@@ -214,11 +214,15 @@ class GradientReader:
 
     def read_within_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Reads what an optimizer is about to use up before the backward is over."""
+        begun = self.cost.timer.begin(self._places)
         self.cost.of(self._guards[AT_A_STEP], self._early.read_of, self.table, optimizer)
+        self.cost.timer.end(begun)
 
     def read_of(self, optimizer: int) -> frozenset[int]:
         """Reads what an optimizer is about to use, where no backward is seen; what was found in this round so far."""
+        begun = self.cost.timer.begin(self._places)
         self._guards[AT_A_STEP](self._early.read, self.table, self.positions_of(optimizer))
+        self.cost.timer.end(begun)
         return self.found_early
 
     def positions_of(self, optimizer: int) -> list[int]:

@@ -10,7 +10,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from torch_grad_exporter.capture.progress import DATA, OUTSIDE, StepClock
+from torch_grad_exporter.capture.phases import DATA, OUTSIDE
+from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.errors import ErrorLog
 
 _Batch = TypeVar("_Batch")
@@ -42,8 +43,11 @@ class Waits:
             self._switch(OUTSIDE)
 
     def _switch(self, phase: str) -> None:
+        clock = self._clock
         try:
-            self._clock.switch(phase)
+            start = clock.clock()
+            clock.switch(phase)
+            clock.spent(clock.clock() - start)
         except Exception as error:  # noqa: BLE001 - the boundary: what fails is ours, not the loader
             self._errors.count("observe", error)
 

@@ -44,10 +44,13 @@ class WeightProbe:
 
     @torch.no_grad()
     def _before(self, optimizer: int) -> None:
-        table = self._parts.reader.table
+        table, timer = self._parts.reader.table, self._parts.cost.timer
         owners = self._parts.optimizers.owners(table, {optimizer})
         chosen = ((position, table.tracked[position].parameter()) for position in self._choose(table, optimizer, owners))
-        self._copies[optimizer] = table, [(i, p, local(p).clone()) for i, p in chosen if p is not None]
+        copied = [(i, p, local(p)) for i, p in chosen if p is not None]
+        begun = timer.begin(dict.fromkeys(now.device for _, _, now in copied))
+        self._copies[optimizer] = table, [(i, p, now.clone()) for i, p, now in copied]
+        timer.end(begun)
 
     def after(self, optimizer: int, left_out: torch.Tensor | None = None) -> None:
         """It has stepped: measures the copied parameters against what the step made of them, and hands over.
@@ -62,6 +65,7 @@ class WeightProbe:
             return
         table, copies = self._copies.pop(optimizer)
         for device in dict.fromkeys(copy.device for _, _, copy in copies):
+            begun = self._parts.cost.timer.begin((device,))
             here = [(i, local(parameter), copy) for i, parameter, copy in copies if copy.device == device]
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=wide(device)) for _, now, copy in here for tensor in (copy, now, now - copy)
@@ -69,6 +73,7 @@ class WeightProbe:
             spread, rows = self._spread(table, [(position, now) for position, now, _ in here])
             told = [] if left_out is None else [left_out.detach().reshape(1).to(device, wide(device), non_blocking=True)]
             ticket = self._transfer.send(torch.cat([torch.stack(norms), *rows, *told]))
+            self._parts.cost.timer.end(begun)
             if ticket is not None:
                 positions = np.array([position for position, _, _ in here], dtype=np.int64)
                 self._parts.mailbox.append(Weights(table, positions, ticket, spread, left_out is not None))

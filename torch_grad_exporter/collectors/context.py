@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch_grad_exporter.aggregation.activations import ActivationTotals
+from torch_grad_exporter.aggregation.layer_times import LayerTimes
 from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.aggregation.worker import Snapshot
 from torch_grad_exporter.capture.build import Capture
@@ -49,8 +50,8 @@ class CollectorContext:
     `expected_devices`: the kinds of devices that the parameters were on at the start. `ended`: "finished" or "failed" once the run
     is over, else `None`. `dead_window`, `moments`, `weights`: what the user chose to see. `notified`: what notifiers have done, if
     there are any. `acted`: what actions have. `clip`: what `clip=` has come to, if it is asked for. `frozen`: the layers that
-    actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `watched`: of the
-    gradients of watched tensors. `origins`: where values have become non-finite.
+    actions freeze. `activations`: what was seen of the outputs of inner modules, if it is asked for. `layer_times`: how
+    long layers took, if that is asked for. `watched`: what was seen of the gradients of watched tensors. `origins`: where values have become non-finite.
     """
 
     snapshots: Snapshots
@@ -73,5 +74,6 @@ class CollectorContext:
     clip: ClipReports | None = None
     frozen: FrozenLabels = field(default_factory=FrozenLabels)
     activations: ActivationTotals | None = None
+    layer_times: LayerTimes | None = None
     watched: WatchTotals = field(default_factory=WatchTotals)
     origins: OriginPlaces = field(default_factory=OriginPlaces)

@@ -45,6 +45,11 @@ EXPORTER_CAPTURES = METRICS.counter("torch_grad_exporter_captures_total", "Sampl
 EXPORTER_CAPTURES_SKIPPED = METRICS.counter(
     "torch_grad_exporter_captures_skipped_total", "Samples that were due and not taken or not delivered, by reason.", "reason"
 )
+EXPORTER_UNTIMED_STEPS = METRICS.counter(
+    "torch_grad_exporter_untimed_steps_total",
+    "Steps that were due to be timed and are in none of the times, by what was not timed: phases or layers. The device was too far behind, a graph was being captured, or there was too much to time.",
+    "what",
+)
 EXPORTER_ERRORS = METRICS.counter("torch_grad_exporter_errors_total", "Failures inside the exporter, by source.", "source")
 EXPORTER_NOTIFICATIONS = METRICS.counter(
     "torch_grad_exporter_notifications_total",
@@ -104,6 +109,7 @@ class ExporterCollector:
         gradients = snapshot.gradients
         lost = {**capture.skipped, Lost.UNDELIVERED: gradients.undelivered, Lost.UNATTRIBUTED: gradients.unattributed}
         yield self._rows.family(EXPORTER_CAPTURES_SKIPPED, {(why.value,): float(count) for why, count in lost.items()})
+        yield self._untimed()
         counts = self._context.errors.counts()
         yield self._rows.family(EXPORTER_ERRORS, {(source,): count for source, count in counts.items()})
         if (notified := self._context.notified) is not None:
@@ -113,6 +119,12 @@ class ExporterCollector:
             yield self._rows.family(EXPORTER_ACTIONS, acted)
         if last := self._context.acted.happened.last_done:
             yield self._rows.family(EXPORTER_LAST_ACTION, {(action,): at for action, at in last.items()})
+
+    def _untimed(self) -> Family:
+        untimed = {("phases",): float(self._context.clock.phases.untimed)}
+        if (layers := self._context.layer_times) is not None:
+            untimed["layers",] = float(layers.untimed)
+        return self._rows.family(EXPORTER_UNTIMED_STEPS, untimed)
 
 
 COLLECTOR = Declaration("exporter", (METRICS,), ExporterCollector, place=100)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.aggregation.totals import TotalsSnapshot
-from torch_grad_exporter.capture.progress import PHASES
+from torch_grad_exporter.capture.phases import PHASES
 from torch_grad_exporter.collectors.context import CollectorContext
 from torch_grad_exporter.collectors.registry import Declaration
 from torch_grad_exporter.distributed.identity import hostname
@@ -51,7 +51,7 @@ TRAIN_STEP_DURATION = METRICS.histogram(
 )
 TRAIN_PHASE_SECONDS = METRICS.counter(
     "torch_train_phase_seconds_total",
-    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps. Over timed steps: all, or one of each torch_grad_exporter_timing_interval_steps where steps are very short.",
+    "Time by phase of the training step: data, forward, backward, optimizer, and outside for everything between steps. On an accelerator in the time of the device that most parameters are on, where data and outside are what it waits for the host in them. Over timed steps: all, or one of each torch_grad_exporter_timing_interval_steps where steps are very short.",
     "phase",
     unit="seconds",
 )
@@ -117,9 +117,11 @@ class TrainingCollector:
         yield scalar(TRAIN_BACKWARD_PASSES, counts.backward_passes)
         yield scalar(TRAIN_SKIPPED_STEPS, clock.skipped)
         yield self._durations(totals)
-        # The host's clock can time phases and waits; on an accelerator it only times launches.
-        if self._context.capture.devices <= {"cpu"}:
+        # On an accelerator the host's clock only times launches, and phases are timed by its events.
+        on_host = self._context.capture.devices <= {"cpu"}
+        if clock.phases.by_events or (on_host and clock.phases.known):
             yield from self._phase_seconds()
+        if on_host:
             waits = clock.gradient_waits
             yield scalar(TRAIN_GRADIENT_WAIT_SECONDS, None if waits.rounds is None else waits.seconds)
             yield scalar(TRAIN_GRADIENT_WAITS, waits.rounds)

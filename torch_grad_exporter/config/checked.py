@@ -17,7 +17,7 @@ from torch_grad_exporter.config.settings import Arguments, Settings
 from torch_grad_exporter.distributed.identity import Identity, identity
 from torch_grad_exporter.distributed.store import JobStore, run_name
 from torch_grad_exporter.errors import say
-from torch_grad_exporter.inspection.modules import InnerModules
+from torch_grad_exporter.inspection.modules import InnerModules, found_by, with_parameters, without_children
 from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.names import LayerFilter
@@ -35,8 +35,8 @@ logger = logging.getLogger("torch_grad_exporter")
 class Checked:
     """All choices, valid, and the objects that they are about. `run`, `rank`: as the series carry them.
 
-    `clip`: how gradients are clipped, `None` if the exporter only watches. `modules`: those whose activations are shown, `None`
-    where that is not asked for.
+    `clip`: how gradients are clipped, `None` if the exporter only watches. `modules`: those whose activations are shown, `timed`:
+    those whose times are; `None` where that is not asked for.
     """
 
     models: Mapping[str, torch.nn.Module]
@@ -51,6 +51,7 @@ class Checked:
     push: push_settings.PushSettings | None
     clip: Wanted | None = None
     modules: InnerModules | None = None
+    timed: InnerModules | None = None
 
     @property
     def labels(self) -> dict[str, str]:
@@ -94,6 +95,8 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
     index = _index(models, settings, given, Replicas(settings.ranks, rank, place.world_size))
     _check_ownership(index, chosen.optimizers)
     modules = _modules(models, settings, given)
+    layers = LayerFilter(settings.include, settings.exclude)
+    timed = InnerModules(models, with_parameters(layers), settings.max_layers) if settings.layer_times else None
     return Checked(
         models=models,
         index=index,
@@ -107,6 +110,7 @@ def checked(given: Mapping[str, object], environment: Mapping[str, str]) -> Chec
         push=push,
         clip=_clip(settings, chosen, index),
         modules=modules,
+        timed=timed,
     )
 
 
@@ -125,7 +129,8 @@ def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, argument
     if settings.activations is False:
         return None
     wanted = None if settings.activations is True else settings.activations
-    found = InnerModules(models, wanted, LayerFilter(settings.include, settings.exclude), settings.max_layers)
+    wants = without_children(LayerFilter(settings.include, settings.exclude)) if wanted is None else found_by(wanted)
+    found = InnerModules(models, wants, settings.max_layers)
     chosen = found.chosen()
     if not chosen.inner and not chosen.compiled:
         names = found.names()

@@ -81,6 +81,12 @@ class Settings:
         "`True`: of all modules without children that `include` and `exclude` leave; a regular expression: of those modules in "
         "whose name it is found. See docs/activations.md.",
     )
+    layer_times: bool = option(
+        kinds.switch(),
+        False,
+        "seconds of the forward and the backward of each layer, in sampled steps",
+        "See docs/where-time-goes.md.",
+    )
     local_norm: bool = option(kinds.switch(), False, "under DDP, the norm of each rank's own gradient and the gradient noise scale")
     nan_origin: bool | str = option(
         kinds.switch_or("always"),

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +18,10 @@ import torch
 from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
-from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
+from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
+from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
@@ -71,7 +71,7 @@ class Activations:
     ) -> None:
         self._cost, self._totals = cost, totals
         self._tallies = RoundTallies(reader, cost, mailbox)
-        self._hooks = _RoundHooks(modules, hooks, self._forward_ended)
+        self._hooks = RoundHooks(modules, hooks, SOURCE, Moments(ended=self._forward_ended))
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._hooks_gradients = True
         self._units = UnitDims()
@@ -151,7 +151,7 @@ class Activations:
 
     # Hooks
 
-    def _forward_ended(self, inner: _Inner, output: object) -> None:
+    def _forward_ended(self, inner: Hooked, output: object) -> None:
         """An inner module has returned; outside of any backward, so it is no second forward of a checkpoint."""
         if within_transform() or capturing_graph():
             return
@@ -193,66 +193,3 @@ class Activations:
         if chosen.compiled > self._told:
             say(logger, logging.WARNING, COMPILED, chosen.compiled)
         self._told = max(self._told, chosen.compiled)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inner:
-    """A module that is hooked, while it runs."""
-
-    label: str
-    module: torch.nn.Module
-
-
-class _RoundHooks:
-    """The hooks of a round: on each model whose forward began, and on its modules. `ended`: an inner module has returned."""
-
-    def __init__(self, modules: InnerModules, hooks: Hooks, ended: Callable[[_Inner, object], None]) -> None:
-        self._modules, self._ended = modules, ended
-        self._make = functools.partial(InnerHooks, hooks, SOURCE, _nothing)
-        self._around = self._make(self._root_ended)
-        self._inner: dict[int, InnerHooks] = {}
-        self._armed: dict[int, Chosen] = {}
-        """By model, what is hooked."""
-        self._labels: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
-        self._inside = False
-
-    def arm(self, root: torch.nn.Module, *, compiled: bool) -> Chosen:
-        """The forward of a model begins: hooks its modules, unless it is compiled; what is hooked, and what is left out."""
-        chosen, number = self._modules.chosen(), id(root)
-        mine = [one for one in chosen.inner if one.root == number]
-        if compiled:
-            return Chosen(chosen.inner, chosen.folded, chosen.compiled + len(mine))
-        self._inside = True
-        self._around.arm([root])
-        if self._armed.get(number) is not chosen:
-            modules = [module for one in mine if (module := one.module()) is not None]
-            self._labels |= {id(one.module()): (one.module, one.label) for one in mine}
-            if number not in self._inner:
-                self._inner[number] = self._make(self._inner_ended)
-            self._inner[number].arm(modules)
-            self._armed[number] = chosen
-        return chosen
-
-    def disarm(self) -> None:
-        """Takes all hooks off; idempotent, from any thread."""
-        self._inside = False
-        self._around.disarm()
-        for hooks in [*self._inner.values()]:
-            hooks.disarm()
-        self._armed, self._labels = {}, {}
-
-    def _root_ended(self, _root: torch.nn.Module, _args: object, _kwargs: object, _output: object) -> None:
-        if graph_task() == -1:
-            self._inside = False
-
-    def _inner_ended(self, module: torch.nn.Module, _args: object, _kwargs: object, output: object) -> None:
-        # Without gradients it is no training, but for what a model does so within its own forward, such as a checkpoint.
-        if graph_task() != -1 or not (self._inside or torch.is_grad_enabled()):
-            return
-        reference, label = self._labels.get(id(module), (None, ""))
-        if reference is not None and reference() is module:
-            self._ended(_Inner(label, module), output)
-
-
-def _nothing(*_arguments: object) -> None:
-    """Before a forward there is nothing to do."""

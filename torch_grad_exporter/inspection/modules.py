@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torch_grad_exporter.model.folding import WHOLE, fold
 from torch_grad_exporter.model.names import LayerFilter, clean
-from torch_grad_exporter.torch_compat import children_in, is_compiled
+from torch_grad_exporter.torch_compat import children_in, is_compiled, parameters_in
 
 WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
 """Modules that use their children without calling them, so that they count as a leaf."""
@@ -20,11 +20,15 @@ WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A module and its name in the script, without what wrappers add. `compiled`: it is part of compiled code."""
+    """A module and its name in the script, without what wrappers add.
+
+    `compiled`: it is part of compiled code. `whole`: it is a model as a whole.
+    """
 
     name: str
     module: torch.nn.Module
     compiled: bool = False
+    whole: bool = False
 
     @property
     def leaf(self) -> bool:
@@ -50,18 +54,20 @@ class Chosen:
     compiled: int = 0
 
 
+Wants = Callable[[Named], bool]
+"""Whether a module is to be looked into."""
+
+
 class InnerModules:
     """Finds the wanted modules of the models, anew whenever a module came or went. Holds the models weakly.
 
-    `models`: name to module, as of `LayerIndex`. `wanted`: modules in whose name it is found; `None` for all without children
-    that `layers` accepts. `most`: labels, beyond which modules share them as layers do.
+    `models`: name to module, as of `LayerIndex`. `wants`: which modules. `most`: labels, beyond which modules share them as layers
+    do.
     """
 
-    def __init__(
-        self, models: Mapping[str, torch.nn.Module], wanted: re.Pattern[str] | None, layers: LayerFilter, most: int
-    ) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], wants: Wants, most: int) -> None:
         self._roots = [(name, weakref.ref(module)) for name, module in models.items()]
-        self._wanted, self._layers, self._most = wanted, layers, most
+        self._wants, self._most = wants, most
         self._structure: list[int] = []
         self._chosen = Chosen()
 
@@ -88,10 +94,24 @@ class InnerModules:
             len(found) - len(open_ones),
         )
 
-    def _wants(self, one: Named) -> bool:
-        if self._wanted is not None:
-            return self._wanted.search(one.name) is not None
-        return one.leaf and self._layers.accepts(one.name)
+
+def found_by(pattern: re.Pattern[str]) -> Wants:
+    """Wants the modules in whose name a regular expression is found."""
+    return lambda one: pattern.search(one.name) is not None
+
+
+def without_children(layers: LayerFilter) -> Wants:
+    """Wants all modules without children that the filter accepts."""
+    return lambda one: one.leaf and layers.accepts(one.name)
+
+
+def with_parameters(layers: LayerFilter) -> Wants:
+    """Wants all modules with parameters of their own that the filter accepts; a model as a whole only if it has no children."""
+    return lambda one: (
+        any(parameter is not None for parameter in parameters_in(one.module).values())
+        and (one.leaf or not one.whole)
+        and layers.accepts(one.name)
+    )
 
 
 def named(name: str, root: torch.nn.Module) -> Iterator[Named]:
@@ -100,7 +120,7 @@ def named(name: str, root: torch.nn.Module) -> Iterator[Named]:
     alike = Counter(clean(raw) for raw, _, _ in modules)
     for raw, module, compiled in modules:
         short = clean(raw) if alike[clean(raw)] == 1 else raw
-        yield Named(".".join(part for part in (name, short) if part) or WHOLE, module, compiled)
+        yield Named(".".join(part for part in (name, short) if part) or WHOLE, module, compiled, not short)
 
 
 def _walked(raw: str, module: torch.nn.Module, *, compiled: bool, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module, bool]]:

@@ -186,7 +186,10 @@ def never_started(context: RuleContext) -> Iterator[Finding]:
         "At a fifth of the time more workers pay off; at half of it the machine stands idle. A GPU that is busy for "
         "at least half of the time does not wait for data."
     ),
-    note=("Cannot fire without `exporter.watch_loader`, nor on GPUs, where phases are not known: there see GpuUnderused."),
+    note=(
+        "Cannot fire without `exporter.watch_loader`. On a GPU it is the time that the GPU waits for the loader, not that of the "
+        "loop, which runs ahead of it."
+    ),
 )
 def starvation(context: RuleContext) -> Iterator[Finding]:
     """Much of the time is spent waiting for data, and no GPU is in use meanwhile."""

@@ -1,0 +1,72 @@
+"""LayerTimes: how long the forward and the backward of each layer took in sampled rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_grad_exporter.metrics.families import REMOVED
+
+FORWARD, BACKWARD = PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Of one pass of a layer: its seconds, over so many sampled rounds. `sample`: the last of these, from 1."""
+
+    seconds: float = 0.0
+    rounds: int = 0
+    sample: int = 0
+
+    def plus(self, other: PassTime) -> PassTime:
+        """Both together."""
+        return PassTime(self.seconds + other.seconds, self.rounds + other.rounds, max(self.sample, other.sample))
+
+
+Times = dict[tuple[str, str], PassTime]
+"""By layer and pass."""
+
+
+class LayerTimes:
+    """From any thread. `most`: layers that are kept at most; the times of those that are gone go on in one remainder.
+
+    `untimed`: sampled rounds that are in none of the times, as of `torch_grad_exporter_untimed_steps_total`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # Reentrant: a signal's handler may close the exporter while its own thread is in here.
+        self._lock = threading.RLock()
+        self._times: Times = {}
+        self._samples = 0
+        self.untimed = 0
+
+    def take(self, seconds: Mapping[tuple[str, str], float]) -> None:
+        """Counts a round: its seconds by layer and pass."""
+        with self._lock:
+            self._samples += 1
+            for key, one in seconds.items():
+                self._times[key] = self._times.get(key, PassTime()).plus(PassTime(one, 1, self._samples))
+            self._make_room()
+
+    def snapshot(self) -> Times:
+        """All times as of now."""
+        with self._lock:
+            return dict(self._times)
+
+    def after_fork_in_child(self) -> None:
+        """The child has none of the threads that may hold the lock."""
+        self._lock = threading.RLock()
+
+    def _make_room(self) -> None:
+        """Adds the times of the layers that were timed least recently to the remainder, while there are too many."""
+        last: dict[str, int] = {}
+        for (layer, _), one in self._times.items():
+            last[layer] = max(last.get(layer, 0), one.sample)
+        last.pop(REMOVED, None)
+        for layer in sorted(last, key=lambda one: last[one])[: max(0, len(last) - self._most)]:
+            for name in PASSES:
+                if (layer, name) in self._times:
+                    gone = self._times.pop((layer, name))
+                    self._times[REMOVED, name] = self._times.get((REMOVED, name), PassTime()).plus(gone)
