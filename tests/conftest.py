@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ TRAINERS = (
 )  # fmt: skip
 collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["trainers"]
 """What `make trainers` runs, in an environment of its own; named on the command line it is never left out."""
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore.append("kernels")  # what `make kernels` runs, with Triton, whose interpreter is no part of other tests
 
 LONG = (
     "matrix/test_random_loops.py",

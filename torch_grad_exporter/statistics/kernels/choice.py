@@ -114,12 +114,12 @@ class Kernels:
         rest = [by_torch.read(*left)] if left else []
         if not mine:
             return rest
-        if state.trusted and (found := self._guard.result(self._launched, run, own, mine)) is not None:
+        if state.trusted and (found := self._guard.result(self._launched, run, own, mine, by_torch)) is not None:
             return [found, *rest]
         state.trusted = False
         reading = by_torch.read(own, mine)
         if state.stage is _Stage.PROBED:
-            self._try(state, self._compare, state, run, reading, mine, _Stage.COMPARING)
+            self._try(state, self._compare, state, reading, mine, by_torch)
         return [reading, *rest]
 
     def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
@@ -143,14 +143,17 @@ class Kernels:
         self._once = True
         state.launch = launch.Launcher(where, self._layout, self._load())
         group, parts = probe(where)
-        self._compare(state, state.launch, by_torch.read(group, parts), parts, _Stage.PROBING)
+        self._compare(state, by_torch.read(group, parts), parts, by_torch)
 
-    def _compare(self, state: _Device, run: Launch, expected: Reading, parts: Sequence[Batch], stage: _Stage) -> None:
+    def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
         """Begins a trial, if it can be sent now."""
         self._once = True
-        trial = Trial.of(expected, self._launched(run, expected.group, parts), self._layout, self._send)
+        if state.launch is None:
+            return
+        trial = Trial.of(expected, self._launched(state.launch, expected.group, parts, by_torch), self._layout, self._send)
         if trial is not None:
-            state.stage, state.trial = stage, trial
+            state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
+            state.trial = trial
 
     def _settle(self, state: _Device) -> None:
         """Between two samples: the trial may be over, and the next sample is read by what is trusted then."""
@@ -163,9 +166,9 @@ class Kernels:
             state.stage = _Stage.PROBED if state.stage is _Stage.PROBING else _Stage.TRUSTED
             state.trial = None
 
-    def _launched(self, run: Launch, group: Group, parts: Sequence[Batch]) -> Reading:
+    def _launched(self, run: Launch, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
         found = run(gradients_of(parts))
-        rows, pieces = with_apart(found.rows, parts, self._layout)
+        rows, pieces = with_apart(found.rows, parts, by_torch)
         return Reading(group, pieces, rows, found.zero, found.alive)
 
 
@@ -201,14 +204,15 @@ def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
     return replace(group, members=members, **numbers), tuple(batches)
 
 
-def with_apart(rows: torch.Tensor, parts: Sequence[Batch], layout: Layout) -> tuple[torch.Tensor, IntArray | None]:
+def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray | None]:
     """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
+    layout = by_torch.layout
     others = [(one, one.device) for one in layout.apart if one is not moments.STATISTIC and one.device is not None]
     if not others:
         return rows, None
     found, pieces = [], []
     for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
-        chunks = list(device.chunks(batch, device.CHUNK_ELEMENTS))
+        chunks = list(device.chunks(batch, by_torch.most))
         pieces.append(len(chunks))
         for number, chunk in enumerate(chunks):
             row = own if number == 0 else torch.zeros_like(own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,13 @@ WARPS = 8
 """Of a program of the first launch: 16 elements of a block for each thread."""
 
 REGISTERS = 80
-"""Of a thread, at most: three programs share a multiprocessor, and still nothing is spilled, as `ptxas -v` says."""
+"""Of a thread, at most, so that three programs share a multiprocessor; then a thread spills up to 208 bytes, says `ptxas -v`."""
+
+ANY: Mapping[str, object] = {"enable_fp_fusion": True}
+"""How both programs are compiled: a product and a sum may be one operation. Left open, newer versions of Triton warn."""
+
+WRITTEN = (Column.NORM, Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.SUM)
+"""What the programs write; the units are counted with their past."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +67,7 @@ class Launcher:
         self._programs = programs
         self._most = most
         self._moments = moments.STATISTIC in layout.apart
-        self._options: dict[str, object] = {"num_warps": WARPS, "enable_fp_fusion": True}
-        if torch.version.hip is None:
-            self._options["maxnreg"] = REGISTERS
+        self._options = options(hip=torch.version.hip is not None)
         self._sent: list[_Sent] = []
 
     def __call__(self, gradients: Sequence[tables.Read]) -> Found:
@@ -85,9 +89,9 @@ class Launcher:
             sent.owners, sent.entries, sent.addresses, partials, flags[0], flags[1],
             BLOCK=tables.BLOCK, GROUP=tables.GROUP, MOMENTS=self._moments, **shape, **self._options,
         )  # fmt: skip
-        places = {column.name: int(column) for column in _WRITTEN}
+        places = {column.name: int(column) for column in WRITTEN}
         self._programs.add_up[len(gradients),](
-            sent.entries, partials, rows, MOST=tables.MOST_TILES, WIDTH=self._layout.width, **places, **shape
+            sent.entries, partials, rows, MOST=tables.MOST_TILES, WIDTH=self._layout.width, **places, **shape, **ANY
         )
         nonzero, nan = flags[:, : sent.flags].view(torch.bool)
         return Found(rows, ~nonzero, nonzero > nan)
@@ -113,8 +117,10 @@ class Launcher:
         return tensor.to(self._device, non_blocking=True)
 
 
-_WRITTEN = (Column.NORM, Column.ZEROS, Column.NANS, Column.INFS, Column.MIN, Column.MAX, Column.SUM)
-"""What the programs write; the units are counted with their past."""
+def options(*, hip: bool) -> dict[str, object]:
+    """How the first program is compiled. For AMD's GPUs Triton knows no limit of registers."""
+    chosen: dict[str, object] = {"num_warps": WARPS, **ANY}
+    return chosen if hip else chosen | {"maxnreg": REGISTERS}
 
 
 def programs() -> ModuleType:
