@@ -35,12 +35,13 @@ print(json.dumps(found))
 """
 
 WIDE_LOADS = {"cuda": ("ld.global.v4", 8), "hip": ("buffer_load_dwordx4", 4)}
-"""Loads of 16 bytes, and how many there are at least: for a thread's part of a block of each type, on AMD's GPUs of float32 alone."""
+"""Loads of 16 bytes and how many there are at least: for a thread's part of a block of each type, for AMD's GPUs of float32."""
 
 
 @pytest.mark.parametrize("moments", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "architecture", "threads"), [("cuda", "75", 32), ("cuda", "80", 32), ("cuda", "90", 32), ("hip", "gfx942", 64)]
+    ("backend", "architecture", "threads"),
+    [("cuda", "75", 32), ("cuda", "80", 32), ("cuda", "90", 32), ("hip", "gfx942", 64)],
 )
 def test_it_compiles(backend: str, architecture: str, threads: int, moments: bool, tmp_path: Path) -> None:
     """For GPUs of several generations and of two makers, without a warning; whole blocks are read by the widest loads there are."""

@@ -41,6 +41,11 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def capturing_graph() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
     """What was measured of a batch: `rows`, shape (tensors * pieces, columns), with a scale at the end of each without float64.

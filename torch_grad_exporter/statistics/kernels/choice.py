@@ -66,6 +66,7 @@ class Kernels:
     """Measures gradients of devices by the programs where they are trusted, else by torch. Belongs to the training thread.
 
     `guard`: counts what fails. `send`: starts copies to the host. `kinds`: of devices that have the programs. `load`: gives these.
+    `capturing`: whether a CUDA graph is being captured, in which nothing may be compiled or sent.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Kernels:
         *,
         kinds: frozenset[str] = frozenset({"cuda"}),
         load: Callable[[], ModuleType] = launch.programs,
+        capturing: Callable[[], bool] = device.capturing_graph,
     ) -> None:
         self._layout = layout
         self._guard = guard
         self._send = send
         self._kinds = kinds
         self._load = load
+        self._capturing = capturing
         self._devices: dict[torch.device, _Device] = {}
         self._between = True
         """Whether no gradient was read since a sample was finished: within one nothing changes, so that its norms compare."""
@@ -98,7 +101,7 @@ class Kernels:
 
     def read(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Reading]:
         """All that can be said of the gradients of one device without their past."""
-        if group.device.type not in self._kinds:
+        if group.device.type not in self._kinds or self._capturing():
             return [by_torch.read(group, parts)]
         if self._between:
             self._between = False
@@ -125,7 +128,7 @@ class Kernels:
     def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
         """Only the norms, by what has read the last sample."""
         state = self._devices.get(group.device)
-        if state is None or not state.trusted or state.launch is None:
+        if state is None or not state.trusted or state.launch is None or self._capturing():
             return [(group, *by_torch.norms(group, parts))]
         (own, mine), left = split(group, parts)
         rest: list[Norms] = [(left[0], *by_torch.norms(*left))] if left else []

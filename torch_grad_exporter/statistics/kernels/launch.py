@@ -25,7 +25,7 @@ WARPS = 8
 """Of a program of the first launch: 16 elements of a block for each thread."""
 
 REGISTERS = 80
-"""Of a thread, at most, so that three programs share a multiprocessor; then a thread spills up to 208 bytes, says `ptxas -v`."""
+"""Of a thread, at most, so that three programs share a multiprocessor; then a thread spills up to 256 bytes, says `ptxas -v`."""
 
 ANY: Mapping[str, object] = {"enable_fp_fusion": True}
 """How both programs are compiled: a product and a sum may be one operation. Left open, newer versions of Triton warn."""

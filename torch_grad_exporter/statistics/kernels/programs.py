@@ -69,19 +69,29 @@ def _mark(to, bits, zeros, at, left, lanes, inner, count, BLOCK: tl.constexpr, G
 
 
 @triton.jit
+def _mark_nan(to, is_nan, at, lanes, inner, count, flags, BLOCK: tl.constexpr):
+    """Sets the flags of units that have a NaN."""
+    if flags >= 0:
+        tl.store(to + flags + _unit(at, lanes, inner, count, BLOCK), tl.full((BLOCK,), 1, tl.uint8), mask=is_nan)
+
+
+@triton.jit
+def _keep(to, squares, total, zeros, nans, infs, low, high):
+    """Stores the partial values of a tile."""
+    tl.store(to, squares)
+    tl.store(to + 1, total)
+    tl.store(to + 2, zeros.to(tl.float64))
+    tl.store(to + 3, nans.to(tl.float64))
+    tl.store(to + 4, infs.to(tl.float64))
+    tl.store(to + 5, low.to(tl.float64))
+    tl.store(to + 6, high.to(tl.float64))
+
+
+@triton.jit
 def read(
-    owners,
-    gradients,
-    addresses,
-    partials,
-    nonzero,
-    nan,
-    COLUMNS: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MOMENTS: tl.constexpr,
-):
+    owners, gradients, addresses, partials, nonzero, nan,
+    COLUMNS: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
     """Reads a tile, some blocks of one gradient: its partial values, shape (tiles, PARTIALS), and the flags of its units.
 
     `gradients`: an entry of `COLUMNS` numbers for each, see `tables.py`. `MOMENTS`: whether the sum of the elements is wanted.
@@ -91,16 +101,14 @@ def read(
     owner = tl.load(owners + tile).to(tl.int64)
     base = tl.load(addresses + owner)
     entry = gradients + owner * COLUMNS
-    elements = tl.load(entry)
     kind = tl.load(entry + 1)
     length = tl.load(entry + 2)
     inner = tl.load(entry + 5)
     count = tl.load(entry + 6)
     flags = tl.load(entry + 7)
     lanes = tl.arange(0, BLOCK)
-    start = (tile - tl.load(entry + 3)) * length
-    end = tl.minimum(start + length, elements)
-
+    at = (tile - tl.load(entry + 3)) * length
+    end = tl.minimum(at + length, tl.load(entry))
     squares = tl.zeros((), tl.float64)
     total = tl.zeros((), tl.float64)
     zeros = tl.zeros((), tl.int64)
@@ -108,7 +116,6 @@ def read(
     infs = tl.zeros((), tl.int64)
     low = tl.zeros((), tl.float32) + float("inf")
     high = tl.zeros((), tl.float32) - float("inf")
-    at = start
     while at < end:
         left = end - at
         values = _block(base, at, left, kind, lanes, BLOCK)
@@ -119,32 +126,19 @@ def read(
         if MOMENTS:
             total += tl.sum(wide, axis=0)
         none = tl.sum(((bits == 0) & there).to(tl.int32), axis=0)
-        least = tl.min(tl.where(there, values, float("inf")), axis=0)
-        most = tl.max(tl.where(there, values, float("-inf")), axis=0)
         if not (here < float("inf")):  # a finite float32 has a finite square: there is a NaN or an Inf
-            is_nan = bits > 0x7F800000
-            nans += tl.sum(is_nan.to(tl.int32), axis=0)
+            nans += tl.sum((bits > 0x7F800000).to(tl.int32), axis=0)
             infs += tl.sum((bits == 0x7F800000).to(tl.int32), axis=0)
-            least = tl.min(tl.where(there & (bits <= 0x7F800000), values, float("inf")), axis=0)
-            most = tl.max(tl.where(there & (bits <= 0x7F800000), values, float("-inf")), axis=0)
-            if flags >= 0:
-                tl.store(nan + flags + _unit(at, lanes, inner, count, BLOCK), tl.full((BLOCK,), 1, tl.uint8), mask=is_nan)
+            there = there & (bits <= 0x7F800000)
+            _mark_nan(nan, bits > 0x7F800000, at, lanes, inner, count, flags, BLOCK)
+        low = tl.minimum(low, tl.min(tl.where(there, values, float("inf")), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(there, values, float("-inf")), axis=0))
         squares += here
         zeros += none
-        low = tl.minimum(low, least)
-        high = tl.maximum(high, most)
         if flags >= 0:
             _mark(nonzero + flags, bits, none, at, left, lanes, inner, count, BLOCK, GROUP)
         at += BLOCK
-
-    to = partials + tile * PARTIALS
-    tl.store(to, squares)
-    tl.store(to + 1, total)
-    tl.store(to + 2, zeros.to(tl.float64))
-    tl.store(to + 3, nans.to(tl.float64))
-    tl.store(to + 4, infs.to(tl.float64))
-    tl.store(to + 5, low.to(tl.float64))
-    tl.store(to + 6, high.to(tl.float64))
+    _keep(partials + tile * PARTIALS, squares, total, zeros, nans, infs, low, high)
 
 
 @triton.jit
