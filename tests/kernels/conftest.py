@@ -1,9 +1,10 @@
-"""What makes the programs run here: Triton's interpreter, on tensors of the CPU."""
+"""Where the programs run: by Triton's interpreter on tensors of the CPU, or on a GPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,25 @@ from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 from torch_grad_exporter.statistics.kernels.launch import Launcher
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run these by `make kernels`"
+HERE = Path(__file__).parent
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+WHERE = torch.device("cpu" if INTERPRETED else "cuda")
+"""Where gradients are: with a GPU the same tests run on it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What the interpreter does not run needs a GPU."""
+    for item in items:
+        if HERE in item.path.parents and not INTERPRETED:
+            item.add_marker(pytest.mark.cuda)
+
+
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    """A strided tensor where the programs run, in the same order in memory and at the same offset in it."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return memory.to(WHERE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +47,12 @@ def _as_on_a_device() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def programs() -> Launcher:
-    """The programs on the CPU, sums of elements with them."""
-    return Launcher(torch.device("cpu"), WITH_MOMENTS, launch.programs())
+    """The programs, sums of elements with them."""
+    return Launcher(WHERE, WITH_MOMENTS, launch.programs())
 
 
 def decided_at_once(errors: ErrorLog) -> Kernels:
-    """A decision for tensors of the CPU, where everything has arrived at once."""
-    return Kernels(WITH_MOMENTS, errors.boundary("kernels"), lambda vector: vector.clone().numpy, kinds=frozenset({"cpu"}))
+    """A decision that waits for what is compared, so that nothing has to be waited for later."""
+    return Kernels(
+        WITH_MOMENTS, errors.boundary("kernels"), lambda vector: vector.clone().cpu().numpy, kinds=frozenset({WHERE.type})
+    )

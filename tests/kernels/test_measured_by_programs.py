@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 
-from tests.kernels.conftest import decided_at_once
+from tests.kernels.conftest import WHERE, decided_at_once
 from tests.support.gradients import LARGE, SMALL, Drawn, close, models, true_norm, true_sum
 from tests.support.statistics import WITH_MOMENTS, by_position
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
-from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.statistics.kernels.choice import Kernels
 
 
@@ -28,10 +29,15 @@ def trusted() -> Kernels:
     model = torch.nn.Linear(3, 2)
     table = LayerIndex({"": model}).table
     for sample in range(3):
-        statistics.measure(table, [(0, torch.randn(model.weight.shape))], sample)
+        statistics.measure(table, [(0, torch.randn(model.weight.shape, device=WHERE))], sample)
     assert kernels.taken_once()
     assert errors.counts() == {}
     return kernels
+
+
+def on_host(measured: Sequence[Measurement]) -> list[Measurement]:
+    """What was measured, copied to the CPU."""
+    return [replace(one, vector=one.vector.cpu()) for one in measured]
 
 
 def test_the_probe_is_read_rightly() -> None:
@@ -42,11 +48,11 @@ def test_the_probe_is_read_rightly() -> None:
     statistics = EagerStatistics(1, WITH_MOMENTS, on_host=frozenset(), kernels=decided_at_once(errors))
     once = []
     for sample in range(4):
-        statistics.measure(table, [(0, torch.randn(20, 30)), (1, torch.randn(20))], sample)
+        statistics.measure(table, [(0, torch.randn(20, 30, device=WHERE)), (1, torch.randn(20, device=WHERE))], sample)
         once.append(statistics.taken_once())
     assert once == [True, True, False, False]
     assert errors.counts() == {}
-    (norms,) = statistics.norms(table, [(0, torch.randn(20, 30))])
+    (norms,) = statistics.norms(table, [(0, torch.randn(20, 30, device=WHERE))])
     assert norms.vector.shape == (1,)
 
 
@@ -59,9 +65,9 @@ def test_any_gradients_of_any_model(trusted: Kernels, drawn: Sequence[Drawn]) ->
     model = torch.nn.ModuleList([one.module for one in drawn])
     table = LayerIndex({"": model}).table
     statistics = EagerStatistics(1, WITH_MOMENTS, on_host=frozenset(), kernels=trusted)
-    gradients = [(place, one.gradient) for place, one in enumerate(drawn)]
-    found = by_position(statistics.measure(table, gradients, 1))
-    norms = by_position(statistics.norms(table, gradients))
+    gradients = [(place, one.gradient.to(WHERE)) for place, one in enumerate(drawn)]
+    found = by_position(on_host(statistics.measure(table, gradients, 1)))
+    norms = by_position(on_host(statistics.norms(table, gradients)))
     for place, row in found.items():
         values = drawn[place].flat
         nans = sum(map(math.isnan, values))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.conftest import WHERE, there
 from tests.support.statistics import WITH_MOMENTS, by_definition
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import Column
@@ -38,8 +39,10 @@ def rows_first(*shape: int) -> UnitLayout:
 
 def assert_right(programs: Launcher, gradients: Sequence[Read]) -> launch.Found:
     """Every number and flag of gradients that are read together is what its definition says."""
-    assert all(readable(*one) for one in gradients)
-    found = programs(gradients)
+    given = [(there(gradient), layout) for gradient, layout in gradients]
+    assert all(readable(*one) for one in given)
+    found = programs(given)
+    found = launch.Found(found.rows.cpu(), found.zero.cpu(), found.alive.cpu())
     ends = np.cumsum([0 if layout is None else layout.count for _, layout in gradients])
     for place, (gradient, layout) in enumerate(gradients):
         row, expected = found.rows[place].tolist(), by_definition(gradient, layout)
@@ -185,9 +188,9 @@ def test_many_small_gradients(programs: Launcher) -> None:
 def test_several_launches_are_as_one(programs: Launcher) -> None:
     """Where tiles take more memory than there is for them, the numbers are the same, bit by bit."""
     gradients = [(some((3, 2000 * i + 1), seed=i), rows_first(3) if i % 2 else None) for i in range(5)]
-    small = Launcher(torch.device("cpu"), WITH_MOMENTS, launch.programs(), most=3)
+    small = Launcher(WHERE, WITH_MOMENTS, launch.programs(), most=3)
     assert len(list(tables.flights(gradients, 3))) > 2
-    one, several = programs(gradients), assert_right(small, gradients)
+    one, several = assert_right(programs, gradients), assert_right(small, gradients)
     for name in ("rows", "zero", "alive"):
         assert torch.equal(getattr(one, name), getattr(several, name))
     assert_right(small, gradients[:2])
@@ -196,7 +199,7 @@ def test_several_launches_are_as_one(programs: Launcher) -> None:
 
 def test_a_number_does_not_depend_on_the_company(programs: Launcher) -> None:
     """A gradient's row has the same bits whatever else is read with it: norms of some compare with those of all."""
-    gradients = [(some((size,), kind, size), None) for size in (5, 3 * BLOCK + 9) for kind in KINDS]
+    gradients: list[Read] = [(there(some((size,), kind, size)), None) for size in (5, 3 * BLOCK + 9) for kind in KINDS]
     alone = torch.cat([programs([one]).rows for one in gradients])
     assert torch.equal(programs(gradients).rows, alone)
     assert torch.equal(programs(gradients[::-1]).rows, alone.flip(0))
@@ -204,10 +207,10 @@ def test_a_number_does_not_depend_on_the_company(programs: Launcher) -> None:
 
 def test_a_table_follows_its_gradients(programs: Launcher) -> None:
     """Other numbers in place, other memory, another order of dimensions, other gradients: each call says what is there then."""
-    gradient = some((40, 50))
-    assert_right(programs, [(gradient, rows_first(40))])
+    gradient = there(some((40, 50)))
+    first = programs([(gradient, rows_first(40))]).rows[0, Column.NORM]
     gradient.mul_(2)
-    assert_right(programs, [(gradient, rows_first(40))])
+    assert programs([(gradient, rows_first(40))]).rows[0, Column.NORM] == 2 * first
     assert_right(programs, [(some((40, 50), seed=1), rows_first(40))])
     assert_right(programs, [(some((50, 40), seed=2).t(), rows_first(40))])
     assert_right(programs, [(some((40, 50), seed=2), rows_first(40)), (some((3,)), None)])
@@ -216,9 +219,9 @@ def test_a_table_follows_its_gradients(programs: Launcher) -> None:
 
 def test_without_moments_there_is_no_sum() -> None:
     """The sum of the elements is left 0 where it is not asked for, and the rest is the same."""
-    gradient = some((40, 50))
-    found = Launcher(torch.device("cpu"), ORDINARY, launch.programs())([(gradient, None)])
-    whole = Launcher(torch.device("cpu"), WITH_MOMENTS, launch.programs())([(gradient, None)])
+    gradient = there(some((40, 50)))
+    found = Launcher(WHERE, ORDINARY, launch.programs())([(gradient, None)])
+    whole = Launcher(WHERE, WITH_MOMENTS, launch.programs())([(gradient, None)])
     assert whole.rows[0, Column.SUM] != 0
     whole.rows[0, Column.SUM] = 0
     assert torch.equal(found.rows, whole.rows)
@@ -231,21 +234,22 @@ def test_offsets_beyond_32_bits(kind: torch.dtype, monkeypatch: pytest.MonkeyPat
     There is no such gradient here: the table says that the tiles of this one come after 2**33 elements, which lie below it.
     """
     inner, count, before = 2**31 + 48, 7, 2**33
-    gradient = some((2 * BLOCK + 77,), kind)
+    gradient = there(some((2 * BLOCK + 77,), kind))
     gradient[100:] = 0
     units = [(before + place) // inner % count for place in (0, 99, len(gradient) - 1)]
     made = tables.tables([(gradient, None)])
     made.entries[0] = before + len(gradient), KINDS[kind], BLOCK, -before // BLOCK, 3, inner, count, 0
     address = gradient.data_ptr() - before * gradient.element_size()
-    flags = torch.zeros((2, 16), dtype=torch.uint8)
-    partials = torch.zeros(3 * tables.PARTIALS, dtype=torch.float64)
+    flags = torch.zeros((2, 16), dtype=torch.uint8, device=WHERE)
+    partials = torch.zeros(3 * tables.PARTIALS, dtype=torch.float64, device=WHERE)
     programs = launch.programs()
     programs.read[3,](
-        torch.from_numpy(made.owners), torch.from_numpy(made.entries), torch.tensor([address]), partials, flags[0], flags[1],
+        torch.from_numpy(made.owners).to(WHERE), torch.from_numpy(made.entries).to(WHERE), torch.tensor([address], device=WHERE),
+        partials, flags[0], flags[1],
         COLUMNS=tables.COLUMNS, PARTIALS=tables.PARTIALS, BLOCK=BLOCK, GROUP=GROUP, MOMENTS=True,
     )  # fmt: skip
     assert flags[0, :count].nonzero().flatten().tolist() == sorted(set(units[:2]))
-    assert partials.view(3, -1)[:, 0].sum().sqrt() == pytest.approx(float(gradient.double().norm()), rel=1e-12)
+    assert float(partials.view(3, -1)[:, 0].sum().sqrt()) == pytest.approx(float(gradient.double().norm()), rel=1e-12)
     assert partials.view(3, -1)[:, 2].sum() == int((gradient == 0).sum())
 
 
