@@ -18,6 +18,9 @@ COMPOSER := mosaicml==0.32.1
 TRAINERS := .venv-trainers/bin
 TRAINERS_STAMP := .venv-trainers/installed
 
+# A gigabyte; see `make kernels`.
+TRITON := .tools/triton
+
 # What `make compat` runs: the oldest torch that pyproject.toml allows, and two in between, each in an environment of its own.
 # A version may name a build, such as 2.4.0+cpu; COMPAT_PIP is what pip needs in addition to find it. From PyPI's builds for
 # Linux comes CUDA as well: about 5 GB each. COMPAT_NEEDS: `numpy<2` for one that was built before numpy 2.
@@ -31,7 +34,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full trainers compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
+.PHONY: help venv demo test test-full trainers kernels compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -61,11 +64,23 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nu
 test: venv tools ## run the tests (ARGS='-k demo')
 	$(PYTEST) $(ARGS)
 
-test-full: venv tools $(TRAINERS_STAMP) ## run the tests that `make test` leaves out: variants, alerts end to end, tests of the tests, and trainers
+test-full: venv tools $(TRAINERS_STAMP) $(TRITON) ## run the tests that `make test` leaves out: variants, alerts end to end, tests of the tests, and trainers
 	@failed=0; \
 	$(PYTEST) -m full $(ARGS) || failed=1; \
 	$(PYTEST_TRAINERS) $(ARGS) || failed=1; \
+	$(PYTEST_KERNELS) $(ARGS) || failed=1; \
 	exit $$failed
+
+# The programs that measure gradients on a GPU, by the interpreter of Triton, and compiled for GPUs that are not here. Triton is
+# installed apart: torch uses it wherever it can be imported.
+PYTEST_KERNELS = TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(nproc) tests/kernels
+
+kernels: venv $(TRITON) ## run the tests of the programs for GPUs by Triton's interpreter, on the CPU (ARGS='-k units')
+	$(PYTEST_KERNELS) $(ARGS)
+
+$(TRITON): | venv
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part 'triton==3.9.0'
+	mv $@.part $@
 
 # Elsewhere the folder is left out (tests/conftest.py); here a package that is absent fails its tests. A file stays on one worker:
 # Ray starts a cluster for it, and DeepSpeed keeps the process groups of its process.

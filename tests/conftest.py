@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.compiled import forget_what_was_compiled
 from tests.support.programs import Starter
@@ -20,6 +22,8 @@ TRAINERS = (
 )  # fmt: skip
 collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["trainers"]
 """What `make trainers` runs, in an environment of its own; named on the command line it is never left out."""
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    collect_ignore.append("kernels")  # what `make kernels` runs, with Triton, whose interpreter is no part of other tests
 
 LONG = (
     "matrix/test_random_loops.py",

@@ -169,6 +169,10 @@ LEFT_OUT = {
         "devices, whose failures have a guard of their own, tests/capture/test_phases.py",
     ),
     "model.given": "wrong arguments raise before the training",
+    **dict.fromkeys(
+        (f"statistics.kernels.{room}" for room in ("choice", "launch", "probe", "programs", "tables", "trial")),
+        "on CUDA devices, behind the guard of `kernels`, tests/statistics/test_kernels_choice.py",
+    ),
     "statistics.declared": "looked through at the start only, tests/statistics/test_toy_statistic.py",
     **dict.fromkeys(
         ("resources.cgroups", "resources.nvml", "resources.readings", "resources.cuda_visible_devices"),
@@ -301,6 +305,9 @@ UNREACHED = {
     "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",
     "statistics.device.norms": "accelerators",
+    "statistics.device.apart": "a statistic of one's own on accelerators, tests/statistics/test_kernels_choice.py",
+    "statistics.reading.ByTorch.norms": "accelerators",
+    "transfer.transfer.HostTransfer.post": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
     "statistics.layout.Layout.of": "the start",
     "statistics.layout.Layout.scaled": "accelerators, tests/statistics/test_device_chunks.py",
@@ -416,8 +423,9 @@ def rooms() -> list[str]:
 
 @functools.cache
 def modules() -> list[types.ModuleType]:
-    """All modules of the package, but for those of frameworks, which are not installed here."""
-    wanted = [room for room in rooms() if room.removeprefix("integrations.") not in FRAMEWORKS]
+    """All modules of the package, but for those of frameworks and of Triton, which are not installed here."""
+    absent = {"statistics.kernels.programs", *(f"integrations.{framework}" for framework in FRAMEWORKS)}
+    wanted = [room for room in rooms() if room not in absent]
     return [importlib.import_module(f"{torch_grad_exporter.__name__}.{room}") for room in wanted]
 
 

@@ -54,13 +54,15 @@ from torch_grad_exporter.resources.devices import DeviceMemory
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.statistics.declared import chosen
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.kernels.choice import Implementation, Kernels
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.transfer.events import Mailbox
+from torch_grad_exporter.transfer.transfer import HostTransfer
 
 SOURCES = (
     "forward_hook", "backward_hook", "optimizer_hook", "capture", "reduction", "weights", "observe", "worker", "request", "close",
     "devices", "discovery", "textfile", "web_config", "otlp", "history", "notify", "action", "clip",
-    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration", "timing", "layer_times",
+    "clip_dry_run", "clip_report", "activations", "watch", "nan_origin", "integration", "timing", "layer_times", "kernels",
 )  # fmt: skip
 """Every boundary at which a failure of ours can be counted, but for the collectors."""
 
@@ -78,10 +80,12 @@ class TrainingSide:
         self.optimizers = Optimizers(checked.index, checked.arguments.optimizers)
         self.frozen, self.origins = FrozenLabels(), OriginPlaces()
         cost = SampleCost(self.clock, self.schedule, DeviceTimer(events))
+        by_programs = settings.statistics is Implementation.AUTO
+        kernels = Kernels(self.layout, errors.boundary("kernels"), HostTransfer(ring=1).post) if by_programs else None
         reader = GradientReader(
             index=checked.index,
             optimizers=self.optimizers,
-            statistics=EagerStatistics(settings.dead_window, self.layout),
+            statistics=EagerStatistics(settings.dead_window, self.layout, kernels=kernels),
             clock=self.clock,
             cost=cost,
             mailbox=self.mailbox,

@@ -21,6 +21,7 @@ from torch_grad_exporter.config.kinds import RESERVED_LABELS
 from torch_grad_exporter.config.option import PREFIX, UNSET
 from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.model.replicas import Ranks
+from torch_grad_exporter.statistics.kernels.choice import Implementation
 
 DEFAULT = frozenset(
     {
@@ -54,6 +55,8 @@ RIGHT: list[tuple[str, object, object]] = [
     ],
     *[("activations", value, value) for value in (True, False)],
     *[("activations", value, "a$") for value in ("a$", re.compile("a$"))],
+    ("statistics", "torch", Implementation.TORCH),
+    ("statistics", "Auto", Implementation.AUTO),
     ("nan_origin", "always", "always"),
     ("nan_origin", "Always", "always"),
     ("collectors", {}, DEFAULT),
@@ -92,6 +95,8 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
         for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin")
         for value in (None, 1, 0, "yes")
     ],
+    *[("statistics", value, TypeError) for value in (None, True)],
+    *[("statistics", value, ValueError) for value in ("", "triton")],
     *[("activations", value, TypeError) for value in (None, 1, 0, "", b"a", ["a"], re.compile(b"a"))],
     ("activations", "(", ValueError),
     *[("collectors", value, TypeError) for value in (None, "host", ["host"], {"host": 0}, {"host": None})],
@@ -125,6 +130,7 @@ WRONG_TEXT: list[tuple[str, str]] = [
     *[(name, text) for name in ("max_layers", "dead_window") for text in ("many", "0", "1e3")],
     *[(name, text) for name in ("moments", "weights", "layer_times", "local_norm", "nan_origin") for text in ("maybe", "2")],
     ("activations", "("),
+    ("statistics", "triton"),
     *[("collectors", text) for text in ("host", "host=maybe", "hosts=off")],
     ("run", "x" * 201),
     *[("rank", text) for text in ("first", "-1", "0.0")],
@@ -149,6 +155,7 @@ RIGHT_TEXT: list[tuple[str, str, object]] = [
     ("max_layers", "12", 12),
     ("dead_window", "50", 50),
     ("moments", "1", True),
+    ("statistics", "torch", Implementation.TORCH),
     ("moments", "No", False),
     ("weights", "true", True),
     ("local_norm", "on", True),
@@ -193,7 +200,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "port": 9100, "addr": "", "every": None, "overhead_budget": 0.01, "include": (), "exclude": (), "max_layers": 300,
         "dead_window": 100, "moments": False, "weights": False, "activations": False, "layer_times": False,
         "local_norm": False, "nan_origin": False,
-        "collectors": DEFAULT,
+        "statistics": Implementation.AUTO, "collectors": DEFAULT,
         "web_config_file": "",
         "run": "", "rank": None, "ranks": Ranks.AUTO, "labels": {}, "sd_dir": "",
         "advertise": "", "linger": 0.0, "textfile_dir": "", "on_failure": OnFailure.CONTINUE,

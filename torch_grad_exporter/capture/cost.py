@@ -109,9 +109,11 @@ class SampleCost:
         if sampled:
             self._seconds += seconds
 
-    def sample_over(self) -> None:
-        """The sample is complete on the host."""
-        self._unsettled.append((self._seconds, self.timer.taken()))
+    def sample_over(self, *, once: bool = False) -> None:
+        """The sample is complete on the host. `once`: it has cost what no other will, and so says nothing of them."""
+        pairs = self.timer.taken()
+        if not once:
+            self._unsettled.append((self._seconds, pairs))
         self._seconds = 0.0
         if len(self._unsettled) > SAMPLES:
             for pair in self._unsettled.popleft()[1]:

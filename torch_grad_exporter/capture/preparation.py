@@ -16,9 +16,9 @@ from torch_grad_exporter.capture.accumulate_grad import NodeHook
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import main_device
-from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.model.parameters import ParameterTable
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import calling_pipeline, graph_task, within_transform
 from torch_grad_exporter.transfer.outcomes import Lost, Mode
 

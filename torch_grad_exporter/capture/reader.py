@@ -22,7 +22,9 @@ from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
-from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement, Reading
+from torch_grad_exporter.statistics.device import capturing_graph
+from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
+from torch_grad_exporter.statistics.reading import Reading
 from torch_grad_exporter.torch_compat import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
 from torch_grad_exporter.transfer.outcomes import Outcome
@@ -289,7 +291,7 @@ class GradientReader:
         `usual`: the optimizers that usually step. A failure costs this sample; the next round begins all the same.
         """
         self._guards[END](self._close, current, outcome, usual)
-        self.cost.sample_over()
+        self.cost.sample_over(once=self.statistics.taken_once())
         self._settle_cost()
 
     def stepped(self, current: Round) -> None:
@@ -322,14 +324,9 @@ class GradientReader:
         """What was read of the round is not to be shown."""
         self.mailbox.append(Withdrawn(current.number))
         self._guards[OTHERS](self.statistics.forget, self.table, sorted(current.fired), current.number)
-        self.cost.sample_over()
+        self.cost.sample_over(once=self.statistics.taken_once())
         self._settle_cost()
 
     def _settle_cost(self) -> None:
         if not capturing_graph():
             self.cost.settle()
-
-
-def capturing_graph() -> bool:
-    """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.reader import capturing_graph
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import is_tracing, never_compile, on_gradient, within_transform
 
 READ_SECONDS = 0.5

@@ -23,6 +23,7 @@ from torch_grad_exporter.config import kinds
 from torch_grad_exporter.config.option import option
 from torch_grad_exporter.model.replicas import Ranks
 from torch_grad_exporter.outputs.otlp import push_settings
+from torch_grad_exporter.statistics.kernels.choice import Implementation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,14 @@ class Settings:
         False,
         "look for the place where a value became NaN or Inf, once there is one",
         '"always" looks in every sampled round, and so finds the first one. See docs/nan-origin.md.',
+    )
+    statistics: Implementation = option(
+        kinds.choice(Implementation),
+        Implementation.AUTO,
+        "what measures gradients on CUDA devices",
+        '"auto": programs in Triton that read each gradient once, where Triton is there and they pass a comparison in the first '
+        'samples; "torch": operations of torch, which read it several times.',
+        shown='"auto"',
     )
     collectors: frozenset[str] = option(
         kinds.collectors(),

@@ -17,7 +17,7 @@ import torch
 
 from torch_grad_exporter.aggregation.activations import ActivationTotals
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
+from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
@@ -26,6 +26,7 @@ from torch_grad_exporter.inspection.rounds import Key, RoundTallies, Tallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
 from torch_grad_exporter.statistics.blocks import Scratch
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import (
     BACKWARDS_ARE_SEEN,
     called_from_compiled,

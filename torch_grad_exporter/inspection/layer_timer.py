@@ -23,13 +23,13 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.device_events import EventPool
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.timeline import HostWatch, Stretch, Timeline
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.own_nodes import own_nodes
 from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import (
     BACKWARDS_ARE_SEEN,
     called_from_compiled,

@@ -15,14 +15,14 @@ from torch.compiler import is_compiling
 
 from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.reader import GradientReader, capturing_graph
+from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.capture.torch_hooks import Hooks
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.inspection.rounds import Key, RoundTallies
 from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.statistics.blocks import Scratch
-from torch_grad_exporter.statistics.device import wide
+from torch_grad_exporter.statistics.device import capturing_graph, wide
 from torch_grad_exporter.torch_compat import (
     compile_again,
     graph_task,

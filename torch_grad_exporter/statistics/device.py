@@ -20,6 +20,7 @@ import torch
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.batches import Batch, resolved
 from torch_grad_exporter.statistics.blocks import arranged, slices
+from torch_grad_exporter.statistics.declared import DeviceMeasure, Statistic
 from torch_grad_exporter.statistics.layout import Layout, expected, homogeneous
 
 TEMPORARY_BYTES = 1 << 26
@@ -38,6 +39,11 @@ Wide = Callable[[torch.device], torch.dtype]
 def wide(device: torch.device) -> torch.dtype:
     """The type to accumulate in: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def capturing_graph() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be allocated or copied. Never initialises CUDA."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +121,13 @@ def _row(chunk: torch.Tensor, low: torch.Tensor, high: torch.Tensor, layout: Lay
     for one in layout.apart:
         if one.device is not None:
             values = flat.to(accumulate) / factor[0][:, None] if factor and homogeneous(one) else flat
-            columns[layout.places(one)] = expected(one, one.device(values, accumulate)).to(accumulate).unbind(dim=1)
+            columns[layout.places(one)] = apart(one, one.device, values, accumulate).unbind(dim=1)
     return torch.stack([*columns, *factor], dim=1)
+
+
+def apart(one: Statistic, measured: DeviceMeasure, values: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:
+    """The columns of a statistic that is measured apart, of gradients of shape (tensors, elements)."""
+    return expected(one, measured(values, accumulate)).to(accumulate)
 
 
 def _extremes(chunk: torch.Tensor, accumulate: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,9 @@ from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import joined
 from torch_grad_exporter.statistics.grouping import Gradients, Group, Grouping
+from torch_grad_exporter.statistics.kernels.choice import Kernels, Norms
 from torch_grad_exporter.statistics.layout import NORMS, ORDINARY, Layout, Packing
+from torch_grad_exporter.statistics.reading import ByTorch, Reading
 from torch_grad_exporter.statistics.units import UnitState
 
 
@@ -36,28 +38,12 @@ class Measurement:
     packing: Packing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What was read of the gradients of a group, before the past of their units is considered.
-
-    `pieces`: shape (n,), rows of each, `None`: one. `rows`: shape (all pieces, columns), with a scale after them where the device
-    has no float64. `zero`, `alive`: shape (units of all members,), bool: units whose gradient is exactly zero, and those that have
-    a nonzero element.
-    """
-
-    group: Group
-    pieces: IntArray | None
-    rows: torch.Tensor
-    zero: torch.Tensor
-    alive: torch.Tensor
-
-
 class EagerStatistics:
     """Statistics by ordinary torch operations; keeps the dead-unit counts of each device.
 
     `dead_window`: samples of exactly zero gradient after which a unit counts as dead. `layout`: what is measured, and where in a
     row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
-    `chunk_elements`: elements that are measured at once on other devices.
+    `chunk_elements`: elements that are measured at once on other devices. `kernels`: decides what measures there; `None`: torch.
 
     No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
     gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
@@ -72,12 +58,15 @@ class EagerStatistics:
         on_host: frozenset[str] = frozenset({"cpu"}),
         wide: device.Wide = device.wide,
         chunk_elements: int = device.CHUNK_ELEMENTS,
+        kernels: Kernels | None = None,
     ) -> None:
         self.layout = layout
         self._window = dead_window
         self._on_host = on_host
         self._wide = wide
-        self._most = max(chunk_elements, STACKED_ELEMENTS // 2)  # gradients that were put together are not cut
+        # Gradients that were put together are not cut.
+        self._by_torch = ByTorch(layout, wide, max(chunk_elements, STACKED_ELEMENTS // 2))
+        self._kernels = kernels
         self._units: dict[torch.device, UnitState] = {}
         self._to_read, self._to_compare = Grouping(), Grouping()
         self._scratch = Scratch()
@@ -89,14 +78,14 @@ class EagerStatistics:
     @torch.no_grad()
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
-        return [
-            self._read_on_host(group, parts) if group.device.type in self._on_host else self._read_on_device(group, parts)
-            for group, parts in self._to_read.groups(table, gradients)
-        ]
+        groups = self._to_read.groups(table, gradients)
+        return [reading for group, parts in groups for reading in self._read(group, parts)]
 
     @torch.no_grad()
     def finish(self, readings: Iterable[Reading], sample: int) -> list[Measurement]:
         """Counts the sample's dead units and packs all that was read of it, one measurement per device."""
+        if self._kernels is not None:
+            self._kernels.finished()
         groups: dict[torch.device, list[Reading]] = {}
         for reading in readings:
             groups.setdefault(reading.group.device, []).append(reading)
@@ -110,13 +99,16 @@ class EagerStatistics:
             if group.device.type in self._on_host:
                 vector = torch.from_numpy(host.norms(parts, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)
+                found.append(Measurement(group.positions, group.elements, group.units, vector, packing))
             else:
-                measured = [device.norms(batch, self._wide(group.device), self._most) for batch in parts]
-                pieces = _pieces(parts, [count for _, count in measured])
-                vector = torch.cat([rows for rows, _ in measured]).reshape(-1)
-                packing = self._packing(NORMS, pieces, group.device)
-            found.append(Measurement(group.positions, group.elements, group.units, vector, packing))
+                for part, vector, pieces in self._norms_on_device(group, parts):
+                    packing = self._packing(NORMS, pieces, group.device)
+                    found.append(Measurement(part.positions, part.elements, part.units, vector, packing))
         return found
+
+    def taken_once(self) -> bool:
+        """Whether the samples since the last call have cost what others will not, such as a compilation."""
+        return self._kernels is not None and self._kernels.taken_once()
 
     @torch.no_grad()
     def forget(self, table: ParameterTable, positions: Iterable[int], sample: int) -> None:
@@ -153,23 +145,18 @@ class EagerStatistics:
         scaled = where.type not in self._on_host and self._wide(where) is torch.float32
         return Packing(layout, pieces, scaled, implied)
 
-    def _read_on_host(self, group: Group, parts: Sequence[Batch]) -> Reading:
-        columns, zero, alive = host.measure(parts, self._scratch, self.layout)
-        return Reading(group, None, *map(torch.from_numpy, (columns, zero, alive)))
+    def _read(self, group: Group, parts: Sequence[Batch]) -> list[Reading]:
+        if group.device.type in self._on_host:
+            columns, zero, alive = host.measure(parts, self._scratch, self.layout)
+            return [Reading(group, None, *map(torch.from_numpy, (columns, zero, alive)))]
+        if self._kernels is None:
+            return [self._by_torch.read(group, parts)]
+        return self._kernels.read(group, parts, self._by_torch)
 
-    def _read_on_device(self, group: Group, parts: Sequence[Batch]) -> Reading:
-        measured = [device.measure(batch, self.layout, self._wide(group.device), self._most) for batch in parts]
-        rows = torch.cat([one.rows for one in measured])
-        magnitudes = [one.magnitudes for batch, one in zip(parts, measured, strict=True) if batch.units]
-        together = torch.cat(magnitudes or [rows.new_zeros(0)])  # in the widest of their types, which rounds none of them to zero
-        return Reading(group, _pieces(parts, [one.pieces for one in measured]), rows, together == 0, together > 0)
-
-
-def _pieces(batches: Sequence[Batch], pieces: Sequence[int]) -> IntArray | None:
-    """Rows of each gradient from those of each batch; `None`: one."""
-    if max(pieces) == 1:
-        return None
-    return np.repeat(np.array(pieces, dtype=np.int64), [len(batch.positions) for batch in batches])
+    def _norms_on_device(self, group: Group, parts: Sequence[Batch]) -> list[Norms]:
+        if self._kernels is None:
+            return [(group, *self._by_torch.norms(group, parts))]
+        return self._kernels.norms(group, parts, self._by_torch)
 
 
 def _spread(counts: torch.Tensor, pieces: IntArray) -> torch.Tensor:

@@ -13,6 +13,7 @@ ticket is gone, does not count.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,6 +162,11 @@ class HostTransfer:
             buffer.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             buffer.done.record(torch.cuda.current_stream(vector.device))
         return buffer.lend(vector.numel())
+
+    def post(self, vector: torch.Tensor) -> Callable[[], FloatArray | None] | None:
+        """The same, for who looks by itself whether the vector has arrived: by calling what is returned."""
+        ticket = self.send(vector)
+        return None if ticket is None else ticket.ready
 
     def _hand_over(self, vector: torch.Tensor) -> Arrived | None:
         held, size = sum(ticket.values.nbytes for ticket in self._held), 8 * vector.numel()

@@ -19,12 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_grad_exporter.actions.act.agreement import STORE_SECONDS, Agreement, Member, StepCount
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
 from torch_grad_exporter.actions.act.trigger import SOURCE, Failures, Trigger
-from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.distributed.identity import Identity, process_group
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
 from torch_grad_exporter.errors import ErrorLog, Guard, caught
 from torch_grad_exporter.rules import Rule
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
 
 HOOK_SECONDS = 2e-6

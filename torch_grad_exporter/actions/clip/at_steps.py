@@ -27,10 +27,10 @@ from torch_grad_exporter.actions.clip.owned import NothingOwnedError
 from torch_grad_exporter.actions.clip.policy import Policy, policy_name
 from torch_grad_exporter.actions.clip.reporting import Reporter
 from torch_grad_exporter.actions.clip.skipping import SkipAbove, is_fused, remove_gradients, tell_to_skip, untell
-from torch_grad_exporter.capture.reader import capturing_graph
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
+from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.torch_compat import (
     compile_again,
     graph_task,

@@ -1,0 +1,1 @@
+"""The programs of `statistics/kernels/` by Triton's interpreter: `make kernels`, with Triton in `.tools/triton`."""

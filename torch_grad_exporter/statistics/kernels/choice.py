@@ -1,0 +1,227 @@
+"""Decides for each device whether the programs measure its gradients, or torch's own operations.
+
+They do from the sample on after two comparisons: of gradients that take each way through the programs, then of one sample of the
+training's own. Until the numbers of both have arrived, which is looked at when a sample is read and never waited for, those by
+torch's operations count. What fails before that, be it Triton's import, the compilation or a comparison, decides for torch's
+operations for good. Later failures cost the sample its speed, and ten in a row switch the programs off.
+
+All of it runs on the training thread, the compilation too, which takes a second or two once: a CUDA call of another thread
+could spoil the capture of a CUDA graph. `once` tells of it, so that the interval between samples does not depend on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.metrics.families import BoolArray, IntArray
+from torch_grad_exporter.statistics import Column, device, moments
+from torch_grad_exporter.statistics.batches import Batch
+from torch_grad_exporter.statistics.grouping import Group
+from torch_grad_exporter.statistics.kernels import launch
+from torch_grad_exporter.statistics.kernels.probe import probe
+from torch_grad_exporter.statistics.kernels.tables import Read, readable
+from torch_grad_exporter.statistics.kernels.trial import Send, Trial
+from torch_grad_exporter.statistics.layout import Layout
+from torch_grad_exporter.statistics.reading import ByTorch, Reading, pieces_of
+
+Launch = Callable[[Sequence[Read]], launch.Found]
+
+
+class Implementation(enum.Enum):
+    """What may measure gradients on a GPU."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+
+
+class _Stage(enum.Enum):
+    NEW = "nothing was tried"
+    PROBING = "the probe is under way"
+    PROBED = "the probe was read rightly"
+    COMPARING = "a sample is under way"
+    TRUSTED = "both were read rightly"
+    OFF = "torch's operations, for good"
+
+
+@dataclass(slots=True, eq=False)
+class _Device:
+    """How far the decision is. `trusted`: whether the programs read the present sample."""
+
+    stage: _Stage = _Stage.NEW
+    launch: Launch | None = None
+    trial: Trial | None = None
+    trusted: bool = False
+
+
+class Kernels:
+    """Measures gradients of devices by the programs where they are trusted, else by torch. Belongs to the training thread.
+
+    `guard`: counts what fails. `send`: starts copies to the host. `kinds`: of devices that have the programs. `load`: gives these.
+    `capturing`: whether a CUDA graph is being captured, in which nothing may be compiled or sent.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        guard: Guard,
+        send: Send,
+        *,
+        kinds: frozenset[str] = frozenset({"cuda"}),
+        load: Callable[[], ModuleType] = launch.programs,
+        capturing: Callable[[], bool] = device.capturing_graph,
+    ) -> None:
+        self._layout = layout
+        self._guard = guard
+        self._send = send
+        self._kinds = kinds
+        self._load = load
+        self._capturing = capturing
+        self._devices: dict[torch.device, _Device] = {}
+        self._between = True
+        """Whether no gradient was read since a sample was finished: within one nothing changes, so that its norms compare."""
+        self._once = False
+
+    def taken_once(self) -> bool:
+        """Whether work was done since the last call that samples to come do not need."""
+        once, self._once = self._once, False
+        return once
+
+    def finished(self) -> None:
+        """All gradients of a sample are read; their norms may follow."""
+        self._between = True
+
+    def read(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Reading]:
+        """All that can be said of the gradients of one device without their past."""
+        if group.device.type not in self._kinds or self._capturing():
+            return [by_torch.read(group, parts)]
+        if self._between:
+            self._between = False
+            for known in self._devices.values():
+                self._settle(known)
+        state = self._devices.setdefault(group.device, _Device())
+        if state.stage is _Stage.NEW:
+            self._try(state, self._begin, state, group.device, by_torch)
+        run = state.launch
+        if run is None or not (state.trusted or state.stage is _Stage.PROBED):
+            return [by_torch.read(group, parts)]
+        (own, mine), left = split(group, parts)
+        rest = [by_torch.read(*left)] if left else []
+        if not mine:
+            return rest
+        if state.trusted and (found := self._guard.result(self._launched, run, own, mine, by_torch)) is not None:
+            return [found, *rest]
+        state.trusted = False
+        reading = by_torch.read(own, mine)
+        if state.stage is _Stage.PROBED:
+            self._try(state, self._compare, state, reading, mine, by_torch)
+        return [reading, *rest]
+
+    def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
+        """Only the norms, by what has read the last sample."""
+        state = self._devices.get(group.device)
+        if state is None or not state.trusted or state.launch is None or self._capturing():
+            return [(group, *by_torch.norms(group, parts))]
+        (own, mine), left = split(group, parts)
+        rest: list[Norms] = [(left[0], *by_torch.norms(*left))] if left else []
+        found = self._guard.result(state.launch, gradients_of(mine)) if mine else None
+        if found is not None:
+            return [(own, found.rows[:, Column.NORM], None), *rest]
+        return [(own, *by_torch.norms(own, mine)), *rest] if mine else rest
+
+    def _try(self, state: _Device, action: Callable[..., None], *arguments: object) -> None:
+        """A step of the decision; if it fails, the decision is for torch."""
+        if not self._guard(action, *arguments):
+            state.stage, state.trial = _Stage.OFF, None
+
+    def _begin(self, state: _Device, where: torch.device, by_torch: ByTorch) -> None:
+        self._once = True
+        state.launch = launch.Launcher(where, self._layout, self._load())
+        group, parts = probe(where)
+        self._compare(state, by_torch.read(group, parts), parts, by_torch)
+
+    def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
+        """Begins a trial, if it can be sent now."""
+        self._once = True
+        if state.launch is None:
+            return
+        trial = Trial.of(expected, self._launched(state.launch, expected.group, parts, by_torch), self._layout, self._send)
+        if trial is not None:
+            state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
+            state.trial = trial
+
+    def _settle(self, state: _Device) -> None:
+        """Between two samples: the trial may be over, and the next sample is read by what is trusted then."""
+        if state.trial is not None:
+            self._try(state, self._judge, state, state.trial)
+        state.trusted = state.stage is _Stage.TRUSTED and not self._guard.off
+
+    def _judge(self, state: _Device, trial: Trial) -> None:
+        if trial.passed():
+            state.stage = _Stage.PROBED if state.stage is _Stage.PROBING else _Stage.TRUSTED
+            state.trial = None
+
+    def _launched(self, run: Launch, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
+        found = run(gradients_of(parts))
+        rows, pieces = with_apart(found.rows, parts, by_torch)
+        return Reading(group, pieces, rows, found.zero, found.alive)
+
+
+Norms = tuple[Group, torch.Tensor, IntArray | None]
+"""Gradients, the vector of their norms, and how many each has of them, `None`: one."""
+
+Part = tuple[Group, tuple[Batch, ...]]
+
+
+def gradients_of(parts: Sequence[Batch]) -> list[Read]:
+    """All gradients of batches, each with its units."""
+    return [(tensor, batch.layout) for batch in parts for tensor in batch.tensors]
+
+
+def split(group: Group, parts: Sequence[Batch]) -> tuple[Part, Part | None]:
+    """Those gradients that the programs can read, and the others, if there are any."""
+    mask = np.array([readable(tensor, layout) for tensor, layout in gradients_of(parts)], dtype=np.bool_)
+    if mask.all():
+        return (group, tuple(parts)), None
+    return _only(group, parts, mask), _only(group, parts, ~mask)
+
+
+def _only(group: Group, parts: Sequence[Batch], mask: BoolArray) -> Part:
+    """A part of a group."""
+    members = tuple(member for member, wanted in zip(group.members, mask.tolist(), strict=False) if wanted)
+    numbers = {name: getattr(group, name)[mask] for name in ("positions", "elements", "units", "implied")}
+    left, batches = mask.tolist(), []
+    for batch in parts:
+        wanted, left = left[: len(batch.tensors)], left[len(batch.tensors) :]
+        if any(wanted):
+            positions, tensors = itertools.compress(batch.positions, wanted), itertools.compress(batch.tensors, wanted)
+            batches.append(replace(batch, positions=tuple(positions), tensors=tuple(tensors)))
+    return replace(group, members=members, **numbers), tuple(batches)
+
+
+def with_apart(rows: torch.Tensor, parts: Sequence[Batch], by_torch: ByTorch) -> tuple[torch.Tensor, IntArray | None]:
+    """The rows of the programs with what they do not measure, by torch: a large gradient has several rows then, see `device.py`."""
+    layout = by_torch.layout
+    others = [(one, one.device) for one in layout.apart if one is not moments.STATISTIC and one.device is not None]
+    if not others:
+        return rows, None
+    found, pieces = [], []
+    for batch, own in zip(parts, torch.split(rows, [len(batch.tensors) for batch in parts]), strict=True):
+        chunks = list(device.chunks(batch, by_torch.most))
+        pieces.append(len(chunks))
+        for number, chunk in enumerate(chunks):
+            row = own if number == 0 else torch.zeros_like(own)
+            if number:
+                row[:, Column.MIN], row[:, Column.MAX] = math.inf, -math.inf
+            for one, measure in others:
+                row[:, layout.places(one)] = device.apart(one, measure, chunk.reshape(len(chunk), -1), torch.float64)
+            found.append(row)
+    return torch.cat(found), pieces_of(parts, pieces)
