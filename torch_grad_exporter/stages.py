@@ -188,7 +188,7 @@ def scrape(
         origins=training.origins,
     )
     made = REGISTRY.made(settings.collectors, context)
-    return Scrape(made, errors, prepare), OfSample(REGISTRY, settings.collectors, context)
+    return Scrape(made, errors, prepare, not_judged=REGISTRY.not_judged), OfSample(REGISTRY, settings.collectors, context)
 
 
 def notifying(
