@@ -96,13 +96,19 @@ class GradientAggregation:
         self._optimizers = OptimizerTotals(self._cursors, ExponentialCounts(exponential))
         self._local = LocalTotals()
         self._undelivered = 0
+        self.changes = 0
+        """Grows with whatever changes a value."""
+        self.sampled_at = 0.0
+        """Unix time of the capture of the sample that was published last."""
 
     def use(self, table: ParameterTable) -> None:
         """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
+        self.changes += 1
         self._layers.use(table)
 
     def apply(self, event: GradientEvent) -> None:
         """Takes one event; its vectors have arrived."""
+        self.changes += 1
         with np.errstate(all="ignore"):  # NaN and overflow are detected here
             self._apply(event)
 
@@ -129,6 +135,7 @@ class GradientAggregation:
 
     def give_up(self, event: object) -> None:
         """Counts a capture whose vectors never arrived."""
+        self.changes += 1
         self._undelivered += isinstance(event, Captured)
 
     def observe_norm(self, norm: float, step: int | None = None) -> None:
@@ -136,6 +143,7 @@ class GradientAggregation:
 
         `step`: the number of the optimizer step that it is of.
         """
+        self.changes += 1
         with np.errstate(all="ignore"):
             self._optimizers.observe(norm, step)
             self._pending.given(norm)
@@ -159,6 +167,8 @@ class GradientAggregation:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         if ended is None:
             return
+        self.changes += 1
+        self.sampled_at = ended.sample.captured.at
         settled = self._settlement.settle(ended)
         self._layers.publish(settled)
         self._optimizers.publish(settled)
@@ -166,6 +176,11 @@ class GradientAggregation:
         self._pending.count(settled.shown, sized=settled.sample.sized)
         if self._nonfinite is not None and settled.sample.nonfinite():
             self._nonfinite(settled.sample.nonfinite_layers())
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a sample whose time may run out."""
+        return self._pending.waits
 
     @property
     def samples(self) -> int:

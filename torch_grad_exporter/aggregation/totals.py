@@ -70,7 +70,7 @@ class TrainingTotals:
         bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
         totals.duration_buckets[bucket] += 1
         totals.duration_sum += event.seconds
-        self._enter("step_seconds", event.step, event.seconds)
+        self._enter("step_seconds", event.step, event.seconds, event.at)
         if event.trace is not None:
             totals.exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
 
@@ -120,11 +120,13 @@ class TrainingTotals:
             if event.name == "loss":
                 self._judge_loss(value, event.step)
 
-    def _enter(self, name: str, step: int | None, value: float) -> None:
+    def _enter(self, name: str, step: int | None, value: float, at: float | None = None) -> None:
         """A value of a step, for those who want each by itself."""
+        if step is None:
+            return
         for cursor in self._cursors:
             if cursor.singles is not None:
-                cursor.singles.enter(name, step, value)
+                cursor.singles.enter(name, step, value, at)
 
     def _judge_loss(self, value: float, step: int | None) -> None:
         alone = [cursor for cursor in self._cursors if cursor.singles is not None and cursor.singles.enter("loss", step, value)]

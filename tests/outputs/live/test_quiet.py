@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.extensions.toy_rule import RULE
-from tests.support.models import Perceptron
+from tests.support.models import Perceptron, batch, sgd
 from tests.support.tools import FOREVER
 from torch_grad_exporter import Exporter, rules, start_exporter
+from torch_grad_exporter.aggregation.cursor import Cursor
+from torch_grad_exporter.aggregation.worker import Reading
 from torch_grad_exporter.collectors import REGISTRY, process
 from torch_grad_exporter.collectors.process import PROCESS_RESIDENT_MEMORY, PROCESS_UNIQUE_MEMORY
 from torch_grad_exporter.collectors.registry import source_of
 from torch_grad_exporter.collectors.training import TRAIN_LOSS
 from torch_grad_exporter.metrics.families import Family, Spec, scalar
-from torch_grad_exporter.outputs.live.history import History, Moment
+from torch_grad_exporter.outputs.live.history import History, Moment, Window
 from torch_grad_exporter.outputs.live.latest import WHOLE_TURNS
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.recorder import REMEMBER_SECONDS, recorder
@@ -129,3 +132,62 @@ def test_the_pages_of_the_process_are_walked_for_who_looks(exporter: Exporter, m
     assert {"torch_process_unique_memory_bytes", "process_resident_memory_bytes", "torch_process_children"} <= found.keys()
     assert {f"torch_grad_exporter_collector_success/{name}" for name in exporter.settings.collectors} <= found.keys()
     assert exporter._errors.counts()[source_of("process")] == 0
+
+
+class Looked:
+    """A run with sampled steps that is looked at by hand, once a second of its own clock."""
+
+    def __init__(self, exporter: Exporter, model: Perceptron, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.exporter, self.model, self.optimizer, self.now, self.reads = exporter, model, sgd(model), time.time(), 0
+        read = exporter._host.read_as
+        for history in exporter._view._histories:
+            monkeypatch.setattr(history, "_now", lambda: self.now)
+
+        def counted(cursor: Cursor, of: Callable[[Reading], object]) -> object:
+            self.reads += 1
+            return read(cursor, of)
+
+        monkeypatch.setattr(exporter._host, "read_as", counted)
+
+    def train(self, steps: int) -> None:
+        """Goes on for so many steps."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(batch()).square().mean().backward()
+            self.optimizer.step()
+
+    def look(self, seconds: int) -> int:
+        """Looks each second; how often everything was read for that."""
+        before = self.reads
+        for _ in range(seconds):
+            self.now += 1
+            self.exporter._view._record()
+        return self.reads - before
+
+    def steps(self) -> list[list[float]]:
+        """Of the run, of a layer and of the outputs of a module, the steps that are recorded."""
+        gradients, inside = self.exporter._view._histories
+        recent = Window(whole=False)
+        parts = gradients.run(recent), gradients.grid("norm", recent)[1], inside.grid("activation_rms", recent)[1]
+        return [part.steps.tolist() for part in parts]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_while_nothing_happens_nothing_is_read(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some looks after the last step, then none in a minute; each step and sample is recorded, though it was quiet before."""
+    monkeypatch.setitem(recorder.__kwdefaults__, "interval", FOREVER)
+    model = Perceptron()
+    with start_exporter(model, port=None, every=every, activations=True) as exporter:
+        run, done = Looked(exporter, model, monkeypatch), 0
+        run.look(3)
+        assert run.look(60) == 0
+        for steps in (1, 4, 7):
+            run.train(steps)
+            done += steps
+            assert 1 <= run.look(60) <= 3
+            of_run, of_layers, inside = run.steps()
+            assert of_run[-1] == done
+            assert len(of_layers) == len(inside) == exporter._training.capture.samples
+        assert of_run == list(range(1, done + 1))
+        exporter.observe(loss=1.0)
+        assert 1 <= run.look(60) <= 3

@@ -205,17 +205,33 @@ class Looks:
         self._inner: deque[tuple[float, Moment]] = deque()
         self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
         """The last moment of the activations."""
+        self._seen: tuple[int, int | None] | None = None
+        """The steps, and the changes of the host's side, at the last look."""
+        self._shown = self._last
+        """The last moment of the activations that was asked for."""
         self._cursor = host.cursor(singles=PLACED)
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
 
     def gradients(self) -> Moment:
         """The moment of the gradients and of the run. Raises as `HostSide.read`."""
-        return self._host.read_as(self._cursor, self._present)
+        steps = self._steps()  # those that come from now on may not be in the reading
+        moment, changes = self._host.read_as(self._cursor, lambda reading: (self._present(reading), self._host.changes))
+        self._seen = steps, changes
+        return moment
 
     def activations(self) -> Moment:
         """That of the activations, as of the last call of `gradients`."""
-        earlier = _taken(self._inner)
+        earlier, self._shown = _taken(self._inner), self._last
         return replace(earlier[-1][1] if earlier else self._last, earlier=earlier)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come since the last call of `gradients`."""
+        changes = self._host.changes
+        return changes is not None and (self._steps(), changes) == self._seen
+
+    def is_quiet_inside(self) -> bool:
+        """The same of the activations."""
+        return self._shown is self._last and not self._inner
 
     def _sampled(self, at: float, reading: Reading) -> None:
         """There is one more sample."""

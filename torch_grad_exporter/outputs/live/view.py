@@ -61,11 +61,11 @@ class View:
             judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
         looks = Looks(host, Moments(dead_from, quantities), inside, steps, now, judge=judge)
-        self.history = History(looks.gradients, now=now, quantities=quantities)
+        self.history = History(looks.gradients, now=now, quantities=quantities, quiet=looks.is_quiet)
         self._histories = [self.history]
         inner = None
         if inside is not None:
-            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
+            inner = History(looks.activations, now=now, quantities=ACTIVATIONS, quiet=looks.is_quiet_inside)
             self._histories.append(inner)
         self.live = Live(
             run,
