@@ -111,12 +111,14 @@ class Singles:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Cursor:
-    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read.
+    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers.
 
+    `samples`: how many it has read; `changes`: up to which change of the gradients.
     `norms`: of layers, only for a consumer that asks for them. `singles`: the same; what is there is in no mean and no peak.
     """
 
     samples: int = 0
+    changes: int = -1
     losses: Losses = field(default_factory=Losses)
     layers: Peaks = field(default_factory=Peaks)
     optimizers: Peaks = field(default_factory=Peaks)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
@@ -20,6 +18,8 @@ from torch_grad_exporter.transfer.events import Counted, Counting, Observed, Ste
 
 RATIO_STEPS = 1000
 """Steps over which the overhead ratio is taken."""
+
+_BOUNDS = np.array(STEP_SECONDS)
 
 SLOWEST_STEPS = 128
 """Steps over which the slowest is taken."""
@@ -45,14 +45,38 @@ class TotalsSnapshot:
     learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
+class _Recent:
+    """Of the last `RATIO_STEPS` steps, what the exporter took and how long each was, in seconds."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((RATIO_STEPS, 2))
+        self._count = 0
+
+    def add(self, own: float, seconds: float) -> None:
+        """Takes a step."""
+        self._rows[self._count % RATIO_STEPS] = own, seconds
+        self._count += 1
+
+    @property
+    def overhead_ratio(self) -> float | None:
+        """What the exporter took over how long they were."""
+        own, training = self._rows.sum(axis=0).tolist()
+        return own / training if training else None
+
+    def slowest(self, ahead: Sequence[float]) -> float | None:
+        """The longest of the last `SLOWEST_STEPS`, of which these came last."""
+        more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
+        places = np.arange(self._count - more, self._count) % RATIO_STEPS
+        return max([*ahead[-SLOWEST_STEPS:], *self._rows[places, 1].tolist()], default=None)
+
+
 @dataclass(slots=True)
 class TrainingTotals:
     """Adds up what happens every step. Fed by `worker.HostSide`. `nonfinite`: is told of each loss that is not finite."""
 
     nonfinite: Callable[[], object] | None = None
     _totals: TotalsSnapshot = field(default_factory=TotalsSnapshot)
-    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATIO_STEPS))
-    """Of the last steps, what the exporter took and how long each was."""
+    _recent: _Recent = field(default_factory=_Recent)
     _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
     _cursors: WeakSet[Cursor] = field(default_factory=WeakSet)
     _ahead: Counting | None = None
@@ -66,7 +90,7 @@ class TrainingTotals:
         totals.overhead_seconds += event.own_seconds
         if event.seconds is None:
             return
-        self._recent.append((event.own_seconds, event.seconds))
+        self._recent.add(event.own_seconds, event.seconds)
         bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
         totals.duration_buckets[bucket] += 1
         totals.duration_sum += event.seconds
@@ -83,7 +107,8 @@ class TrainingTotals:
     def _add(self, durations: tuple[float, ...], own_seconds: float) -> None:
         totals, share = self._totals, own_seconds / len(durations)
         totals.overhead_seconds += own_seconds
-        self._recent.extend((share, seconds) for seconds in durations)
+        for seconds in durations:
+            self._recent.add(share, seconds)
         totals.duration_buckets += _buckets(durations)
         totals.duration_sum += sum(durations)
 
@@ -142,16 +167,15 @@ class TrainingTotals:
 
     def snapshot(self) -> TotalsSnapshot:
         """A copy of all values."""
-        totals, training = self._totals, sum(seconds for _, seconds in self._recent)
+        totals = self._totals
         ahead = () if self._ahead is None else self._ahead.seconds
-        last = itertools.chain(reversed(ahead), (seconds for _, seconds in reversed(self._recent)))
         return replace(
             totals,
-            duration_buckets=totals.duration_buckets + _buckets(ahead),
+            duration_buckets=totals.duration_buckets + _buckets(ahead) if ahead else totals.duration_buckets.copy(),
             duration_sum=totals.duration_sum + sum(ahead),
             exemplars=dict(totals.exemplars),
-            slowest=max(itertools.islice(last, SLOWEST_STEPS), default=None),
-            overhead_ratio=sum(own for own, _ in self._recent) / training if training else None,
+            slowest=self._recent.slowest(ahead),
+            overhead_ratio=self._recent.overhead_ratio,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
@@ -164,4 +188,4 @@ class TrainingTotals:
 
 def _buckets(durations: tuple[float, ...]) -> FloatArray:
     """How many durations each bucket has, shape (buckets,)."""
-    return np.bincount(np.searchsorted(STEP_SECONDS, durations), minlength=len(STEP_SECONDS) + 1).astype(np.float64)
+    return np.bincount(np.searchsorted(_BOUNDS, durations), minlength=len(STEP_SECONDS) + 1).astype(np.float64)

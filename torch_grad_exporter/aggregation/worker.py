@@ -195,17 +195,17 @@ class HostSide:
     def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
         """What `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            snapshot = self._snapshot()
+            snapshot = self._snapshot(of_minute=False)
             gradients = self._gradients.read(cursor, snapshot.gradients)
             losses, cursor.losses = cursor.losses, Losses()
             return of(Reading(snapshot, gradients, losses, () if cursor.singles is None else cursor.singles.take()))
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, *, of_minute: bool = True) -> Snapshot:
         # Read first: what is over when the mailbox is drained has its record there.
         counting = self._guard.result(self._counting)
         self._drain()
         self._guard(self._totals.counting, counting)
-        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting))
+        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting), of_minute=of_minute)
         return Snapshot(gradients, self._totals.snapshot())
 
     @property
@@ -326,7 +326,7 @@ class HostSide:
         """There is a new sample: reads for those who want each."""
         now, self._each = self._now(), [each for each in self._each if each.left > 0]
         for each in self._each:
-            snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True), self._totals.snapshot())
+            snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True, of_minute=False), self._totals.snapshot())
             new = self._gradients.read(each.cursor, snapshot.gradients)
             each.take(self._gradients.sampled_at, Reading(snapshot, new, Losses()))
             each.left -= 1

@@ -171,7 +171,7 @@ class History:
     def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
         """Puts what is known of steps together, and records those that are complete. `due`: there was a step."""
         for one in moment.singles:
-            self._rows.add(one.step, min(one.at, now), scalars(**{one.name: one.value}))
+            self._rows.add_one(one.step, min(one.at, now), one.name, one.value)
         values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
         self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()
