@@ -19,8 +19,6 @@ from torch_grad_exporter.transfer.events import Counted, Counting, Observed, Ste
 RATIO_STEPS = 1000
 """Steps over which the overhead ratio is taken."""
 
-_BOUNDS = np.array(STEP_SECONDS)
-
 SLOWEST_STEPS = 128
 """Steps over which the slowest is taken."""
 
@@ -77,6 +75,7 @@ class TrainingTotals:
     nonfinite: Callable[[], object] | None = None
     _totals: TotalsSnapshot = field(default_factory=TotalsSnapshot)
     _recent: _Recent = field(default_factory=_Recent)
+    _buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS) + 1))
     _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
     _cursors: WeakSet[Cursor] = field(default_factory=WeakSet)
     _ahead: Counting | None = None
@@ -92,7 +91,7 @@ class TrainingTotals:
             return
         self._recent.add(event.own_seconds, event.seconds)
         bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
-        totals.duration_buckets[bucket] += 1
+        self._buckets[bucket] += 1
         totals.duration_sum += event.seconds
         self._enter("step_seconds", event.step, event.seconds, event.at)
         if event.trace is not None:
@@ -109,7 +108,7 @@ class TrainingTotals:
         totals.overhead_seconds += own_seconds
         for seconds in durations:
             self._recent.add(share, seconds)
-        totals.duration_buckets += _buckets(durations)
+            self._buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
         totals.duration_sum += sum(durations)
 
     def counting(self, now: Counting | None) -> None:
@@ -165,27 +164,29 @@ class TrainingTotals:
                 cursor.losses = cursor.losses.with_one(value)
         self._totals.loss_spikes += self._loss_baseline.is_spike(value)
 
-    def snapshot(self) -> TotalsSnapshot:
-        """A copy of all values."""
+    def snapshot(self, *, of_last: bool = True) -> TotalsSnapshot:
+        """A copy of all values. `of_last`: with those that are of the last steps, of many together."""
         totals = self._totals
         ahead = () if self._ahead is None else self._ahead.seconds
         return replace(
             totals,
-            duration_buckets=totals.duration_buckets + _buckets(ahead) if ahead else totals.duration_buckets.copy(),
+            duration_buckets=self._bucketed(ahead),
             duration_sum=totals.duration_sum + sum(ahead),
             exemplars=dict(totals.exemplars),
-            slowest=self._recent.slowest(ahead),
-            overhead_ratio=self._recent.overhead_ratio,
+            slowest=self._recent.slowest(ahead) if of_last else None,
+            overhead_ratio=self._recent.overhead_ratio if of_last else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
         )
 
+    def _bucketed(self, ahead: Sequence[float]) -> FloatArray:
+        """How many durations each bucket has, with those ahead, shape (buckets,)."""
+        found = list(self._buckets)
+        for seconds in ahead:
+            found[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
+        return np.array(found, dtype=np.float64)
+
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer: losses from now on are new to it."""
         self._cursors.add(cursor)
-
-
-def _buckets(durations: tuple[float, ...]) -> FloatArray:
-    """How many durations each bucket has, shape (buckets,)."""
-    return np.bincount(np.searchsorted(_BOUNDS, durations), minlength=len(STEP_SECONDS) + 1).astype(np.float64)

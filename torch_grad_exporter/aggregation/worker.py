@@ -84,6 +84,7 @@ class Snapshot:
 class Reading:
     """Everything as of one moment, and what of it is new to the consumer whose cursor has read.
 
+    A read has nothing of the last minute, nor of the last steps together.
     `singles`: what it gets by itself, with its step.
     """
 
@@ -195,18 +196,19 @@ class HostSide:
     def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
         """What `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            snapshot = self._snapshot(of_minute=False)
+            snapshot = self._snapshot(whole=False)
             gradients = self._gradients.read(cursor, snapshot.gradients)
             losses, cursor.losses = cursor.losses, Losses()
             return of(Reading(snapshot, gradients, losses, () if cursor.singles is None else cursor.singles.take()))
 
-    def _snapshot(self, *, of_minute: bool = True) -> Snapshot:
+    def _snapshot(self, *, whole: bool = True) -> Snapshot:
+        """`whole`: with what is of the last minute and of the last steps, which no consumer of what is new asks for."""
         # Read first: what is over when the mailbox is drained has its record there.
         counting = self._guard.result(self._counting)
         self._drain()
         self._guard(self._totals.counting, counting)
-        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting), of_minute=of_minute)
-        return Snapshot(gradients, self._totals.snapshot())
+        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting), of_minute=whole)
+        return Snapshot(gradients, self._totals.snapshot(of_last=whole))
 
     @property
     def changes(self) -> int | None:
