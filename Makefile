@@ -127,6 +127,7 @@ bench: $(BENCH_STAMP) ## measure what the exporter costs, and other monitors, in
 	$(BENCH)/python -m benchmarks.overhead
 	$(BENCH)/python -m benchmarks.costs
 	$(BENCH)/python -m benchmarks.scraped
+	$(BENCH)/python -m benchmarks.idle
 	$(BENCH)/python -m benchmarks.report
 
 bench-cuda: venv ## measure the same on a GPU (5 min)

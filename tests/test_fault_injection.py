@@ -149,7 +149,7 @@ LEFT_OUT = {
             "rules", "rules.actions", "rules.exporter", "rules.gradients", "rules.context", "rules.declaration", "rules.episodes",
             "rules.record",
             "rules.memory", "rules.origin", "rules.resources", "rules.training", "rules.values", "rules.watch",
-            "outputs.live.live", "outputs.live.pages",
+            "outputs.live.latest", "outputs.live.live", "outputs.live.pages",
         ),
         "behind the recorder's guard, and the server's; tests/outputs/live/test_live.py",
     ),
@@ -273,6 +273,7 @@ UNREACHED = {
     "capture.torch_hooks.Hooks.on_module": "the start",
     "capture.torch_hooks.Hooks.on_optimizers": "the start",
     "aggregation.worker.HostSide.start": "the start",
+    "transfer.events.Mailbox.on_backlog": "the start",
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
             "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use", "layer_totals.LayerTotals.follow",
@@ -301,6 +302,7 @@ UNREACHED = {
     "outputs.announcement.Announcement.start": "the start",
     "outputs.announcement.Announcement.body": "what asks for the ranks, tests/outputs/test_outputs.py",
     "outputs.announcement.Announcement.after_fork_in_child": "a forked child, tests/test_exits.py",
+    "collectors.scrape.Scrape.for_rules": "the thread of the history, tests/outputs/live/test_quiet.py",
     "collectors.scrape.Scrape.start": "the start",
     "collectors.scrape.Scrape.after_fork_in_child": "a forked child, tests/test_exits.py",
     "collectors.scrape._Walk.give_up": "a collector that hangs, tests/collectors/test_scrape.py",

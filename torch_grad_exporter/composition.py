@@ -142,6 +142,7 @@ class Composition:
             self._host,
             self._training.steps,
             self._scrape,
+            for_rules=self._scrape.for_rules,
             targets=announcement.body,
             happened=self._act.totals.happened.latest,
             of_sample=self._of_sample,

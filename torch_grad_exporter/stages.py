@@ -145,9 +145,21 @@ def host_side(checked: Checked, training: TrainingSide, errors: ErrorLog) -> Hos
         clipped=checked.clip is not None,
         nonfinite=None if origins is None else origins.gradients_were_wrong,
     )
+
+    def hurried() -> bool:
+        return origins is not None or not training.capture.devices <= {"cpu"}
+
     totals = TrainingTotals() if origins is None else TrainingTotals(nonfinite=origins.loss_was_wrong)
     gradients.use(checked.index.table)
-    return HostSide(training.mailbox, gradients, totals, errors, periodic=training.capture.look, counting=training.clock.counting)
+    return HostSide(
+        training.mailbox,
+        gradients,
+        totals,
+        errors,
+        periodic=training.capture.look,
+        counting=training.clock.counting,
+        hurried=hurried,
+    )
 
 
 def scrape(
@@ -198,7 +210,7 @@ def scrape(
         layer_times=layer_times,
     )
     made = REGISTRY.made(settings.collectors, context)
-    return Scrape(made, errors, prepare), OfSample(REGISTRY, settings.collectors, context)
+    return Scrape(made, errors, prepare, not_judged=REGISTRY.not_judged), OfSample(REGISTRY, settings.collectors, context)
 
 
 def notifying(

@@ -97,6 +97,36 @@ def test_a_moment_has_the_largest_of_all_samples_since_the_one_before() -> None:
     assert since > 100
 
 
+def test_gradients_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no sample comes nothing of the layers is copied or gone through again, whoever asks; the moment is as if it were."""
+    it, gone_through, copies = Run(), list[int](), list[int]()
+    of_sample, copied = it.moments.of_sample, it.gradients._copied
+    monkeypatch.setattr(it.moments, "of_sample", lambda *found: gone_through.append(1) or of_sample(*found))
+    monkeypatch.setattr(it.gradients, "_copied", lambda: copies.append(1) or copied())
+    for number in (1, 2):
+        it.sample(3.0, math.nan)
+        moments = [it.look() for _ in range(5)]
+        it.gradients.snapshot(NOW)
+        assert (len(gone_through), len(copies)) == (number, number)
+        names = [("samples", moment.samples, "layers", moment.layers, moment.sample_step) for moment in moments]
+        assert names == [names[0]] * 5
+        assert (of(moments[0], "norm"), scalar(moments[0], "norm")[1]) == ([3.0, math.inf], True)
+        for quiet in moments[1:]:
+            assert np.isnan([of(quiet, quantity) for quantity in QUANTITIES]).all()
+            assert scalar(quiet, "norm") == (pytest.approx(NAN, nan_ok=True), False)
+
+
+def test_the_last_minute_goes_on_though_no_sample_comes() -> None:
+    """Snapshots share what has not changed, but for the largest norms of a minute, which end with it; a reading has none."""
+    it = Run()
+    it.sample(3.0, 4.0)
+    first, later = it.gradients.snapshot(NOW), it.gradients.snapshot(NOW + 3600)
+    assert first.layer_values is later.layer_values
+    assert first.recent_max.tolist() == [3.0, 4.0]
+    assert np.isnan(later.recent_max).all()
+    assert np.isnan(it.gradients.snapshot(NOW, of_minute=False).recent_max).all()
+
+
 def test_what_is_of_samples_is_there_once() -> None:
     """After a sample the next moment has neither its norms nor its ratios, and a layer that was not in the sample none of them."""
     it = Run()

@@ -16,7 +16,16 @@ from tests.support.tools import FOREVER, eventually
 from torch_grad_exporter.aggregation import worker as host
 from torch_grad_exporter.aggregation.gradients import GradientAggregation
 from torch_grad_exporter.aggregation.totals import TrainingTotals
-from torch_grad_exporter.aggregation.worker import LOST_SECONDS, WAIT_SECONDS, HostSide
+from torch_grad_exporter.aggregation.worker import (
+    BACKLOG,
+    HURRIED_FOR,
+    HURRIED_SECONDS,
+    IDLE_SECONDS,
+    LOST_SECONDS,
+    POLL_SECONDS,
+    WAIT_SECONDS,
+    HostSide,
+)
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
@@ -294,6 +303,109 @@ def test_the_worker_drains_by_itself() -> None:
     finally:
         scene.host.close()
     assert (scene.samples(), scene.norm(), scene.errors.counts()) == (1, 5, {"worker": 1})
+
+
+class Resting:
+    """A host side whose thread is only asked how long it would wait, by a clock of the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, hurried: bool = False) -> None:
+        self.post, self.seconds, self.due, self.drains = Mailbox(), 0.0, 5.0, 0
+        gradients = GradientAggregation()
+        gradients.use(PLAN)
+        self.side = HostSide(
+            self.post, gradients, TrainingTotals(), ErrorLog(("worker",)),
+            now=lambda: NOW + self.seconds, clock=lambda: self.seconds, periodic=lambda: self.due, hurried=lambda: hurried,
+        )  # fmt: skip
+        drain = self.side.drain
+        monkeypatch.setattr(self.side, "drain", lambda: (drain(), setattr(self, "drains", self.drains + 1)))
+
+    def turns(self, times: int) -> list[float]:
+        """The pauses before so many iterations."""
+        found = []
+        for _ in range(times):
+            found.append(self.side._pause())
+            self.seconds += found[-1]
+            self.side._work()
+            self.side._do_periodic()
+        return found
+
+
+def test_while_nothing_comes_the_worker_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes up once a second, looks into the mailbox alone, and drains it when there is something."""
+    rest = Resting(monkeypatch)
+    assert (rest.turns(30), rest.drains) == ([IDLE_SECONDS] * 30, 0)
+    for came in range(1, 4):
+        rest.post.append(Stepped(0.25, 0.0))
+        assert (rest.turns(10), rest.drains) == ([IDLE_SECONDS] * 10, came)
+    assert rest.side.snapshot().totals.duration_sum == 0.75
+
+
+def test_a_sample_that_is_pending_is_counted_though_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker goes on draining until its time is up: a NaN before a hang shows without a scrape."""
+    rest = Resting(monkeypatch)
+    values = np.zeros(len(Column))
+    values[Column.NANS] = 1
+    part = Part(np.zeros(1, dtype=np.int64), np.array([4]), np.array([2]), Arrived(values), Packing(ORDINARY))
+    rest.post.append(Captured(1, PLAN, (part,), np.zeros(0, dtype=np.int64), OWNED, NOW, likely_last=True, usual=frozenset()))
+    rest.turns(1)
+    before = rest.side.changes
+    rest.turns(2)
+    assert rest.side.changes == (before or 0) + 1
+    assert rest.side._gradients.samples == 1
+
+
+def test_the_worker_hurries_where_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times a second for ten seconds after an event, as the places for vectors are few; 5 ms while one is under way."""
+    rest = Resting(monkeypatch, hurried=True)
+    rest.turns(3)
+    rest.post.append(Stepped(0.25, 0.0))
+    rest.turns(1)
+    hurried = round(HURRIED_FOR / HURRIED_SECONDS)
+    pauses = rest.turns(hurried + 5)
+    assert pauses[: hurried - 1] == [HURRIED_SECONDS] * (hurried - 1)
+    assert pauses[-4:] == [IDLE_SECONDS] * 4
+    rest.side._waiting.append((NOW, Closed(1, Outcome.STEPPED, OWNED, frozenset({0}), {0: 1})))
+    assert rest.side._pause() == POLL_SECONDS
+
+
+def test_what_is_due_earlier_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be done beside says when; where it fails, it is tried again in a second."""
+    rest = Resting(monkeypatch)
+    rest.due = 0.25
+    assert rest.turns(3) == [IDLE_SECONDS, 0.25, 0.25]
+    monkeypatch.setattr(rest.side, "_periodic", Broken().ready)
+    with pytest.raises(RuntimeError):
+        rest.turns(1)
+    assert rest.side._pause() == IDLE_SECONDS
+
+
+def test_many_events_wake_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of very short steps fills no mailbox in a second: a quarter of it, whenever it has come together, is taken at once."""
+    monkeypatch.setattr(host, "IDLE_SECONDS", FOREVER)
+    scene = Scene()
+    scene.host.start()
+    try:
+        for _ in range(3):
+            for _ in range(BACKLOG + 1):
+                scene.post.append(Stepped(0.25, 0.0))
+            assert eventually(lambda: not scene.post)
+    finally:
+        scene.host.close()
+    assert scene.errors.counts() == {"worker": 0}
+
+
+def test_what_is_read_late_has_its_own_time() -> None:
+    """A sample that is drained some time after its capture is of the capture's time, and a step's duration of the step's."""
+    scene, seen = Scene(), list[float]()
+    cursor = scene.host.cursor(singles=9)
+    scene.host.each_sample(cursor, lambda at, _reading: seen.append(at), 9)
+    for number in (1, 2):
+        scene.capture(number)
+        scene.post.append(Stepped(0.25, 0.0, scene.time + 0.01, None, number))
+        scene.time += 0.4
+    found = scene.host.read(cursor)
+    assert seen == [NOW, NOW + 0.4]
+    assert [one.at for one in found.singles if one.name == "step_seconds"] == [NOW + 0.01, NOW + 0.4 + 0.01]
 
 
 def test_closing_drains_and_ends_the_thread() -> None:

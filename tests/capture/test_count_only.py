@@ -482,6 +482,20 @@ def test_an_evaluation_after_counted_rounds_shows(monkeypatch: pytest.MonkeyPatc
         assert value(exporter, SAMPLES) == 5 * loop.steps
 
 
+def test_the_worker_is_told_when_steps_may_have_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second after the last step, so that it need not look more often; where rounds are followed there is nothing to look for."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        capture, clock = exporter._training.capture, exporter._training.clock
+        assert capture.look() == count_only.STILL_SECONDS
+        loop.rest(exporter)
+        last = clock.last_moment
+        monkeypatch.setattr(clock, "clock", lambda: last + 0.25)
+        assert capture.look() == pytest.approx(count_only.STILL_SECONDS - 0.25)
+        monkeypatch.setattr(clock, "clock", lambda: last + 1.5)
+        assert capture.look() == count_only.STILL_SECONDS
+
+
 def test_the_last_step_is_told_at_once() -> None:
     """The time of the last step moves with each counted step, not only at its end."""
     loop = Loop()

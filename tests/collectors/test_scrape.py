@@ -96,6 +96,24 @@ def test_all_collectors_are_shown_in_their_order() -> None:
     assert scene.prepared == 2
 
 
+def test_rules_are_judged_without_what_they_do_not_read() -> None:
+    """Such a collector is not asked, and how it did is what it was; the number of series is that of a scrape of everything."""
+    scene = Scene([Fake("exporter"), Fake("dear", fail)])
+    scrape = Scrape({fake.name: fake for fake in scene.collectors}, scene.errors, scene.prepare, not_judged={"dear"})
+
+    def success() -> list[tuple[str, float]]:
+        (family,) = (family for family in scrape.for_rules() if family.spec is EXPORTER_COLLECTOR_SUCCESS)
+        return [(row[0], float(value)) for row, value in zip(family.labels.rows, family.values, strict=True)]
+
+    assert success() == [("exporter", 1.0)]
+    scrape()
+    for _ in range(5):
+        assert sorted(success()) == [("dear", 0.0), ("exporter", 1.0)]
+    assert [fake.calls for fake in scene.collectors] == [7, 1]
+    (series,) = (family for family in scrape() if family.spec is EXPORTER_SERIES)
+    assert series.values.tolist() == [1 + 2 + 2]
+
+
 def test_one_that_raises_costs_only_itself() -> None:
     """The others are complete, its success is 0, the failure is counted."""
     scene = Scene([Fake("a"), Fake("bad", fail), Fake("b")])

@@ -95,12 +95,12 @@ class Singles:
         self._count: Counter[str] = Counter()
         self._values: list[Single] = []
 
-    def enter(self, name: str, step: int | None, value: float) -> bool:
-        """Takes a value, if its step is known and there have not been too many of its name; whether it did."""
+    def enter(self, name: str, step: int | None, value: float, at: float | None = None) -> bool:
+        """Takes a value, if its step is known and there have not been too many of its name; whether it did. `at`: when it was."""
         if step is None or self._count[name] >= self._most:
             return False
         self._count[name] += 1
-        self._values.append(Single(name, step, self._now(), value if math.isfinite(value) else math.inf))
+        self._values.append(Single(name, step, self._now() if at is None else at, value if math.isfinite(value) else math.inf))
         return True
 
     def take(self) -> Sequence[Single]:
@@ -111,12 +111,14 @@ class Singles:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Cursor:
-    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers. `samples`: how many it has read.
+    """What one consumer has not read yet: losses, the peaks of layers and those of optimizers.
 
+    `samples`: how many it has read; `changes`: up to which change of the gradients.
     `norms`: of layers, only for a consumer that asks for them. `singles`: the same; what is there is in no mean and no peak.
     """
 
     samples: int = 0
+    changes: int = -1
     losses: Losses = field(default_factory=Losses)
     layers: Peaks = field(default_factory=Peaks)
     optimizers: Peaks = field(default_factory=Peaks)

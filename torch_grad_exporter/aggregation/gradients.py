@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import numpy as np
@@ -34,7 +34,8 @@ GradientEvent = Captured | Local | AfterClip | Closed | Divided | Withdrawn | Ou
 class GradientSnapshot:
     """All gradient values at one moment, of one and the same sample; `layers` and `layer_values` go together.
 
-    `recent_max`: shape (layers,), NaN where there was no sample in the last minute. `optimizers`: numbers. `local`: by number.
+    `recent_max`: shape (layers,), NaN where there was no sample in the last minute, and in a consumer's reading, which is none of a
+    minute. `optimizers`: numbers. `local`: by number. Nobody writes to the arrays: as long as nothing changes, they are the same.
     `untracked`: layers without a gradient that is tracked at present, and the remainder of removed ones: of these there are
     totals only. `exponential`: norms of the layers by exponential bucket, and `exponential_totals` those of the optimizers, if
     they are counted. `declared`: by column of each other statistic, `statistic.column`, its values, shape (layers,); NaN where
@@ -96,13 +97,21 @@ class GradientAggregation:
         self._optimizers = OptimizerTotals(self._cursors, ExponentialCounts(exponential))
         self._local = LocalTotals()
         self._undelivered = 0
+        self.changes = 0
+        """Grows with whatever changes a value."""
+        self._known: tuple[int, GradientSnapshot] | None = None
+        """The last snapshot, and the changes up to it."""
+        self.sampled_at = 0.0
+        """Unix time of the capture of the sample that was published last."""
 
     def use(self, table: ParameterTable) -> None:
         """Shows the layers of `table` from now on; a layer that was there before keeps its totals."""
+        self.changes += 1
         self._layers.use(table)
 
     def apply(self, event: GradientEvent) -> None:
         """Takes one event; its vectors have arrived."""
+        self.changes += 1
         with np.errstate(all="ignore"):  # NaN and overflow are detected here
             self._apply(event)
 
@@ -129,6 +138,7 @@ class GradientAggregation:
 
     def give_up(self, event: object) -> None:
         """Counts a capture whose vectors never arrived."""
+        self.changes += 1
         self._undelivered += isinstance(event, Captured)
 
     def observe_norm(self, norm: float, step: int | None = None) -> None:
@@ -136,6 +146,7 @@ class GradientAggregation:
 
         `step`: the number of the optimizer step that it is of.
         """
+        self.changes += 1
         with np.errstate(all="ignore"):
             self._optimizers.observe(norm, step)
             self._pending.given(norm)
@@ -159,6 +170,8 @@ class GradientAggregation:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         if ended is None:
             return
+        self.changes += 1
+        self.sampled_at = ended.sample.captured.at
         settled = self._settlement.settle(ended)
         self._layers.publish(settled)
         self._optimizers.publish(settled)
@@ -168,22 +181,35 @@ class GradientAggregation:
             self._nonfinite(settled.sample.nonfinite_layers())
 
     @property
+    def pending(self) -> bool:
+        """Whether there is a sample whose time may run out."""
+        return self._pending.waits
+
+    @property
     def samples(self) -> int:
         """How many have been published."""
         return self._pending.samples
 
-    def snapshot(self, now: float, *, more_to_come: bool = False) -> GradientSnapshot:
+    def snapshot(self, now: float, *, more_to_come: bool = False, of_minute: bool = True) -> GradientSnapshot:
         """A copy of all values as of `now`, Unix time.
 
-        `more_to_come`: events that may resolve the outcome of the pending sample are known to be under way.
+        `more_to_come`: events that may resolve the outcome of the pending sample are known to be under way. `of_minute`: with the
+        largest norms of the last minute.
         """
         if not more_to_come:
             self.expire(now)
+        if self._known is None or self._known[0] != self.changes:
+            self._known = self.changes, self._copied()
+        found = self._known[1]
+        return replace(found, recent_max=self._layers.recent_max(now)) if of_minute else found
+
+    def _copied(self) -> GradientSnapshot:
+        """A copy of all values, but for those of the last minute."""
         optimizers, totals, norm_observed, exponential_totals = self._optimizers.snapshot()
         return GradientSnapshot(
             table=self._layers.table,
             layer_values=self._layers.values(),
-            recent_max=self._layers.recent_max(now),
+            recent_max=np.full(len(self._layers.table.layers), np.nan),
             optimizers=optimizers,
             totals=totals,
             samples=self._pending.samples,
@@ -206,9 +232,19 @@ class GradientAggregation:
 
     def read(self, cursor: Cursor, snapshot: GradientSnapshot) -> NewGradients:
         """What is new to a consumer, in the order of the snapshot, which is of the same moment."""
+        if cursor.changes == self.changes:
+            return _nothing(snapshot, norms=cursor.norms is not None)
+        cursor.changes = self.changes
         new, cursor.samples = self._pending.samples - cursor.samples, self._pending.samples
         layers = len(snapshot.table.layers)
         peaks = cursor.layers.take()[:, :layers]
         norms = None if cursor.norms is None else cursor.norms.take()[:, :layers]
         over = self._optimizers.take_peaks(cursor, snapshot.optimizers, norm_observed=snapshot.norm_observed)
         return NewGradients(new, peaks, over, norms)
+
+
+def _nothing(snapshot: GradientSnapshot, *, norms: bool) -> NewGradients:
+    """Nothing is new."""
+    layers, optimizers = len(snapshot.table.layers), len(snapshot.optimizers)
+    peaks, over = np.full((2, layers), np.nan), np.full((2, optimizers), np.nan)
+    return NewGradients(0, peaks, over, np.zeros((3, layers)) if norms else None)

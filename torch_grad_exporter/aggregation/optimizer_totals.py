@@ -137,8 +137,10 @@ class OptimizerTotals:
 
     def take_peaks(self, cursor: Cursor, optimizers: Sequence[int], *, norm_observed: bool) -> FloatArray:
         """The largest norms and norms after clipping that are new to a consumer, shape (2, optimizers)."""
-        found = np.pad(cursor.optimizers.take(), ((0, 0), (0, 1)), constant_values=np.nan)
-        peaks: FloatArray = found[:, [self._row_of.get(optimizer, -1) for optimizer in optimizers]]
+        found, peaks = cursor.optimizers.take(), np.full((2, len(optimizers)), np.nan)
+        for place, optimizer in enumerate(optimizers):
+            if optimizer in self._row_of:
+                peaks[:, place] = found[:, self._row_of[optimizer]]
         if norm_observed:
             peaks[0] = found[0, self._row_of[OBSERVED]]
         return peaks

@@ -137,6 +137,11 @@ class PendingSample:
         if self._sample is not None and self._sample.captured.round == event.round:
             self._sample = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is a sample."""
+        return self._sample is not None
+
     def expired(self, now: float) -> Ended | None:
         """The sample if it has been pending for too long; it stays. `now` is Unix time."""
         sample, stepped = self._sample, self._stepped

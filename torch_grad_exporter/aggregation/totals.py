@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
@@ -45,14 +43,39 @@ class TotalsSnapshot:
     learning_rates: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
+class _Recent:
+    """Of the last `RATIO_STEPS` steps, what the exporter took and how long each was, in seconds."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((RATIO_STEPS, 2))
+        self._count = 0
+
+    def add(self, own: float, seconds: float) -> None:
+        """Takes a step."""
+        self._rows[self._count % RATIO_STEPS] = own, seconds
+        self._count += 1
+
+    @property
+    def overhead_ratio(self) -> float | None:
+        """What the exporter took over how long they were."""
+        own, training = self._rows.sum(axis=0).tolist()
+        return own / training if training else None
+
+    def slowest(self, ahead: Sequence[float]) -> float | None:
+        """The longest of the last `SLOWEST_STEPS`, of which these came last."""
+        more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
+        places = np.arange(self._count - more, self._count) % RATIO_STEPS
+        return max([*ahead[-SLOWEST_STEPS:], *self._rows[places, 1].tolist()], default=None)
+
+
 @dataclass(slots=True)
 class TrainingTotals:
     """Adds up what happens every step. Fed by `worker.HostSide`. `nonfinite`: is told of each loss that is not finite."""
 
     nonfinite: Callable[[], object] | None = None
     _totals: TotalsSnapshot = field(default_factory=TotalsSnapshot)
-    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATIO_STEPS))
-    """Of the last steps, what the exporter took and how long each was."""
+    _recent: _Recent = field(default_factory=_Recent)
+    _buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS) + 1))
     _loss_baseline: LossBaseline = field(default_factory=LossBaseline)
     _cursors: WeakSet[Cursor] = field(default_factory=WeakSet)
     _ahead: Counting | None = None
@@ -66,11 +89,11 @@ class TrainingTotals:
         totals.overhead_seconds += event.own_seconds
         if event.seconds is None:
             return
-        self._recent.append((event.own_seconds, event.seconds))
+        self._recent.add(event.own_seconds, event.seconds)
         bucket = bisect.bisect_left(STEP_SECONDS, event.seconds)
-        totals.duration_buckets[bucket] += 1
+        self._buckets[bucket] += 1
         totals.duration_sum += event.seconds
-        self._enter("step_seconds", event.step, event.seconds)
+        self._enter("step_seconds", event.step, event.seconds, event.at)
         if event.trace is not None:
             totals.exemplars[bucket] = Exemplar(event.seconds, event.at, *event.trace)
 
@@ -83,8 +106,9 @@ class TrainingTotals:
     def _add(self, durations: tuple[float, ...], own_seconds: float) -> None:
         totals, share = self._totals, own_seconds / len(durations)
         totals.overhead_seconds += own_seconds
-        self._recent.extend((share, seconds) for seconds in durations)
-        totals.duration_buckets += _buckets(durations)
+        for seconds in durations:
+            self._recent.add(share, seconds)
+            self._buckets[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
         totals.duration_sum += sum(durations)
 
     def counting(self, now: Counting | None) -> None:
@@ -120,11 +144,13 @@ class TrainingTotals:
             if event.name == "loss":
                 self._judge_loss(value, event.step)
 
-    def _enter(self, name: str, step: int | None, value: float) -> None:
+    def _enter(self, name: str, step: int | None, value: float, at: float | None = None) -> None:
         """A value of a step, for those who want each by itself."""
+        if step is None:
+            return
         for cursor in self._cursors:
             if cursor.singles is not None:
-                cursor.singles.enter(name, step, value)
+                cursor.singles.enter(name, step, value, at)
 
     def _judge_loss(self, value: float, step: int | None) -> None:
         alone = [cursor for cursor in self._cursors if cursor.singles is not None and cursor.singles.enter("loss", step, value)]
@@ -138,28 +164,29 @@ class TrainingTotals:
                 cursor.losses = cursor.losses.with_one(value)
         self._totals.loss_spikes += self._loss_baseline.is_spike(value)
 
-    def snapshot(self) -> TotalsSnapshot:
-        """A copy of all values."""
-        totals, training = self._totals, sum(seconds for _, seconds in self._recent)
+    def snapshot(self, *, of_last: bool = True) -> TotalsSnapshot:
+        """A copy of all values. `of_last`: with those that are of the last steps, of many together."""
+        totals = self._totals
         ahead = () if self._ahead is None else self._ahead.seconds
-        last = itertools.chain(reversed(ahead), (seconds for _, seconds in reversed(self._recent)))
         return replace(
             totals,
-            duration_buckets=totals.duration_buckets + _buckets(ahead),
+            duration_buckets=self._bucketed(ahead),
             duration_sum=totals.duration_sum + sum(ahead),
             exemplars=dict(totals.exemplars),
-            slowest=max(itertools.islice(last, SLOWEST_STEPS), default=None),
-            overhead_ratio=sum(own for own, _ in self._recent) / training if training else None,
+            slowest=self._recent.slowest(ahead) if of_last else None,
+            overhead_ratio=self._recent.overhead_ratio if of_last else None,
             last=dict(totals.last),
             sums=dict(totals.sums),
             learning_rates=dict(totals.learning_rates),
         )
 
+    def _bucketed(self, ahead: Sequence[float]) -> FloatArray:
+        """How many durations each bucket has, with those ahead, shape (buckets,)."""
+        found = list(self._buckets)
+        for seconds in ahead:
+            found[bisect.bisect_left(STEP_SECONDS, seconds)] += 1
+        return np.array(found, dtype=np.float64)
+
     def follow(self, cursor: Cursor) -> None:
         """Begins with a consumer: losses from now on are new to it."""
         self._cursors.add(cursor)
-
-
-def _buckets(durations: tuple[float, ...]) -> FloatArray:
-    """How many durations each bucket has, shape (buckets,)."""
-    return np.bincount(np.searchsorted(STEP_SECONDS, durations), minlength=len(STEP_SECONDS) + 1).astype(np.float64)

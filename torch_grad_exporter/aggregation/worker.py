@@ -1,6 +1,6 @@
 """HostSide: takes what the training thread put into the mailbox, in the background, and keeps the totals.
 
-One daemon thread drains the mailbox a few times a second, and every scrape drains it first, so that a
+One daemon thread drains the mailbox each second or more often, and every scrape drains it first, so that a
 value is never older than the loop itself. Gradient events wait in their order until their vectors have
 arrived; everything else is counted at once. The training thread never takes the lock here.
 """
@@ -26,6 +26,7 @@ from torch_grad_exporter.aggregation.totals import TotalsSnapshot, TrainingTotal
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.lifecycle import BackgroundLoop
 from torch_grad_exporter.transfer.events import (
+    ROOM,
     AfterClip,
     Captured,
     Closed,
@@ -52,8 +53,14 @@ WAIT_SECONDS = 0.5
 MOST_WAITING = 1 << 13
 """Events that wait at most; beyond, the first of them is given up."""
 
-IDLE_SECONDS = 0.2
-"""Between two checks of the mailbox when nothing is under way."""
+HURRIED_SECONDS, IDLE_SECONDS = 0.2, 1.0
+"""Between two checks of the mailbox when nothing is under way: while somebody waits for what is found, and else."""
+
+HURRIED_FOR = 10.0
+"""How long after the last event somebody may still wait."""
+
+BACKLOG = ROOM // 4
+"""Events in the mailbox at which it is checked at once."""
 
 POLL_SECONDS = 0.005
 """Between two checks of a vector that is under way."""
@@ -77,6 +84,7 @@ class Snapshot:
 class Reading:
     """Everything as of one moment, and what of it is new to the consumer whose cursor has read.
 
+    A read has nothing of the last minute, nor of the last steps together.
     `singles`: what it gets by itself, with its step.
     """
 
@@ -98,8 +106,9 @@ class EachSample:
 class HostSide:
     """Drains the mailbox into the aggregation of gradients and the totals; `close()` ends the thread after a last drain.
 
-    Holds a bounded number of events. `periodic`: something else to be done a few times a second. `counting`: the rounds whose
-    record is yet to come.
+    Holds a bounded number of events. `periodic`: something else to be done each second or more often; it returns the seconds until
+    it wants to be called again. `counting`: the rounds whose record is yet to come. `hurried`: whether somebody waits for what is
+    found: the sender of vectors for their place in a ring, or what looks for the origin of a NaN.
     """
 
     def __init__(
@@ -110,8 +119,10 @@ class HostSide:
         errors: ErrorLog,
         *,
         now: Callable[[], float] = time.time,
-        periodic: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        periodic: Callable[[], float] = lambda: IDLE_SECONDS,
         counting: Callable[[], Counting | None] = lambda: None,
+        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self._mailbox = mailbox
         self._gradients = gradients
@@ -119,8 +130,10 @@ class HostSide:
         self._errors = errors
         self._guard = errors.boundary("worker", limit=None)
         self._now = now
+        self._clock = clock
         self._counting = counting
         self._left_out = 0
+        self._popped = 0
         self._samples = 0
         self._each: list[EachSample] = []
         """Who wants each sample by itself."""
@@ -129,8 +142,11 @@ class HostSide:
         # Reentrant, so that a signal handler that interrupts a drain and begins another is refused instead of waiting for itself.
         self._lock = threading.RLock()
         self._draining = False
-        work = (self.drain,) if periodic is None else (self.drain, periodic)
-        self._thread = BackgroundLoop("worker", *work, guard=self._guard, pause=self._pause)
+        self._periodic = periodic
+        self._hurried = hurried
+        self._due, self._came = IDLE_SECONDS, (0, float("-inf"))
+        self._thread = BackgroundLoop("worker", self._work, self._do_periodic, guard=self._guard, pause=self._pause)
+        mailbox.on_backlog(BACKLOG, self._thread.wake)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -180,18 +196,25 @@ class HostSide:
     def read_as(self, cursor: Cursor, of: Callable[[Reading], _Kept]) -> _Kept:
         """What `of` makes of such a reading, before there is another one."""
         with self._held(WAIT_SECONDS):
-            snapshot = self._snapshot()
+            snapshot = self._snapshot(whole=False)
             gradients = self._gradients.read(cursor, snapshot.gradients)
             losses, cursor.losses = cursor.losses, Losses()
             return of(Reading(snapshot, gradients, losses, () if cursor.singles is None else cursor.singles.take()))
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, *, whole: bool = True) -> Snapshot:
+        """`whole`: with what is of the last minute and of the last steps, which no consumer of what is new asks for."""
         # Read first: what is over when the mailbox is drained has its record there.
         counting = self._guard.result(self._counting)
         self._drain()
         self._guard(self._totals.counting, counting)
-        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting))
-        return Snapshot(gradients, self._totals.snapshot())
+        gradients = self._gradients.snapshot(self._now(), more_to_come=bool(self._waiting), of_minute=whole)
+        return Snapshot(gradients, self._totals.snapshot(of_last=whole))
+
+    @property
+    def changes(self) -> int | None:
+        """Grows with whatever changes a value; `None` while something is yet to be taken in. From any thread."""
+        waits = self._mailbox or self._waiting or self._observed or self._mailbox.left_out != self._left_out
+        return None if waits else self._popped + self._gradients.changes
 
     def close(self) -> None:
         """Ends the thread after a last drain; idempotent, from any thread.
@@ -224,8 +247,23 @@ class HostSide:
         finally:
             self._lock.release()
 
+    def _work(self) -> None:
+        """Takes in what there is, if it is not clear that there is nothing."""
+        if self.changes is None or self._gradients.pending:
+            self.drain()
+
+    def _do_periodic(self) -> None:
+        self._due = IDLE_SECONDS  # also where it fails
+        self._due = self._periodic()
+
     def _pause(self) -> float:
-        return POLL_SECONDS if self._waiting or self._observed else IDLE_SECONDS
+        if self._waiting or self._observed:
+            return POLL_SECONDS
+        now = self._clock()
+        if self._popped != self._came[0]:
+            self._came = self._popped, now
+        hurried = now - self._came[1] < HURRIED_FOR and self._guard.result(self._hurried)
+        return min(self._due, HURRIED_SECONDS if hurried else IDLE_SECONDS)
 
     def _drain(self) -> None:
         now = self._now()
@@ -233,6 +271,7 @@ class HostSide:
             self._guard(self._note_left_out)
         while self._mailbox:
             event = self._mailbox.popleft()
+            self._popped += 1
             if isinstance(event, Stepped):
                 self._guard(self._totals.stepped, event)
                 self._gradients.stepped(1)
@@ -289,8 +328,9 @@ class HostSide:
         """There is a new sample: reads for those who want each."""
         now, self._each = self._now(), [each for each in self._each if each.left > 0]
         for each in self._each:
-            snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True), self._totals.snapshot())
-            each.take(now, Reading(snapshot, self._gradients.read(each.cursor, snapshot.gradients), Losses()))
+            snapshot = Snapshot(self._gradients.snapshot(now, more_to_come=True, of_minute=False), self._totals.snapshot())
+            new = self._gradients.read(each.cursor, snapshot.gradients)
+            each.take(self._gradients.sampled_at, Reading(snapshot, new, Losses()))
             each.left -= 1
 
 

@@ -101,9 +101,9 @@ class Capture:
         """`clip=` has clipped an optimizer's gradients right before its step; `skip`: whether it is told to leave the step out."""
         self._loop.clipped(optimizer, skip)
 
-    def look(self) -> None:
-        """A few times a second, from any thread: lets an evaluation show while rounds are only counted."""
-        self._count_only.look()
+    def look(self) -> float:
+        """Lets an evaluation show while rounds are only counted; the seconds until it is to be called again. From any thread."""
+        return self._count_only.look()
 
     def settle(self) -> None:
         """Ends counting and takes back the hook of a single step; idempotent. On the training thread."""

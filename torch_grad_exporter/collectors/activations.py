@@ -92,4 +92,6 @@ class ActivationCollector:
         yield self._rows.family(ACTIVATION_MODULES_LEFT_OUT, {(reason,): float(n) for reason, n in found.left_out.items()})
 
 
-COLLECTOR = Declaration("activations", (ACTIVATIONS,), lambda context: ActivationCollector(context.activations), place=15)
+COLLECTOR = Declaration(
+    "activations", (ACTIVATIONS,), lambda context: ActivationCollector(context.activations), place=15, judged=False
+)

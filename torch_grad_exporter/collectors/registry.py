@@ -31,7 +31,8 @@ class Declaration:
 
     `make` may raise: that costs this collector alone. `default`: whether it is on unless the user says otherwise. `place`: the
     lowest comes first in a scrape, in messages and in docs/metrics.md; of equals, the one that was declared first.
-    `reads_devices`: whether it shows `CollectorContext.memory`, which the training thread then has to read.
+    `reads_devices`: whether it shows `CollectorContext.memory`, which the training thread then has to read. `judged`: whether the
+    package's rules read what it shows; else it is left out of most scrapes by which the exporter only judges.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Declaration:
     default: bool = True
     place: int = 90
     reads_devices: bool = False
+    judged: bool = True
 
 
 class Registry:
@@ -96,6 +98,11 @@ class Registry:
     def reads_devices(self, chosen: Collection[str]) -> bool:
         """Whether one of the chosen does."""
         return any(declaration.reads_devices for declaration in self if declaration.name in chosen)
+
+    @property
+    def not_judged(self) -> frozenset[str]:
+        """Those of which the package's rules read nothing."""
+        return frozenset(declaration.name for declaration in self if not declaration.judged)
 
     def made(self, chosen: Collection[str], context: CollectorContext) -> dict[str, Collector]:
         """The chosen ones by name; one that cannot be made costs only itself."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch_grad_exporter.collectors.exporter import (
@@ -41,7 +41,10 @@ class _Result(NamedTuple):
 
 
 class Scrape:
-    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds."""
+    """All families of all collectors; one scrape at a time. `prepare` runs first, once per scrape. `clock` in seconds.
+
+    `not_judged`: collectors of which the package's rules read nothing.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,8 @@ class Scrape:
         prepare: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
         patience: float = PATIENCE,
+        *,
+        not_judged: Collection[str] = (),
     ) -> None:
         self._collectors = collectors
         self._errors = errors
@@ -64,16 +69,29 @@ class Scrape:
         self._retry_at: dict[str, float] = {}
         self._rows = LabelledRows()
         self._series = 0
+        self._judged = [name for name in collectors if name not in not_judged]
+        self._success: dict[str, bool] = {}
+        """Of each collector, the last time that it was asked."""
 
     def __call__(self) -> list[Family]:
         """One scrape; the last families say how large the one before was and how each collector did."""
         with self._lock:
-            self._preparing(self._prepare)  # if that fails the collectors show what they have
-            results = self._collect([name for name in self._collectors if self._may_run(name)])
-            found = [family for result in results.values() for family in result.families or ()]
-            found += self._reports(results)
+            found = self._scraped(list(self._collectors))
             self._series = sum(family.series for family in found)
             return found
+
+    def for_rules(self) -> list[Family]:
+        """What the package's rules read, without the other collectors, some of which are expensive: of these, how they did last."""
+        with self._lock:
+            return self._scraped(self._judged)
+
+    def _scraped(self, asked: list[str]) -> list[Family]:
+        self._preparing(self._prepare)  # if that fails the collectors show what they have
+        results = self._collect([name for name in asked if self._may_run(name)])
+        self._success |= {name: name in results and results[name].families is not None for name in asked}
+        found = [family for result in results.values() for family in result.families or ()]
+        found += self._reports(results)
+        return found
 
     def start(self) -> None:
         """Starts the collectors that have a `start`; one that fails costs only itself."""
@@ -137,7 +155,7 @@ class Scrape:
 
     def _reports(self, results: dict[str, _Result]) -> Iterator[Family]:
         """Series of the scrape before; success and duration of each collector; no duration of one that was not run or has not ended."""
-        success = {(name,): name in results and results[name].families is not None for name in self._collectors}
+        success = {(name,): self._success[name] for name in self._collectors if name in self._success}
         if "exporter" in self._collectors:
             yield scalar(EXPORTER_SERIES, self._series or None)
         yield self._rows.family(EXPORTER_COLLECTOR_SUCCESS, success)

@@ -67,4 +67,4 @@ class WatchedCollector:
         yield scalar(WATCH_NAMES_FOLDED, float(folded))
 
 
-COLLECTOR = Declaration("watched", (WATCHED,), lambda context: WatchedCollector(context.watched), place=16)
+COLLECTOR = Declaration("watched", (WATCHED,), lambda context: WatchedCollector(context.watched), place=16, judged=False)

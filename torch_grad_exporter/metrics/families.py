@@ -56,6 +56,10 @@ class Spec:
         if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):
             raise ValueError(f"{self.name}: a histogram has buckets, and nothing else has")
 
+    def __hash__(self) -> int:
+        # Of all fields it would take longer than most of what is looked up by it.
+        return hash(self.name)
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LabelRows:

@@ -21,6 +21,8 @@ SEVERITIES = ("critical", "warning", "info")
 OVER = frozenset({"finished", "failed"})
 """The states of a run that is over."""
 
+_OWN = frozenset(map(id, RULES))
+
 LEAST_SECONDS = 3.0
 """Seconds over which a rate is taken."""
 
@@ -33,6 +35,8 @@ class Watch:
 
     def __init__(self, rules: Iterable[Rule] = RULES, *, by_samples: bool = False) -> None:
         self._rules = tuple(rules)
+        self.has_foreign = not _OWN.issuperset(map(id, self._rules))
+        """Whether there are rules of others, which may read any metric."""
         self._by_samples = by_samples
         seconds = dict(REMEMBERED)
         for spec, back in (one for rule in self._rules for one in rule.remembers.items()):

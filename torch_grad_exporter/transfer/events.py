@@ -228,16 +228,25 @@ ROOM = 1 << 13
 class Mailbox(deque[Event]):
     """The queue; bounded, so that a dead worker cannot fill the memory. What comes when it is full is left out and counted."""
 
-    __slots__ = ("left_out",)
+    __slots__ = ("_backlog", "_on_backlog", "left_out")
 
     def __init__(self) -> None:
         super().__init__()
         self.left_out = 0
         """Records for which there was no room. Belongs to the training thread; it only grows."""
+        self._backlog = ROOM
+        self._on_backlog: Callable[[], object] = lambda: None
+
+    def on_backlog(self, records: int, tell: Callable[[], object]) -> None:
+        """Calls `tell` on the thread that appends, whenever so many records have come to wait."""
+        self._backlog, self._on_backlog = records, tell
 
     def append(self, event: Event) -> None:
         """Takes a record, if there is room."""
-        if len(self) < ROOM:
+        waiting = len(self)
+        if waiting < ROOM:
             super().append(event)
+            if waiting == self._backlog:
+                self._on_backlog()
         else:
             self.left_out += 1

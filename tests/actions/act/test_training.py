@@ -211,15 +211,15 @@ def test_notify_and_actions_judge_together() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with start_exporter(net, port=None, every=1, alerts=[Log()]) as exporter:
-        live = exporter._view.live
+        latest = exporter._view.live._latest
         scraping: list[str] = []
-        real = live._scrape
+        real = latest._scrape
 
         def scrape() -> Any:  # noqa: ANN401 - as the real one
             scraping.append(threading.current_thread().name)
             return real()
 
-        live._scrape = scrape
+        latest._scrape = scrape
         asked: list[float] = []
         exporter.on(lambda m: asked.append(m.last(NORM)) or False, print)
         assert until(lambda: len(asked) >= 3, lambda: step(net, optimizer))

@@ -52,7 +52,7 @@ from torch_grad_exporter.metrics.families import Family, LabelRows, Spec
 from torch_grad_exporter.outputs.http.message import Request, Response
 from torch_grad_exporter.outputs.http.server import MetricsServer
 from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
-from torch_grad_exporter.outputs.live import live as live_module
+from torch_grad_exporter.outputs.live import latest as latest_module
 from torch_grad_exporter.outputs.live import view as view_module
 from torch_grad_exporter.outputs.live.history import QUANTITIES, History, Moment, Window
 from torch_grad_exporter.outputs.live.live import NONFINITE, Live, Run, encoded
@@ -881,12 +881,12 @@ def test_while_a_scrape_hangs_the_last_one_is_shown() -> None:
     made.json("/api/v1/status")
     made.now += 60
     with held(made) as scrape, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_module, "FIRST_SECONDS", FOREVER)
+        patch.setattr(latest_module, "FIRST_SECONDS", FOREVER)
         assert made.json("/api/v1/status")["loss"] == 7.0
         assert scrape.is_alive()
     new = Made().record()
     with held(new), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_module, "FIRST_SECONDS", 0.05)
+        patch.setattr(latest_module, "FIRST_SECONDS", 0.05)
         with pytest.raises(ScrapeBusyError):
             new.ask("/api/v1/status")
         assert new.json("/api/v1/run")["steps"] == [1]
@@ -897,7 +897,7 @@ def test_the_last_judgement_is_by_a_scrape_of_its_own() -> None:
     made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()
     made.json("/api/v1/status")
     made.families = [family(TRAIN_LOSS, 8.0)]
-    with made.live._scraping:
+    with made.live._latest._scraping:
         assert made.live.judged().values.one(TRAIN_LOSS) == 7.0
         assert made.live.judged(last=True).values.one(TRAIN_LOSS) == 8.0
 

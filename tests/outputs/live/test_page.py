@@ -370,7 +370,7 @@ def test_the_end(training: Callable[..., Run], open_page: Callable[..., Visit]) 
         r"The exporter does not answer, since \d\d:\d\d:\d\d\. The training may", page.get_by_test_id("notice").inner_text()
     )
     assert number(page, "step") == 3
-    last = time.localtime(run.exporter._view.live._latest().one(TRAIN_LAST_STEP_TIMESTAMP))
+    last = time.localtime(run.exporter._view.live._latest.values().one(TRAIN_LAST_STEP_TIMESTAMP))
     expect(page.get_by_test_id("last-step")).to_have_text(time.strftime("%H:%M:%S", last))
     assert page.get_by_test_id("last-step-note").inner_text() == time.strftime("%Y-%m-%d", last)
 

@@ -236,11 +236,12 @@ class CountOnly:
         """Whether the current rounds are only counted."""
         return self._counting is not None
 
-    def look(self) -> None:
-        """Puts the hooks around forwards back if no step has come for long. A few times a second."""
-        counting = self._counting
-        if counting is not None and self._clock.clock() - self._clock.last_moment > STILL_SECONDS:
+    def look(self) -> float:
+        """Puts the hooks around forwards back if no step has come for long; the seconds until that may be so, at the earliest."""
+        left = self._clock.last_moment + STILL_SECONDS - self._clock.clock()
+        if self._counting is not None and left <= 0:
             self._parts.hooks.wake_modules()
+        return left if self._counting is not None and left > 0 else STILL_SECONDS
 
     def release(self) -> None:
         """Releases the parameter that is the witness; idempotent."""

@@ -79,12 +79,20 @@ class History:
     """Records moments. `record_if_due` belongs to one thread, everything else to any.
 
     `moment` gives the present values, `now` the time, in seconds since 1970. `quantities`: what is kept of each layer,
-    in the order of the columns of a moment's values.
+    in the order of the columns of a moment's values. `quiet`: whether nothing has come since `moment` was last asked.
     """
 
-    def __init__(self, moment: Callable[[], Moment], *, now: Callable[[], float], quantities: Sequence[str] = QUANTITIES) -> None:
+    def __init__(
+        self,
+        moment: Callable[[], Moment],
+        *,
+        now: Callable[[], float],
+        quantities: Sequence[str] = QUANTITIES,
+        quiet: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.quantities = tuple(quantities)
         self._moment = moment
+        self._quiet = quiet
         self._now = now
         self._lock = threading.Lock()
         self._checked = self._next = self._recorded = float("-inf")
@@ -121,7 +129,8 @@ class History:
     def record_if_due(self) -> None:
         """Records the present values, if it is time and if there is anything new."""
         now = self._clock()
-        if now >= self._next:
+        # A row that was there at one look alone is not complete yet.
+        if now >= self._next and (self._rows or not self._quiet()):
             self._record(now)
 
     def finish(self) -> None:
@@ -162,7 +171,7 @@ class History:
     def _record_steps(self, now: float, moment: Moment, *, due: bool, every: bool) -> None:
         """Puts what is known of steps together, and records those that are complete. `due`: there was a step."""
         for one in moment.singles:
-            self._rows.add(one.step, min(one.at, now), scalars(**{one.name: one.value}))
+            self._rows.add_one(one.step, min(one.at, now), one.name, one.value)
         values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
         self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()

@@ -19,20 +19,14 @@ import numpy as np
 from torch_grad_exporter.collectors import clipping, exporter, gradients, training
 from torch_grad_exporter.collectors.happened import Happened
 from torch_grad_exporter.metrics.families import Family, Spec
-from torch_grad_exporter.outputs.http.shared import ScrapeBusyError
 from torch_grad_exporter.outputs.live.history import ACTIVATIONS, MOMENTS, History, Window
 from torch_grad_exporter.outputs.live.judged import judged, metrics, number
+from torch_grad_exporter.outputs.live.latest import Latest
 from torch_grad_exporter.outputs.live.resources import resources
 from torch_grad_exporter.outputs.live.rows import SCALARS
 from torch_grad_exporter.outputs.live.track import Part
 from torch_grad_exporter.rules import THRESHOLDS, Moment, Problem, Record, Values, Watch
 from torch_grad_exporter.rules.watch import OVER
-
-MAX_AGE = 1.0
-"""Seconds for which a scrape is shown."""
-
-FIRST_SECONDS = 1.0
-"""How long a request waits for the first scrape, if another request runs it."""
 
 LOG = frozenset({"norm", "activation_rms"})
 """Quantities that are shown by their logarithm."""
@@ -81,7 +75,8 @@ class Live:
     """Answers of the page's interface, from any thread.
 
     `targets`: the ranks as http_sd has them. `happened`: what actions have done. `now` is Unix time.
-    `activations`: the history of the outputs of inner modules, if there is one. `record`: what was wrong so far.
+    `activations`: the history of the outputs of inner modules, if there is one. `record`: what was wrong so far. `for_rules`: a
+    scrape without what the package's rules do not read; by default it has everything.
     """
 
     def __init__(
@@ -95,6 +90,7 @@ class Live:
         now: Callable[[], float] = time.time,
         activations: History | None = None,
         record: Record | None = None,
+        for_rules: Callable[[], Iterable[Family]] | None = None,
     ) -> None:
         self._run = run
         self._record = record or Record()
@@ -107,9 +103,8 @@ class Live:
         self._now = now
         self._watch = Watch()
         self._lock = threading.Lock()  # of the watch, held for moments
-        self._scraping = threading.Lock()
-        self._values: Values | None = None
-        self._taken = float("-inf")
+        # What rules of others read is not known.
+        self._latest = Latest(scrape, None if self._watch.has_foreign else for_rules, self._remember, now)
         self._ended: float | None = None
         self._ended_by: str | None = None
 
@@ -120,7 +115,11 @@ class Live:
 
     def remember(self) -> None:
         """Remembers the counters by which problems are judged, and judges, whether the page is open or not."""
-        self._judge(self._latest())
+        self._judge(self._latest.of_rules())
+
+    def _remember(self, values: Values, now: float) -> None:
+        with self._lock:
+            self._watch.remember(values, now)
 
     def conclude(self) -> None:
         """Judges for the last time: of a run that is over, nothing goes wrong any more."""
@@ -138,7 +137,7 @@ class Live:
 
     def problems(self) -> list[Problem]:
         """What is wrong now, the worst first."""
-        return self._problems(self._latest(), self._now())
+        return self._problems(self._latest.values(), self._now())
 
     def judged(self, *, last: bool = False) -> Judged:
         """What is wrong by a scrape of now. `last`: the run is over.
@@ -146,7 +145,7 @@ class Live:
         Until then one that ends is judged as if it went on: between its end and the last judgement there may be another one,
         and what the end has brought is told once.
         """
-        values = Values(self._scrape()) if last else self._latest(fresh=True)  # of its own: nobody else's is shown instead
+        values = Values(self._scrape()) if last else self._latest.values(fresh=True)  # of its own: nobody else's is shown instead
         return Judged(values, self._problems(values, self._now(), going=not last))
 
     def _problems(self, values: Values, now: float, *, going: bool = False) -> list[Problem]:
@@ -155,7 +154,7 @@ class Live:
 
     def status(self) -> Json:
         """`api/v1/status`."""
-        values, now = self._latest(), self._now()
+        values, now = self._latest.values(), self._now()
         state, problems = values.state(), self._problems(values, now)
         with self._lock:
             rates = self._watch.rates(values, now if self._ended is None else min(now, self._ended))
@@ -219,11 +218,11 @@ class Live:
             }
             for view, part in parts.items()
         }
-        return {**self._of_layer(self._latest(), name), **series}
+        return {**self._of_layer(self._latest.values(), name), **series}
 
     def everything(self, *, fresh: bool = False) -> Json:
         """All of it, as it is saved. `fresh`: with a scrape of now, as the run may have ended within the last second."""
-        values = self._latest(fresh=fresh)
+        values = self._latest.values(fresh=fresh)
         with contextlib.suppress(TimeoutError):  # another thread judges, which is as good
             self._judge(values)
         return {
@@ -242,7 +241,8 @@ class Live:
 
         A record may have one of the norms without the other, and the other may come with the record before.
         """
-        coefficient = None if self._values is None else self._values.one(clipping.GRAD_CLIP_COEFFICIENT)
+        newest = self._latest.newest
+        coefficient = None if newest is None else newest.one(clipping.GRAD_CLIP_COEFFICIENT)
         if coefficient is not None and coefficient > LONGER:
             return part
         values, (norm, after) = part.values.copy(), (SCALARS.index(name) for name in ("norm", "norm_after_clip"))
@@ -253,29 +253,6 @@ class Live:
     def _of_layer(self, values: Values, name: str) -> Json:
         """What is known of a layer in addition to its history."""
         return {**_of_layer(values, name), "sharded": name in self._history.sharded}
-
-    def _latest(self, *, fresh: bool = False) -> Values:
-        """The values of a scrape that is no older than `MAX_AGE`, or of the one before while another thread scrapes.
-
-        Raises `ScrapeBusyError` where there was none yet and the first one is slow: the server has few workers.
-        """
-        if fresh:
-            self._taken = float("-inf")
-        now, values = self._now(), self._values
-        if values is not None and 0 <= now - self._taken < MAX_AGE:
-            return values
-        if not self._scraping.acquire(timeout=0 if values is not None else FIRST_SECONDS):
-            if values is None:
-                raise ScrapeBusyError
-            return values
-        try:
-            values = Values(self._scrape())
-            with self._lock:
-                self._watch.remember(values, now)
-            self._values, self._taken = values, now
-            return values
-        finally:
-            self._scraping.release()
 
     def _others(self) -> Iterable[Json]:
         """The other ranks as links, as they have published themselves."""

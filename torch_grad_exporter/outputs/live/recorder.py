@@ -72,11 +72,14 @@ class Moments:
         self._steps = (0.0, 0.0)
         self._losses_told = 0
         """How many losses that are not finite were told by themselves."""
+        self._last: tuple[Records, Moment] | None = None
+        """The layers' values when they were last gone through, and the moment: where they are the same, nothing has come."""
         self._captured, self._spoiled, self._norms, self._losses = _Growth(), _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
         """The moment of a reading after so many steps."""
-        moment, (values, nonfinite) = self.of_sample(reading, steps), self._of_steps(reading)
+        moment = self._without_sample(reading) or self.of_sample(reading, steps)
+        values, nonfinite = self._of_steps(reading)
         flags = nonfinite if moment.scalars_nonfinite is None else moment.scalars_nonfinite | nonfinite
         return replace(
             moment,
@@ -110,7 +113,7 @@ class Moments:
         flagged = [place for place, name in enumerate(self._quantities) if name in ("norm", *MOMENTS)]
         nonfinite[:, flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
         norms, spoiled_norms = self._of_samples(reading)
-        return Moment(
+        moment = Moment(
             gradients.samples,
             steps if step is None else step,
             names,
@@ -120,6 +123,22 @@ class Moments:
             spoiled_norms,
             step,
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
+        )
+        self._last = gradients.layer_values, moment
+        return moment
+
+    def _without_sample(self, reading: Reading) -> Moment | None:
+        """What `of_sample` makes of the gradients where they are still those of the moment before, else `None`."""
+        if self._last is None or reading.snapshot.gradients.layer_values is not self._last[0]:
+            return None
+        before, shape = self._last[1], self._last[1].values.shape
+        nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
+        return replace(
+            before,
+            values=nothing,
+            scalars=scalars(),
+            nonfinite=none,
+            scalars_nonfinite=np.zeros(len(SCALARS), dtype=np.bool_),
         )
 
     def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
@@ -205,17 +224,33 @@ class Looks:
         self._inner: deque[tuple[float, Moment]] = deque()
         self._last = Moment(0, 0, (), np.zeros((0, len(ACTIVATIONS)), dtype=np.float32), scalars())
         """The last moment of the activations."""
+        self._seen: tuple[int, int | None] | None = None
+        """The steps, and the changes of the host's side, at the last look."""
+        self._shown = self._last
+        """The last moment of the activations that was asked for."""
         self._cursor = host.cursor(singles=PLACED)
         self._each = host.each_sample(self._cursor, self._sampled, RECENT)
 
     def gradients(self) -> Moment:
         """The moment of the gradients and of the run. Raises as `HostSide.read`."""
-        return self._host.read_as(self._cursor, self._present)
+        steps = self._steps()  # those that come from now on may not be in the reading
+        moment, changes = self._host.read_as(self._cursor, lambda reading: (self._present(reading), self._host.changes))
+        self._seen = steps, changes
+        return moment
 
     def activations(self) -> Moment:
         """That of the activations, as of the last call of `gradients`."""
-        earlier = _taken(self._inner)
+        earlier, self._shown = _taken(self._inner), self._last
         return replace(earlier[-1][1] if earlier else self._last, earlier=earlier)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come since the last call of `gradients`."""
+        changes = self._host.changes
+        return changes is not None and (self._steps(), changes) == self._seen
+
+    def is_quiet_inside(self) -> bool:
+        """The same of the activations."""
+        return self._shown is self._last and not self._inner
 
     def _sampled(self, at: float, reading: Reading) -> None:
         """There is one more sample."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 
 import numpy as np
 
-from torch_grad_exporter.metrics.families import IntArray
-from torch_grad_exporter.outputs.live.track import Flags, Values, farther
+from torch_grad_exporter.outputs.live.track import Flags, Values
 
 SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
 """What is kept of the run: the first optimizer's norms, and its first learning rate."""
@@ -15,39 +14,54 @@ SCALARS = ("loss", "norm", "norm_after_clip", "step_seconds", "learning_rate")
 OF_SAMPLES = np.array([name in ("norm", "norm_after_clip") for name in SCALARS])
 """Which of these are of samples, and not of each step."""
 
+_WIDTH = len(SCALARS)
+_MOST = float(np.finfo(np.float32).max)
+
 LASTING = np.array([name == "learning_rate" for name in SCALARS])
 """Which have a value though nothing happens."""
 
 
 def scalars(**values: float) -> Values:
     """Those that are named, shape (scalars,); NaN for the others. What 32 bits cannot hold becomes their largest number."""
-    most = float(np.finfo(np.float32).max)
     found = np.array([values.get(name, np.nan) for name in SCALARS])
-    return np.where(np.isfinite(found), np.clip(found, -most, most), found).astype(np.float32)
+    return np.where(np.isfinite(found), np.clip(found, -_MOST, _MOST), found).astype(np.float32)
 
 
-@dataclass(slots=True, eq=False)
 class Row:
-    """The values of a step, shape (scalars,): of several the mean, of norms the largest; NaN where there is none.
+    """The values of a step: of several the mean, of norms the largest; NaN where there is none. `at`: Unix time of the first."""
 
-    `at`: Unix time of the first one. `nonfinite`: which were not finite.
-    """
+    def __init__(self, step: int, at: float) -> None:
+        self.step, self.at = step, at
+        # Plain numbers: of few values arrays are slow, and most rows are made of one at a time.
+        self._values, self._bad, self._count = [math.nan] * _WIDTH, [False] * _WIDTH, [0] * _WIDTH
 
-    step: int
-    at: float
-    values: Values = field(default_factory=scalars)
-    nonfinite: Flags = field(default_factory=lambda: np.zeros(len(SCALARS), dtype=np.bool_))
-    _count: IntArray = field(default_factory=lambda: np.zeros(len(SCALARS), dtype=np.int64))
+    def add(self, place: int, value: float) -> None:
+        """Takes one more value, by its place in `SCALARS`; infinity is one that is not finite."""
+        if math.isinf(value):
+            self.mark(place)
+        elif not math.isnan(value):
+            self._count[place] += 1
+            before = self._values[place]
+            if self._count[place] == 1:
+                self._values[place] = value
+            elif OF_SAMPLES[place]:
+                self._values[place] = value if abs(value) > abs(before) else before
+            else:
+                self._values[place] = before + (value - before) / self._count[place]
 
-    def add(self, values: Values, nonfinite: Flags | None) -> None:
-        """Takes more values of the step; infinity is one that is not finite."""
-        self.nonfinite |= np.isinf(values) if nonfinite is None else np.isinf(values) | nonfinite
-        known = np.isfinite(values)
-        self._count += known
-        first = np.where(np.isnan(self.values), 0.0, self.values).astype(np.float64)
-        mean = first + (np.where(known, values, 0.0) - first) / np.maximum(self._count, 1)
-        both = np.where(OF_SAMPLES, farther(self.values, values), mean)
-        self.values = np.where(known, both, self.values).astype(np.float32)
+    def mark(self, place: int) -> None:
+        """One of its values was not finite."""
+        self._bad[place] = True
+
+    @property
+    def values(self) -> Values:
+        """All of them, shape (scalars,)."""
+        return np.array(self._values, dtype=np.float32)
+
+    @property
+    def nonfinite(self) -> Flags:
+        """Which were not finite, shape (scalars,)."""
+        return np.array(self._bad)
 
 
 class StepRows:
@@ -68,10 +82,24 @@ class StepRows:
 
     def add(self, step: int, at: float, values: Values, nonfinite: Flags | None = None) -> None:
         """Takes values of a step, if there are any; one whose row was taken before is of the last step that was."""
-        if np.isnan(values).all() and (nonfinite is None or not nonfinite.any()):
-            return
+        found, marks = values.tolist(), [] if nonfinite is None else np.flatnonzero(nonfinite).tolist()
+        if marks or not all(map(math.isnan, found)):
+            row = self._row(step, at)
+            for place, value in enumerate(found):
+                row.add(place, value)
+            for place in marks:
+                row.mark(place)
+
+    def add_one(self, step: int, at: float, name: str, value: float) -> None:
+        """Takes a single value of a step, by its name in `SCALARS`."""
+        if not math.isnan(value):
+            self._row(step, at).add(SCALARS.index(name), value if math.isinf(value) else min(max(value, -_MOST), _MOST))
+
+    def _row(self, step: int, at: float) -> Row:
         step = max(step, self._last[0])
-        self._rows.setdefault(step, Row(step, at)).add(values, nonfinite)
+        if step not in self._rows:
+            self._rows[step] = Row(step, at)
+        return self._rows[step]
 
     def take(self, *, every: bool) -> list[Row]:
         """The complete rows, or every one, in the order of their steps; neither steps nor times fall from call to call."""

@@ -7,6 +7,7 @@ no space left, so that a run of any length has between half of the bins and all 
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,16 +57,20 @@ class Part:
 
 def _rows(count: int, width: int, *, weighted: bool) -> _Rows:
     """Empty ones: time and step, finite values, which were not finite, eight to a byte, and for means of how many each value is."""
-    packed = -(-width // 8)
+    found = np.zeros(count, dtype=_row(width, weighted))
+    found["values"] = np.nan
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _row(width: int, weighted: bool) -> np.dtype[np.void]:
     fields = [
         ("at", "f8", (2,)),
         ("values", "f4", (width,)),
-        ("nonfinite", "u1", (packed,)),
+        ("nonfinite", "u1", (-(-width // 8),)),
         ("weights", "f4", (weighted * width,)),
     ]
-    found = np.zeros(count, dtype=np.dtype(fields, align=True))
-    found["values"] = np.nan
-    return found
+    return np.dtype(fields, align=True)
 
 
 class Track:

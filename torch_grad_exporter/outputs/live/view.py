@@ -28,9 +28,9 @@ CLOSE_SECONDS = 0.5
 class View:
     """Records from `start` until `close`, and shows what it has recorded as long as it exists.
 
-    `steps`: of the optimizer that took the most. `scrape`: all metrics. `happened`: what actions have done. `now`: Unix time.
-    `of_sample`: the metrics of a sample. `dead_from`: samples from which on a dead ratio means anything. `moments`: whether they
-    are measured. `activations`: what was seen of inner modules, if anybody asks.
+    `steps`: of the optimizer that took the most. `scrape`: all metrics; `for_rules`: those that rules read. `happened`: what
+    actions have done. `now`: Unix time. `of_sample`: the metrics of a sample. `dead_from`: samples from which on a dead ratio means
+    anything. `moments`: whether they are measured. `activations`: what was seen of inner modules, if anybody asks.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class View:
         steps: Callable[[], int],
         scrape: Callable[[], Iterable[Family]],
         *,
+        for_rules: Callable[[], Iterable[Family]],
         targets: Callable[[], bytes],
         happened: Callable[[], Sequence[Happened]],
         of_sample: OfSample,
@@ -60,13 +61,23 @@ class View:
             judging(record.of_sample, reading.snapshot.gradients.samples, step, lambda: Values(of_sample()))
 
         looks = Looks(host, Moments(dead_from, quantities), inside, steps, now, judge=judge)
-        self.history = History(looks.gradients, now=now, quantities=quantities)
+        self.history = History(looks.gradients, now=now, quantities=quantities, quiet=looks.is_quiet)
         self._histories = [self.history]
         inner = None
         if inside is not None:
-            inner = History(looks.activations, now=now, quantities=ACTIVATIONS)
+            inner = History(looks.activations, now=now, quantities=ACTIVATIONS, quiet=looks.is_quiet_inside)
             self._histories.append(inner)
-        self.live = Live(run, self.history, scrape, targets=targets, happened=happened, now=now, activations=inner, record=record)
+        self.live = Live(
+            run,
+            self.history,
+            scrape,
+            targets=targets,
+            happened=happened,
+            now=now,
+            activations=inner,
+            record=record,
+            for_rules=for_rules,
+        )
         self._pages = Pages(self.live)
         self._recorder = recorder(self._record, self.live.remember, on_error=on_error, last=self._finish)
 
