@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from dataclasses import fields
 
 from torch_grad_exporter.collectors import REGISTRY
+from torch_grad_exporter.config.settings import Settings
 from torch_grad_exporter.metrics.families import Kind, Spec
 
 TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -34,7 +36,8 @@ def ranks(spec: Spec) -> str:
     """Which ranks of a job export it."""
     if spec.name.startswith("torch_run_"):
         return "0"
-    return "part, copy" if "layer" in spec.labels else "all"
+    own = spec.opt_in in ("activations", "layer_times", "nan_origin")  # of its own data and its own time
+    return "part, copy" if "layer" in spec.labels and not own else "all"
 
 
 def switch(spec: Spec) -> str:
@@ -49,7 +52,8 @@ def switch(spec: Spec) -> str:
         return "exporter.on(...)"
     if spec.opt_in == "freeze":
         return "exporter.on(Freeze(...))"
-    return f'collectors={{"{spec.opt_in}": True}}' if spec.opt_in in REGISTRY.names else f"{spec.opt_in}=True"
+    option = spec.opt_in in {one.name for one in fields(Settings)}
+    return f'collectors={{"{spec.opt_in}": True}}' if spec.opt_in in REGISTRY.names and not option else f"{spec.opt_in}=True"
 
 
 def rows(specs: list[Spec]) -> Iterator[str]:
