@@ -178,7 +178,7 @@ def test_more_elements_than_32_bits_count(statistics: EagerStatistics, launches:
 
 
 def test_other_gradients_need_no_other_compilation(statistics: EagerStatistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes and how many: one compilation of each program serves all, since one in the middle of a run would be felt."""
+    """Whatever the sizes and how many, one compilation of each program serves all: one in the middle of a run would be felt."""
     triton = pytest.importorskip("triton")
     compiled: list[object] = []
     knobs = getattr(triton, "knobs", None)

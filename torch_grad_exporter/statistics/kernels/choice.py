@@ -90,6 +90,11 @@ class Kernels:
         """Whether no gradient was read since a sample was finished: within one nothing changes, so that its norms compare."""
         self._once = False
 
+    @property
+    def trusted(self) -> frozenset[torch.device]:
+        """The devices that have passed both comparisons."""
+        return frozenset(where for where, state in self._devices.items() if state.stage is _Stage.TRUSTED)
+
     def taken_once(self) -> bool:
         """Whether work was done since the last call that samples to come do not need."""
         once, self._once = self._once, False
