@@ -46,9 +46,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     call = Launcher.__call__
 
-    def counted(self: Launcher, gradients: Any) -> object:  # noqa: ANN401
+    def counted(self: Launcher, gradients: Any, *same: object) -> object:  # noqa: ANN401
         found.append(len(gradients))
-        return call(self, gradients)
+        return call(self, gradients, *same)
 
     monkeypatch.setattr(Launcher, "__call__", counted)
     return found

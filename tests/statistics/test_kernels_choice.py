@@ -25,6 +25,7 @@ from torch_grad_exporter.statistics.declared import ColumnSpec, Statistic
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.kernels import tables
 from torch_grad_exporter.statistics.kernels.choice import Kernels
+from torch_grad_exporter.statistics.kernels.launch import Launcher
 from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -205,6 +206,32 @@ def test_a_failure_later_costs_no_sample() -> None:
     assert scene.errors.counts() == {"kernels": LIMIT + 1}
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_copy_that_fails_leaves_no_wrong_address(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of the copies of tables and addresses fails, the next sample sends them again: old addresses would be read."""
+    scene = Scene(Programs())
+    for _ in range(3):
+        scene.sample()
+    right, left = Launcher._copied, [at]
+
+    def fails(self: Launcher, values: object) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("out of memory")
+        return right(self, values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Launcher, "_copied", fails)
+    scene.renew(torch.bfloat16)
+    assert scene.sample() == 0
+    kept = [gradient for _, gradient in scene.gradients]
+    scene.renew(torch.bfloat16)
+    assert scene.sample() == OF_THE_MODEL
+    scene.renew(torch.float32)
+    assert scene.sample() == OF_THE_MODEL
+    assert len(kept) == 6
+    assert scene.errors.counts() == {"kernels": 1}
+
+
 def test_gradients_that_change() -> None:
     """Other types, other gradients and other memory need no further comparison; what the programs cannot read torch does."""
     scene = Scene(Programs())
@@ -323,7 +350,10 @@ def test_what_is_kept_of_tiles_is_bounded() -> None:
     for layers, launches in ((32, 1), (3200, 5)):
         shapes = [(4096, 4096)] * 4 * layers + [(11_008, 4096)] * 3 * layers
         gradients = [(torch.empty(shape, dtype=torch.bfloat16, device="meta"), None) for shape in shapes]
-        kept = [sum(tables.tiles(g.numel())[1] for g, _ in flight) * tables.PARTIALS * 8 for flight in tables.flights(gradients)]
+        kept = [
+            sum(tables.tiles(g.numel())[1] for g, _ in gradients[flight]) * tables.PARTIALS * 8
+            for flight in tables.flights(gradients)
+        ]
         assert len(kept) >= launches
         assert max(kept) <= 1 << 26
         assert sum(kept) <= sum(g.numel() for g, _ in gradients) / 50

@@ -28,12 +28,10 @@ from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.grouping import Group
 from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.probe import probe
-from torch_grad_exporter.statistics.kernels.tables import Read, readable
+from torch_grad_exporter.statistics.kernels.tables import Read
 from torch_grad_exporter.statistics.kernels.trial import Send, Trial
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.statistics.reading import ByTorch, Reading, pieces_of
-
-Launch = Callable[[Sequence[Read]], launch.Found]
 
 
 class Implementation(enum.Enum):
@@ -54,10 +52,14 @@ class _Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """How far the decision is. `trusted`: whether the programs read the present sample."""
+    """How far the decision is. `trusted`: whether the programs read the present sample.
+
+    `launcher`, `for_norms`: each keeps the tables of its last call.
+    """
 
     stage: _Stage = _Stage.NEW
-    launch: Launch | None = None
+    launcher: launch.Launcher | None = None
+    for_norms: launch.Launcher | None = None
     trial: Trial | None = None
     trusted: bool = False
 
@@ -115,10 +117,10 @@ class Kernels:
         state = self._devices.setdefault(group.device, _Device())
         if state.stage is _Stage.NEW:
             self._try(state, self._begin, state, group.device, by_torch)
-        run = state.launch
+        run = state.launcher
         if run is None or not (state.trusted or state.stage is _Stage.PROBED):
             return [by_torch.read(group, parts)]
-        (own, mine), left = split(group, parts)
+        (own, mine), left = split(group, parts, run)
         rest = [by_torch.read(*left)] if left else []
         if not mine:
             return rest
@@ -133,11 +135,12 @@ class Kernels:
     def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
         """Only the norms, by what has read the last sample."""
         state = self._devices.get(group.device)
-        if state is None or not state.trusted or state.launch is None or self._capturing():
+        run = None if state is None or not state.trusted or self._capturing() else state.for_norms
+        if run is None:
             return [(group, *by_torch.norms(group, parts))]
-        (own, mine), left = split(group, parts)
+        (own, mine), left = split(group, parts, run)
         rest: list[Norms] = [(left[0], *by_torch.norms(*left))] if left else []
-        found = self._guard.result(state.launch, gradients_of(mine)) if mine else None
+        found = self._guard.result(run, gradients_of(mine), same(own, mine)) if mine else None
         if found is not None:
             return [(own, found.rows[:, Column.NORM], None), *rest]
         return [(own, *by_torch.norms(own, mine)), *rest] if mine else rest
@@ -149,16 +152,17 @@ class Kernels:
 
     def _begin(self, state: _Device, where: torch.device, by_torch: ByTorch) -> None:
         self._once = True
-        state.launch = launch.Launcher(where, self._layout, self._load())
+        programs = self._load()
+        state.launcher, state.for_norms = (launch.Launcher(where, self._layout, programs) for _ in range(2))
         group, parts = probe(where)
         self._compare(state, by_torch.read(group, parts), parts, by_torch)
 
     def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
         """Begins a trial, if it can be sent now."""
         self._once = True
-        if state.launch is None:
+        if state.launcher is None:
             return
-        trial = Trial.of(expected, self._launched(state.launch, expected.group, parts, by_torch), self._layout, self._send)
+        trial = Trial.of(expected, self._launched(state.launcher, expected.group, parts, by_torch), self._layout, self._send)
         if trial is not None:
             state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
             state.trial = trial
@@ -174,8 +178,8 @@ class Kernels:
             state.stage = _Stage.PROBED if state.stage is _Stage.PROBING else _Stage.TRUSTED
             state.trial = None
 
-    def _launched(self, run: Launch, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
-        found = run(gradients_of(parts))
+    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
+        found = run(gradients_of(parts), same(group, parts))
         rows, pieces = with_apart(found.rows, parts, by_torch)
         return Reading(group, pieces, rows, found.zero, found.alive)
 
@@ -191,9 +195,14 @@ def gradients_of(parts: Sequence[Batch]) -> list[Read]:
     return [(tensor, batch.layout) for batch in parts for tensor in batch.tensors]
 
 
-def split(group: Group, parts: Sequence[Batch]) -> tuple[Part, Part | None]:
+def same(group: Group, parts: Sequence[Batch]) -> Group | None:
+    """What stands for gradients that differ from those before in their memory alone, if they are contiguous: their group."""
+    return group if all(tensor.is_contiguous() for batch in parts for tensor in batch.tensors) else None
+
+
+def split(group: Group, parts: Sequence[Batch], run: launch.Launcher) -> tuple[Part, Part | None]:
     """Those gradients that the programs can read, and the others, if there are any."""
-    mask = np.array([readable(tensor, layout) for tensor, layout in gradients_of(parts)], dtype=np.bool_)
+    mask = np.array(run.readable(gradients_of(parts), group), dtype=np.bool_)
     if mask.all():
         return (group, tuple(parts)), None
     return _only(group, parts, mask), _only(group, parts, ~mask)
