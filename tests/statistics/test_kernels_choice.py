@@ -101,10 +101,12 @@ OF_THE_MODEL = 5
 """Gradients of the model that the programs can read: not that of the transposed convolution of two groups."""
 
 
-def test_they_are_trusted_after_two_comparisons() -> None:
+def test_they_are_trusted_after_two_comparisons(caplog: pytest.LogCaptureFixture) -> None:
     """The first sample tries a probe, the second one compares its own gradients; from the third on the programs measure."""
+    caplog.set_level(logging.INFO)
     scene = Scene(Programs())
     assert [scene.sample() for _ in range(5)] == [PROBE, OF_THE_MODEL, OF_THE_MODEL, OF_THE_MODEL, OF_THE_MODEL]
+    assert len([record for record in caplog.records if "gradients on cpu from now on" in record.getMessage()]) == 1
     assert scene.programs.launches[2:] == [OF_THE_MODEL] * 2 * 3  # of the third sample and those after it, the norms too
     assert scene.errors.counts() == {}
 

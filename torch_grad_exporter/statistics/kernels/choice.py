@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -21,7 +23,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, logger, say
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.statistics import Column, device, moments
 from torch_grad_exporter.statistics.batches import Batch
@@ -54,12 +56,13 @@ class _Stage(enum.Enum):
 class _Device:
     """How far the decision is. `trusted`: whether the programs read the present sample.
 
-    `launcher`, `for_norms`: each keeps the tables of its last call.
+    `launcher`, `for_norms`: each keeps the tables of its last call. `seconds`: what the first comparison and all before it took.
     """
 
     stage: _Stage = _Stage.NEW
     launcher: launch.Launcher | None = None
     for_norms: launch.Launcher | None = None
+    seconds: float = 0.0
     trial: Trial | None = None
     trusted: bool = False
 
@@ -112,8 +115,8 @@ class Kernels:
             return [by_torch.read(group, parts)]
         if self._between:
             self._between = False
-            for known in self._devices.values():
-                self._settle(known)
+            for where, known in self._devices.items():
+                self._settle(where, known)
         state = self._devices.setdefault(group.device, _Device())
         if state.stage is _Stage.NEW:
             self._try(state, self._begin, state, group.device, by_torch)
@@ -151,11 +154,12 @@ class Kernels:
             state.stage, state.trial = _Stage.OFF, None
 
     def _begin(self, state: _Device, where: torch.device, by_torch: ByTorch) -> None:
-        self._once = True
+        self._once, start = True, time.perf_counter()
         programs = self._load()
         state.launcher, state.for_norms = (launch.Launcher(where, self._layout, programs) for _ in range(2))
         group, parts = probe(where)
         self._compare(state, by_torch.read(group, parts), parts, by_torch)
+        state.seconds = time.perf_counter() - start
 
     def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
         """Begins a trial, if it can be sent now."""
@@ -167,16 +171,21 @@ class Kernels:
             state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
             state.trial = trial
 
-    def _settle(self, state: _Device) -> None:
+    def _settle(self, where: torch.device, state: _Device) -> None:
         """Between two samples: the trial may be over, and the next sample is read by what is trusted then."""
         if state.trial is not None:
-            self._try(state, self._judge, state, state.trial)
+            self._try(state, self._judge, where, state, state.trial)
         state.trusted = state.stage is _Stage.TRUSTED and not self._guard.off
 
-    def _judge(self, state: _Device, trial: Trial) -> None:
+    def _judge(self, where: torch.device, state: _Device, trial: Trial) -> None:
         if trial.passed():
-            state.stage = _Stage.PROBED if state.stage is _Stage.PROBING else _Stage.TRUSTED
             state.trial = None
+            if state.stage is _Stage.PROBING:
+                state.stage = _Stage.PROBED
+                return
+            state.stage = _Stage.TRUSTED
+            message = "programs in Triton measure the gradients on %s from now on; compiling and trying them took %.1f s, once"
+            say(logger, logging.INFO, message, where, state.seconds)
 
     def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
         found = run(gradients_of(parts), same(group, parts))
