@@ -79,6 +79,7 @@ kernels: venv $(TRITON) ## run the tests of the programs for GPUs by Triton's in
 	$(PYTEST_KERNELS) $(ARGS)
 
 $(TRITON): | venv
+	@rm -rf $@.part
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part 'triton==3.9.0'
 	mv $@.part $@
 

@@ -1,7 +1,8 @@
 """The same questions on a GPU, at about a billion parameters in bfloat16: `make bench-cuda`, about five minutes.
 
 Overhead at defaults and with every step sampled, in interleaved blocks that begin and end with an idle device; one sample beside
-one read of the gradients at the memory's bandwidth; kernel launches; and what the training thread itself spends. Four trainings
+one read of the gradients at the memory's bandwidth, by torch and by the programs in Triton, also on very many small tensors and
+on 7 billion elements where there is room; kernel launches; and what the training thread itself spends. Four trainings
 with AdamW take about 50 GB on the device; `--layers 5` makes do with a quarter. `--device cpu --tiny` runs the same code to see
 that it works; its numbers mean nothing.
 """
@@ -24,8 +25,12 @@ from benchmarks.device import device_seconds, extra_memory, host_seconds, launch
 from benchmarks.interleave import compare, interleave
 from benchmarks.workloads import Decoder
 from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.kernels.choice import Kernels
+from torch_grad_exporter.statistics.layout import ORDINARY
+from torch_grad_exporter.transfer.transfer import HostTransfer
 
 ARMS: dict[str, str | int | None] = {"plain": None, "control": None, "defaults": "auto", "every=1": 1}
 """`every` of each arm's exporter, `None` for none."""
@@ -45,6 +50,14 @@ class Size:
     length: int = 1024
     batch: int = 4
 
+
+READ, COPY = "one read of the bytes (sum)", "a copy of the bytes"
+
+SMALL = 10_000
+"""Small tensors."""
+
+LARGE = (4096, 32)
+"""Width and layers of the decoder of 7 billion elements."""
 
 TINY = Size(layers=2, width=32, heads=2, vocabulary=128, length=16, batch=2)
 
@@ -138,39 +151,91 @@ def overhead(arms: dict[str, Arm], seconds: float) -> record.Table:
     return record.table("Overhead of a step", ("arm", "step ms", "beside plain %", "interval", "samples"), rows, notes)
 
 
+def by_programs(device: torch.device) -> EagerStatistics:
+    """Statistics by the programs in Triton, compiled and compared. On the CPU, where there are none, torch's operations stay."""
+    errors = ErrorLog(())
+    kernels = Kernels(ORDINARY, errors.boundary("kernels"), HostTransfer(ring=1).post)
+    statistics = EagerStatistics(100, kernels=kernels)
+    model = torch.nn.Linear(8, 8, device=device)
+    table = LayerIndex({"": model}).table
+    for number in range(3):
+        statistics.measure(table, [(0, torch.ones_like(model.weight))], number)
+        synchronise(device)
+    if device.type == "cuda" and not kernels.trusted:
+        raise RuntimeError(f"the programs do not measure on {device}: {errors.counts()}")
+    return statistics
+
+
 def sample(arm: Arm) -> record.Table:
-    """The statistics of one sample on the gradients of a real backward, beside what any such thing must take."""
-    device = arm.device
+    """The statistics of one sample on the gradients of a real backward."""
     with arm.hooks.there():
         arm.backward()
-    table = LayerIndex({"": arm.model}).table
+    return beside_one_read("One sample beside one read of the gradients", arm.model, arm.device)
+
+
+def small_tensors(device: torch.device, count: int) -> record.Table:
+    """The same on very many very small tensors."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(16, 16 + i % 4, device=device)) for i in range(count)])
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return beside_one_read(f"The same on {count} small tensors", model, device)
+
+
+def large_model(device: torch.device, width: int, layers: int) -> record.Table | None:
+    """The same on the gradients of the matrices of a decoder in bfloat16, of 7 billion elements; `None` where they have no room."""
+    shapes = [(width, width)] * 4 * layers + [(width * 43 // 16, width)] * 3 * layers
+    elements = sum(rows * columns for rows, columns in shapes)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the trainings that were here before
+        if torch.cuda.mem_get_info(device)[0] < 6 * elements:  # weights, gradients, and room for one read and one copy
+            return None
+    options = {"dtype": torch.bfloat16, "device": device}
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape, **options)) for shape in shapes])  # type: ignore[call-overload]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return beside_one_read(f"The same on {elements / 1e9:.1f} billion elements in bfloat16", model, device)
+
+
+def beside_one_read(title: str, model: torch.nn.Module, device: torch.device) -> record.Table:
+    """The statistics of one sample of a model's gradients, beside what any such thing must take, in the same minutes.
+
+    The bytes are read and copied as one tensor of at most 4 GB, and that is scaled to all of them.
+    """
+    table = LayerIndex({"": model}).table
     gradients = [(i, g) for i, one in enumerate(table.tracked) if (g := one.gradient()) is not None]
-    size = sum(g.numel() * g.element_size() for _, g in gradients)
-    statistics, numbers = EagerStatistics(100), itertools.count()
-    flat = torch.cat([g.reshape(-1) for _, g in gradients])
-    other = torch.empty_like(flat)
+    own = [g for _, g in gradients]
+    size = sum(g.numel() * g.element_size() for g in own)
+    numbers = itertools.count()
+    part = torch.zeros(min(size, 1 << 32) // own[0].element_size(), dtype=own[0].dtype, device=device)
+    other = torch.empty_like(part)
+    scale = size / (part.numel() * part.element_size())
+    by_torch, programs = EagerStatistics(100), by_programs(device)
     actions: dict[str, Callable[[], object]] = {
-        "one read of the bytes (sum)": flat.sum,
-        "a copy of the bytes": lambda: other.copy_(flat),
-        "torch._foreach_norm": lambda: torch._foreach_norm([g for _, g in gradients]),
-        "all default statistics": lambda: statistics.measure(table, gradients, next(numbers)),
-        "norms alone, as when the optimizer steps": lambda: statistics.norms(table, gradients),
+        READ: part.sum,
+        COPY: lambda: other.copy_(part),
+        "torch._foreach_norm": lambda: torch._foreach_norm(own),
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        "all default statistics by torch": lambda: by_torch.measure(table, gradients, next(numbers)),
+        "all default statistics by the programs": lambda: programs.measure(table, gradients, next(numbers)),
+        "norms alone by torch, as when the optimizer steps": lambda: by_torch.norms(table, gradients),
+        "norms alone by the programs": lambda: programs.norms(table, gradients),
     }
-    times = {name: device_seconds(action, device) for name, action in actions.items()}
-    read = times["one read of the bytes (sum)"]
+    times = {name: device_seconds(action, device) * (scale if name in (READ, COPY) else 1) for name, action in actions.items()}
     rows: list[list[record.Cell]] = []
     for name, action in actions.items():
         memory = extra_memory(action, device)
         megabytes = None if memory is None else round(memory / 1e6, 1)
         host = round(1e3 * host_seconds(action, device), 3)
-        rows.append([name, round(1e3 * times[name], 3), round(times[name] / read, 2), host, launches(action, device), megabytes])
+        rows.append(
+            [name, round(1e3 * times[name], 3), round(times[name] / times[READ], 2), host, launches(action, device), megabytes]
+        )
     columns = ("what", "ms", "times one read", "host ms", "launches" if device.type == "cuda" else "operators", "memory MB")
     notes = [
-        f"{len(gradients)} gradients, {size / 1e9:.3f} GB, read at {size / read / 1e9:.0f} GB/s.",
-        f"Copied at {2 * size / times['a copy of the bytes'] / 1e9:.0f} GB/s, reading and writing counted.",
+        f"{len(gradients)} gradients, {size / 1e9:.3f} GB, read at {size / times[READ] / 1e9:.0f} GB/s.",
+        f"Copied at {2 * size / times[COPY] / 1e9:.0f} GB/s, reading and writing counted.",
         "ms: ten calls in a row between two device events, per call. Host ms: until the call returns, the device idle before it.",
     ]
-    return record.table("One sample beside one read of the gradients", columns, rows, notes)
+    return record.table(title, columns, rows, notes)
 
 
 def host_time(arm: Arm, plain: Arm) -> record.Table:
@@ -202,8 +267,11 @@ def run(size: Size, device: torch.device, seconds: float) -> list[record.Table]:
     for name in ("control", "defaults"):
         arms.pop(name).close()  # what follows needs the room
     tables += [sample(arms["plain"]), host_time(arms["every=1"], arms["plain"])]
-    arms["every=1"].close()
-    return tables
+    arms.pop("every=1").close()
+    tables.append(small_tensors(device, SMALL if size is not TINY else 50))
+    arms.clear()
+    large = large_model(device, *(LARGE if size is not TINY else (32, 1)))
+    return tables if large is None else [*tables, large]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,6 +35,27 @@ def test_nothing_is_read_before_the_device_has_passed() -> None:
     assert clock.device_seconds == 0.5
 
 
+def test_what_only_one_sample_costs_is_overhead_alone() -> None:
+    """A sample with a compilation in it counts as time taken, and says nothing of what samples cost."""
+    device, schedule = FakeDevice(5.0), SamplingSchedule()
+    clock = StepClock(deque(), clock=lambda: 0.0)
+    timer = DeviceTimer(device.recorded)
+    cost = SampleCost(clock, schedule, timer)
+    timer.end(timer.begin([CUDA]))
+    clock.clock = iter([0.0, 3.0]).__next__
+    cost.spent(cost.now(), sampled=True)
+    cost.sample_over(once=True)
+    device.passed = device.launched
+    cost.settle()
+    assert clock.own_seconds == 3
+    assert not schedule._costs
+    clock.clock = iter([10.0, 10.5]).__next__
+    cost.of(lambda: None)
+    cost.sample_over()
+    cost.settle()
+    assert list(schedule._costs) == [0.5]
+
+
 def test_a_device_that_is_always_behind_is_charged_sample_by_sample() -> None:
     """Where the device is two samples behind for ever, each sample's own device time is told, none with another's."""
     device, schedule = FakeDevice(0.1), SamplingSchedule()

@@ -46,9 +46,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     call = Launcher.__call__
 
-    def counted(self: Launcher, gradients: Any) -> object:  # noqa: ANN401
+    def counted(self: Launcher, gradients: Any, *same: object) -> object:  # noqa: ANN401
         found.append(len(gradients))
-        return call(self, gradients)
+        return call(self, gradients, *same)
 
     monkeypatch.setattr(Launcher, "__call__", counted)
     return found
@@ -178,7 +178,7 @@ def test_more_elements_than_32_bits_count(statistics: EagerStatistics, launches:
 
 
 def test_other_gradients_need_no_other_compilation(statistics: EagerStatistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes and how many: one compilation of each program serves all, since one in the middle of a run would be felt."""
+    """Whatever the sizes and how many, one compilation of each program serves all: one in the middle of a run would be felt."""
     triton = pytest.importorskip("triton")
     compiled: list[object] = []
     knobs = getattr(triton, "knobs", None)

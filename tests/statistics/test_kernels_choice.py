@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from tests.support.programs_by_numpy import Programs
 from tests.support.statistics import WITH_MOMENTS, by_definition, by_position
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.metrics.families import FloatArray
 from torch_grad_exporter.model.layers import LayerIndex
@@ -21,7 +23,9 @@ from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Statistic
 from torch_grad_exporter.statistics.eager import EagerStatistics
+from torch_grad_exporter.statistics.kernels import tables
 from torch_grad_exporter.statistics.kernels.choice import Kernels
+from torch_grad_exporter.statistics.kernels.launch import Launcher
 from torch_grad_exporter.statistics.kernels.probe import probe
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -97,10 +101,12 @@ OF_THE_MODEL = 5
 """Gradients of the model that the programs can read: not that of the transposed convolution of two groups."""
 
 
-def test_they_are_trusted_after_two_comparisons() -> None:
+def test_they_are_trusted_after_two_comparisons(caplog: pytest.LogCaptureFixture) -> None:
     """The first sample tries a probe, the second one compares its own gradients; from the third on the programs measure."""
+    caplog.set_level(logging.INFO)
     scene = Scene(Programs())
     assert [scene.sample() for _ in range(5)] == [PROBE, OF_THE_MODEL, OF_THE_MODEL, OF_THE_MODEL, OF_THE_MODEL]
+    assert len([record for record in caplog.records if "gradients on cpu from now on" in record.getMessage()]) == 1
     assert scene.programs.launches[2:] == [OF_THE_MODEL] * 2 * 3  # of the third sample and those after it, the norms too
     assert scene.errors.counts() == {}
 
@@ -202,6 +208,32 @@ def test_a_failure_later_costs_no_sample() -> None:
     assert scene.errors.counts() == {"kernels": LIMIT + 1}
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_copy_that_fails_leaves_no_wrong_address(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of the copies of tables and addresses fails, the next sample sends them again: old addresses would be read."""
+    scene = Scene(Programs())
+    for _ in range(3):
+        scene.sample()
+    right, left = Launcher._copied, [at]
+
+    def fails(self: Launcher, values: object) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("out of memory")
+        return right(self, values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Launcher, "_copied", fails)
+    scene.renew(torch.bfloat16)
+    assert scene.sample() == 0
+    kept = [gradient for _, gradient in scene.gradients]
+    scene.renew(torch.bfloat16)
+    assert scene.sample() == OF_THE_MODEL
+    scene.renew(torch.float32)
+    assert scene.sample() == OF_THE_MODEL
+    assert len(kept) == 6
+    assert scene.errors.counts() == {"kernels": 1}
+
+
 def test_gradients_that_change() -> None:
     """Other types, other gradients and other memory need no further comparison; what the programs cannot read torch does."""
     scene = Scene(Programs())
@@ -242,6 +274,20 @@ def test_devices_without_programs_are_left_alone() -> None:
     scene.kernels._load = pytest.fail  # type: ignore[assignment]
     assert [scene.sample() for _ in range(3)] == [0] * 3
     assert not scene.kernels.taken_once()
+
+
+def test_nothing_is_launched_while_a_graph_is_captured() -> None:
+    """A CUDA graph would take in what is launched, and compiling or sending would spoil it: torch measures, trusted or not."""
+    capturing = [True]
+    scene = Scene(Programs())
+    scene.kernels._capturing = lambda: capturing[0]
+    assert [scene.sample() for _ in range(3)] == [0] * 3
+    assert not scene.kernels.taken_once()
+    capturing[0] = False
+    assert [scene.sample() for _ in range(3)] == [PROBE, OF_THE_MODEL, OF_THE_MODEL]
+    assert scene.kernels.trusted == {torch.device("cpu")}
+    capturing[0] = True
+    assert scene.sample() == 0
 
 
 def test_work_of_the_first_samples_is_told() -> None:
@@ -299,6 +345,27 @@ def test_the_probe_has_what_is_hard() -> None:
     assert zero.any()
     assert not zero.all()
     assert group.positions.tolist() == list(range(len(parts)))
+
+
+def test_what_is_kept_of_tiles_is_bounded() -> None:
+    """Two numbers for each few elements, and never more than 64 MiB: 7 billion elements are one launch, and 70 billion several."""
+    for layers, launches in ((32, 1), (3200, 5)):
+        shapes = [(4096, 4096)] * 4 * layers + [(11_008, 4096)] * 3 * layers
+        gradients = [(torch.empty(shape, dtype=torch.bfloat16, device="meta"), None) for shape in shapes]
+        kept = [
+            sum(tables.tiles(g.numel())[1] for g, _ in gradients[flight]) * tables.PARTIALS * 8
+            for flight in tables.flights(gradients)
+        ]
+        assert len(kept) >= launches
+        assert max(kept) <= 1 << 26
+        assert sum(kept) <= sum(g.numel() for g, _ in gradients) / 50
+
+
+@pytest.mark.parametrize(("chosen", "by_programs"), [("auto", True), ("torch", False)])
+def test_the_option(chosen: Literal["auto", "torch"], by_programs: bool) -> None:
+    """`statistics="torch"` leaves the programs out; without it they may be tried, where there is a device for them."""
+    with start_exporter(torch.nn.Linear(2, 2), port=None, statistics=chosen) as exporter:
+        assert (exporter._training.reader.statistics._kernels is not None) is by_programs
 
 
 def test_triton_is_imported_by_nothing_but_a_gpu() -> None:

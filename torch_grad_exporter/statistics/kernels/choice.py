@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -21,19 +23,17 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from torch_grad_exporter.errors import Guard
+from torch_grad_exporter.errors import Guard, logger, say
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.statistics import Column, device, moments
 from torch_grad_exporter.statistics.batches import Batch
 from torch_grad_exporter.statistics.grouping import Group
 from torch_grad_exporter.statistics.kernels import launch
 from torch_grad_exporter.statistics.kernels.probe import probe
-from torch_grad_exporter.statistics.kernels.tables import Read, readable
+from torch_grad_exporter.statistics.kernels.tables import Read
 from torch_grad_exporter.statistics.kernels.trial import Send, Trial
 from torch_grad_exporter.statistics.layout import Layout
 from torch_grad_exporter.statistics.reading import ByTorch, Reading, pieces_of
-
-Launch = Callable[[Sequence[Read]], launch.Found]
 
 
 class Implementation(enum.Enum):
@@ -54,10 +54,15 @@ class _Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """How far the decision is. `trusted`: whether the programs read the present sample."""
+    """How far the decision is. `trusted`: whether the programs read the present sample.
+
+    `launcher`, `for_norms`: each keeps the tables of its last call. `seconds`: what the first comparison and all before it took.
+    """
 
     stage: _Stage = _Stage.NEW
-    launch: Launch | None = None
+    launcher: launch.Launcher | None = None
+    for_norms: launch.Launcher | None = None
+    seconds: float = 0.0
     trial: Trial | None = None
     trusted: bool = False
 
@@ -90,6 +95,11 @@ class Kernels:
         """Whether no gradient was read since a sample was finished: within one nothing changes, so that its norms compare."""
         self._once = False
 
+    @property
+    def trusted(self) -> frozenset[torch.device]:
+        """The devices that have passed both comparisons."""
+        return frozenset(where for where, state in self._devices.items() if state.stage is _Stage.TRUSTED)
+
     def taken_once(self) -> bool:
         """Whether work was done since the last call that samples to come do not need."""
         once, self._once = self._once, False
@@ -105,15 +115,15 @@ class Kernels:
             return [by_torch.read(group, parts)]
         if self._between:
             self._between = False
-            for known in self._devices.values():
-                self._settle(known)
+            for where, known in self._devices.items():
+                self._settle(where, known)
         state = self._devices.setdefault(group.device, _Device())
         if state.stage is _Stage.NEW:
             self._try(state, self._begin, state, group.device, by_torch)
-        run = state.launch
+        run = state.launcher
         if run is None or not (state.trusted or state.stage is _Stage.PROBED):
             return [by_torch.read(group, parts)]
-        (own, mine), left = split(group, parts)
+        (own, mine), left = split(group, parts, run)
         rest = [by_torch.read(*left)] if left else []
         if not mine:
             return rest
@@ -128,11 +138,12 @@ class Kernels:
     def norms(self, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> list[Norms]:
         """Only the norms, by what has read the last sample."""
         state = self._devices.get(group.device)
-        if state is None or not state.trusted or state.launch is None or self._capturing():
+        run = None if state is None or not state.trusted or self._capturing() else state.for_norms
+        if run is None:
             return [(group, *by_torch.norms(group, parts))]
-        (own, mine), left = split(group, parts)
+        (own, mine), left = split(group, parts, run)
         rest: list[Norms] = [(left[0], *by_torch.norms(*left))] if left else []
-        found = self._guard.result(state.launch, gradients_of(mine)) if mine else None
+        found = self._guard.result(run, gradients_of(mine), same(own, mine)) if mine else None
         if found is not None:
             return [(own, found.rows[:, Column.NORM], None), *rest]
         return [(own, *by_torch.norms(own, mine)), *rest] if mine else rest
@@ -143,34 +154,41 @@ class Kernels:
             state.stage, state.trial = _Stage.OFF, None
 
     def _begin(self, state: _Device, where: torch.device, by_torch: ByTorch) -> None:
-        self._once = True
-        state.launch = launch.Launcher(where, self._layout, self._load())
+        self._once, start = True, time.perf_counter()
+        programs = self._load()
+        state.launcher, state.for_norms = (launch.Launcher(where, self._layout, programs) for _ in range(2))
         group, parts = probe(where)
         self._compare(state, by_torch.read(group, parts), parts, by_torch)
+        state.seconds = time.perf_counter() - start
 
     def _compare(self, state: _Device, expected: Reading, parts: Sequence[Batch], by_torch: ByTorch) -> None:
         """Begins a trial, if it can be sent now."""
         self._once = True
-        if state.launch is None:
+        if state.launcher is None:
             return
-        trial = Trial.of(expected, self._launched(state.launch, expected.group, parts, by_torch), self._layout, self._send)
+        trial = Trial.of(expected, self._launched(state.launcher, expected.group, parts, by_torch), self._layout, self._send)
         if trial is not None:
             state.stage = _Stage.PROBING if state.stage is _Stage.NEW else _Stage.COMPARING
             state.trial = trial
 
-    def _settle(self, state: _Device) -> None:
+    def _settle(self, where: torch.device, state: _Device) -> None:
         """Between two samples: the trial may be over, and the next sample is read by what is trusted then."""
         if state.trial is not None:
-            self._try(state, self._judge, state, state.trial)
+            self._try(state, self._judge, where, state, state.trial)
         state.trusted = state.stage is _Stage.TRUSTED and not self._guard.off
 
-    def _judge(self, state: _Device, trial: Trial) -> None:
+    def _judge(self, where: torch.device, state: _Device, trial: Trial) -> None:
         if trial.passed():
-            state.stage = _Stage.PROBED if state.stage is _Stage.PROBING else _Stage.TRUSTED
             state.trial = None
+            if state.stage is _Stage.PROBING:
+                state.stage = _Stage.PROBED
+                return
+            state.stage = _Stage.TRUSTED
+            message = "programs in Triton measure the gradients on %s from now on; compiling and trying them took %.1f s, once"
+            say(logger, logging.INFO, message, where, state.seconds)
 
-    def _launched(self, run: Launch, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
-        found = run(gradients_of(parts))
+    def _launched(self, run: launch.Launcher, group: Group, parts: Sequence[Batch], by_torch: ByTorch) -> Reading:
+        found = run(gradients_of(parts), same(group, parts))
         rows, pieces = with_apart(found.rows, parts, by_torch)
         return Reading(group, pieces, rows, found.zero, found.alive)
 
@@ -186,9 +204,14 @@ def gradients_of(parts: Sequence[Batch]) -> list[Read]:
     return [(tensor, batch.layout) for batch in parts for tensor in batch.tensors]
 
 
-def split(group: Group, parts: Sequence[Batch]) -> tuple[Part, Part | None]:
+def same(group: Group, parts: Sequence[Batch]) -> Group | None:
+    """What stands for gradients that differ from those before in their memory alone, if they are contiguous: their group."""
+    return group if all(tensor.is_contiguous() for batch in parts for tensor in batch.tensors) else None
+
+
+def split(group: Group, parts: Sequence[Batch], run: launch.Launcher) -> tuple[Part, Part | None]:
     """Those gradients that the programs can read, and the others, if there are any."""
-    mask = np.array([readable(tensor, layout) for tensor, layout in gradients_of(parts)], dtype=np.bool_)
+    mask = np.array(run.readable(gradients_of(parts), group), dtype=np.bool_)
     if mask.all():
         return (group, tuple(parts)), None
     return _only(group, parts, mask), _only(group, parts, ~mask)

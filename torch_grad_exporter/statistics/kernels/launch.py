@@ -45,9 +45,9 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """The tables of one launch on the device, and what they are about."""
+    """The tables of one launch on the device. `gradients`: which of all it reads; `at`: where they are."""
 
-    kinds: list[tuple[object, ...]]
+    gradients: slice
     owners: torch.Tensor
     entries: torch.Tensor
     flags: int
@@ -68,21 +68,54 @@ class Launcher:
         self._most = most
         self._moments = moments.STATISTIC in layout.apart
         self._options = options(hip=torch.version.hip is not None)
+        self._kinds: list[tuple[object, ...]] = []
+        self._same: object = None
         self._sent: list[_Sent] = []
+        self._forms: tuple[object, list[int]] = None, []
 
-    def __call__(self, gradients: Sequence[tables.Read]) -> Found:
-        """Reads all of them; they are `tables.readable`, on the device, and not empty."""
-        flights = list(tables.flights(gradients, self._most))
-        del self._sent[len(flights) :]
+    def readable(self, gradients: Sequence[tables.Read], same: object) -> list[bool]:
+        """Which of them the programs can read. As long as `same` is the same object, only their memory may be another one."""
+        if self._forms[0] is not same:
+            self._forms = same, [tables.form(*one) for one in gradients]
+        found = []
+        for (gradient, layout), form in zip(gradients, self._forms[1], strict=True):
+            if form and gradient.is_contiguous():
+                address = gradient.data_ptr()
+                found.append(address != 0 and address % form == 0 and not gradient.is_neg())
+            else:
+                found.append(tables.readable(gradient, layout))
+        return found
+
+    def __call__(self, gradients: Sequence[tables.Read], same: object = None) -> Found:
+        """Reads all of them; they are `readable`, on the device, and not empty. `same`: as there, and all are contiguous."""
+        if same is None or same is not self._same:
+            self._tell(gradients)
+        self._same = same
+        at = [gradient.data_ptr() for gradient, _ in gradients]
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            found = [self._flight(place, flight) for place, flight in enumerate(flights)]
+            found = [self._flight(sent, at[sent.gradients]) for sent in self._sent]
         return Found(*(joined(parts) for parts in zip(*((one.rows, one.zero, one.alive) for one in found), strict=True)))
 
-    def _flight(self, place: int, gradients: Sequence[tables.Read]) -> Found:
-        sent = self._told(place, gradients)
+    def _tell(self, gradients: Sequence[tables.Read]) -> None:
+        """Sends tables, unless the gradients are of the same kinds as those of the last call."""
+        kinds: list[tuple[object, ...]] = [(g.shape, g.stride(), g.dtype, layout) for g, layout in gradients]
+        if kinds == self._kinds and self._sent:
+            return
+        self._same, self._sent, sent = None, [], []  # what fails below leaves nothing that is half true
+        nowhere = self._copied([0])
+        for flight in tables.flights(gradients, self._most):
+            made = tables.tables(gradients[flight])
+            owners, entries = self._copied(made.owners), self._copied(made.entries)
+            sent.append(_Sent(flight, owners, entries, made.flags, [], nowhere))
+        self._kinds, self._sent = kinds, sent
+
+    def _flight(self, sent: _Sent, at: list[int]) -> Found:
+        if sent.at != at:
+            # Not into the same memory: an earlier launch may still be going to read it. A copy that fails leaves both as they were.
+            sent.addresses, sent.at = self._copied(at), at
         aligned = -(-sent.flags // 16) * 16 + 16
         flags = torch.zeros((2, aligned), dtype=torch.uint8, device=self._device)
-        rows = torch.zeros((len(gradients), self._layout.width), dtype=torch.float64, device=self._device)
+        rows = torch.zeros((len(at), self._layout.width), dtype=torch.float64, device=self._device)
         partials = torch.empty(len(sent.owners) * tables.PARTIALS, dtype=torch.float64, device=self._device)
         shape = {"COLUMNS": tables.COLUMNS, "PARTIALS": tables.PARTIALS}
         self._programs.read[len(sent.owners),](
@@ -90,25 +123,11 @@ class Launcher:
             BLOCK=tables.BLOCK, GROUP=tables.GROUP, MOMENTS=self._moments, **shape, **self._options,
         )  # fmt: skip
         places = {column.name: int(column) for column in WRITTEN}
-        self._programs.add_up[len(gradients),](
+        self._programs.add_up[len(at),](
             sent.entries, partials, rows, MOST=tables.MOST_TILES, WIDTH=self._layout.width, **places, **shape, **ANY
         )
         nonzero, nan = flags[:, : sent.flags].view(torch.bool)
         return Found(rows, ~nonzero, nonzero > nan)
-
-    def _told(self, place: int, gradients: Sequence[tables.Read]) -> _Sent:
-        """The tables of a launch on the device: those of the last call as far as they are the same."""
-        kinds: list[tuple[object, ...]] = [(g.shape, g.stride(), g.dtype, layout) for g, layout in gradients]
-        at = [gradient.data_ptr() for gradient, _ in gradients]
-        sent = self._sent[place] if place < len(self._sent) else None
-        if sent is None or sent.kinds != kinds:
-            made = tables.tables(gradients)
-            sent = _Sent(kinds, self._copied(made.owners), self._copied(made.entries), made.flags, at, self._copied(at))
-            self._sent[place : place + 1] = [sent]
-        elif sent.at != at:
-            # Not into the same memory: an earlier launch may still be going to read it.
-            sent.at, sent.addresses = at, self._copied(at)
-        return sent
 
     def _copied(self, values: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(values))

@@ -112,6 +112,11 @@ def readable(gradient: torch.Tensor, layout: UnitLayout | None) -> bool:
     )
 
 
+def form(gradient: torch.Tensor, layout: UnitLayout | None) -> int:
+    """What the address of gradients like this has to be a multiple of, if they are contiguous; 0: ask each if it is `readable`."""
+    return gradient.element_size() if gradient.is_contiguous() and readable(gradient, layout) else 0
+
+
 def tiles(elements: int) -> tuple[int, int]:
     """How a gradient of so many elements is cut: elements of a tile, and tiles. It follows from the size alone."""
     length = BLOCK * max(1, math.ceil(elements / (BLOCK * MOST_TILES)))
@@ -131,14 +136,14 @@ def tables(gradients: Sequence[Read]) -> Tables:
     return Tables(np.repeat(np.arange(len(gradients), dtype=np.int32), entries[:, 4]), entries, flags)
 
 
-def flights(gradients: Sequence[Read], most: int = MOST_PARTIALS) -> Iterator[Sequence[Read]]:
+def flights(gradients: Sequence[Read], most: int = MOST_PARTIALS) -> Iterator[slice]:
     """The gradients of each launch: consecutive ones that have so many tiles at most together; a single one may have more."""
     first, together = 0, 0
     for place, (gradient, _) in enumerate(gradients):
         _, cut = tiles(gradient.numel())
         if together and together + cut > most:
-            yield gradients[first:place]
+            yield slice(first, place)
             first, together = place, 0
         together += cut
     if together:
-        yield gradients[first:]
+        yield slice(first, len(gradients))
