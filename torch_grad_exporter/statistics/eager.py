@@ -79,7 +79,7 @@ class EagerStatistics:
         self._wide = wide
         self._most = max(chunk_elements, STACKED_ELEMENTS // 2)  # gradients that were put together are not cut
         self._units: dict[torch.device, UnitState] = {}
-        self._to_read, self._to_compare = Grouping(), Grouping()
+        self._grouping = Grouping()
         self._scratch = Scratch()
 
     def measure(self, table: ParameterTable, gradients: Gradients, sample: int) -> list[Measurement]:
@@ -91,7 +91,7 @@ class EagerStatistics:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
         return [
             self._read_on_host(group, parts) if group.device.type in self._on_host else self._read_on_device(group, parts)
-            for group, parts in self._to_read.groups(table, gradients)
+            for group, parts in self._grouping.groups(table, gradients)
         ]
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class EagerStatistics:
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
-        for group, parts in self._to_compare.groups(table, gradients):
+        for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
                 vector = torch.from_numpy(host.norms(parts, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)
