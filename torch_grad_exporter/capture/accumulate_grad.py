@@ -11,12 +11,11 @@ later, and none outlives a change of its parameter's shape: that is looked at be
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
 from torch_grad_exporter.torch_compat import graph_task, never_compile, nodes_of
 
@@ -27,14 +26,31 @@ NodeHook = Callable[[TrackedParameter], None]
 
 
 class _Fired:
-    """The hook on one node. It is called for each parameter of each backward of a sampled round, so it does next to nothing."""
+    """The hook on one node. It is called for each parameter of each backward of a sampled round, so it does next to nothing.
 
-    __slots__ = ("_hook", "_nodes", "_tracked")
+    It is its own handle: where there are thousands of nodes, what the garbage collector has to visit of each costs most.
+    """
+
+    __slots__ = ("_hook", "_nodes", "_number", "_registered", "_tracked")
 
     def __init__(self, nodes: AccumulateGradNodes, tracked: TrackedParameter, hook: NodeHook) -> None:
         self._nodes = nodes
         self._tracked = tracked
         self._hook = hook
+        self._registered: MutableMapping[int, object] | None = None
+        self._number = -1
+
+    def set_on(self, node: torch.autograd.graph.Node) -> _Fired:
+        """Hooks a node; itself."""
+        handle = node.register_hook(self)
+        self._registered, self._number = handle.hooks_dict_ref(), handle.id
+        return self
+
+    def remove(self) -> None:
+        """Takes the registration back; idempotent."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            registered.pop(self._number, None)
 
     def __call__(self, *_gradients: object) -> None:
         if is_compiling():
@@ -65,7 +81,7 @@ class AccumulateGradNodes:
         self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
         self._taken = TrackedParameters()
         """Whose nodes those are."""
-        self._handles: dict[TrackedParameter, Handle] = {}
+        self._handles: dict[TrackedParameter, _Fired] = {}
         self._kinds: dict[TrackedParameter, _Kind] = {}
         """What the parameters were when their nodes were taken."""
         self._at_times: set[TrackedParameter] = set()
@@ -118,7 +134,7 @@ class AccumulateGradNodes:
             self._handles.pop(stale).remove()
         for tracked, node in nodes.items():
             if tracked not in self._handles:
-                self._handles[tracked] = node.register_hook(_Fired(self, tracked, hook))
+                self._handles[tracked] = _Fired(self, tracked, hook).set_on(node)
         kinds = {t: kind for t, kind in self._kinds.items() if t in frozen} | _kinds_of(trained)
         taken = table.tracked if len(found) == len(table.tracked) else TrackedParameters(nodes)
         self._nodes, self._taken, self._kinds, self.table = nodes, taken, kinds, table
