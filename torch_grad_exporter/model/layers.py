@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.flat_parts import FlatParts, has_part
-from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, layers_of, places_of
+from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, layers_of, parameters_within, places_of
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, are_gathered, make_table, parameters_of
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
@@ -164,7 +164,7 @@ class LayerIndex:
     def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
         roots = [] if self.fully_sharded else self._roots()
-        behind = frozenset(model for model, _, root in roots if is_behind(root.parameters()))
+        behind = frozenset(model for model, _, root in roots if is_behind(parameters_within(root)))
         return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
     def _roots(self) -> list[tuple[int, str, torch.nn.Module]]:

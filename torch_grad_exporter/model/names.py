@@ -88,6 +88,12 @@ def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Pla
                     yield Place(model, before + attribute, layer, module, attribute, parameter)
 
 
+def parameters_within(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a model, one that is tied several times, at a fraction of the price of `root.parameters()`."""
+    owned = (parameters_in(module).values() for module in root.modules())
+    return (parameter for several in owned for parameter in several if parameter is not None)
+
+
 def layers_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> list[str]:
     """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
     return list(dict.fromkeys(place.layer for place in places_of(roots)))
