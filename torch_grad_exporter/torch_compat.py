@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -243,13 +243,30 @@ def node_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
 
 
 def nodes_of(parameters: Iterable[torch.Tensor]) -> list[torch.autograd.graph.Node]:
-    """The same of many leaves that require a gradient: one view for each plain one, a third of what `get_gradient_edge` takes."""
+    """The same of many leaves that require a gradient: one function of all plain ones, a sixth of `get_gradient_edge`'s price."""
+    several = [*parameters]
+    plain = [p for p in several if type(p) in _PLAIN]
     with torch.enable_grad():  # before torch 2.5 `get_gradient_edge` raises where gradients are off
-        return [_node_behind(p.view_as(p)) if type(p) in _PLAIN else _node_of_any(p) for p in parameters]
+        nodes = _nodes_behind(_OfMany.apply(*plain)) if plain else iter(())  # type: ignore[no-untyped-call]
+        return [next(nodes) if type(p) in _PLAIN else _node_of_any(p) for p in several]
 
 
-def _node_behind(view: torch.Tensor) -> Any:  # noqa: ANN401 - a node
-    return view.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+class _OfMany(torch.autograd.Function):
+    """A function of many leaves, whose node leads to theirs; it takes nothing from them, and no backward runs through it."""
+
+    @staticmethod
+    def forward(_context: Any, *_leaves: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
+        """A number."""
+        return torch.empty((), device="cpu")
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: torch.Tensor) -> None:  # noqa: ANN401 - PyTorch's own
+        """Gives the leaves nothing."""
+
+
+def _nodes_behind(result: torch.Tensor) -> Iterator[torch.autograd.graph.Node]:
+    nodes: Any = result.grad_fn
+    return (node for node, _ in nodes.next_functions)
 
 
 def _node_of_any(parameter: torch.Tensor) -> torch.autograd.graph.Node:
@@ -417,7 +434,7 @@ TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor | None) -> bool:
     """Whether it is an ordinary tensor or parameter, and no object of another class that stands for one."""
     return type(tensor) in _PLAIN
 

@@ -10,13 +10,13 @@ later, and none outlives a change of its parameter's shape: that is looked at be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 from torch.compiler import is_compiling
 
-from torch_grad_exporter.capture.torch_hooks import Handle
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
 from torch_grad_exporter.torch_compat import graph_task, never_compile, nodes_of
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -26,14 +26,31 @@ NodeHook = Callable[[TrackedParameter], None]
 
 
 class _Fired:
-    """The hook on one node. It is called for each parameter of each backward of a sampled round, so it does next to nothing."""
+    """The hook on one node. It is called for each parameter of each backward of a sampled round, so it does next to nothing.
 
-    __slots__ = ("_hook", "_nodes", "_tracked")
+    It is its own handle: where there are thousands of nodes, what the garbage collector has to visit of each costs most.
+    """
+
+    __slots__ = ("_hook", "_nodes", "_number", "_registered", "_tracked")
 
     def __init__(self, nodes: AccumulateGradNodes, tracked: TrackedParameter, hook: NodeHook) -> None:
         self._nodes = nodes
         self._tracked = tracked
         self._hook = hook
+        self._registered: MutableMapping[int, object] | None = None
+        self._number = -1
+
+    def set_on(self, node: torch.autograd.graph.Node) -> _Fired:
+        """Hooks a node; itself."""
+        handle = node.register_hook(self)
+        self._registered, self._number = handle.hooks_dict_ref(), handle.id
+        return self
+
+    def remove(self) -> None:
+        """Takes the registration back; idempotent."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            registered.pop(self._number, None)
 
     def __call__(self, *_gradients: object) -> None:
         if is_compiling():
@@ -62,7 +79,9 @@ class AccumulateGradNodes:
 
     def __init__(self) -> None:
         self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
-        self._handles: dict[TrackedParameter, Handle] = {}
+        self._taken = TrackedParameters()
+        """Whose nodes those are."""
+        self._handles: dict[TrackedParameter, _Fired] = {}
         self._kinds: dict[TrackedParameter, _Kind] = {}
         """What the parameters were when their nodes were taken."""
         self._at_times: set[TrackedParameter] = set()
@@ -86,7 +105,7 @@ class AccumulateGradNodes:
 
         What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward.
         """
-        pairs = zip(self._nodes, parameters_of(self._nodes), strict=True)
+        pairs = zip(self._taken, self._taken.parameters(), strict=True)
         changed = [t for t, p in pairs if p is not None and _kind(p) != self._kinds.get(t)]
         for tracked in changed:
             handle = self._handles.pop(tracked, None)
@@ -95,6 +114,8 @@ class AccumulateGradNodes:
             self._nodes.pop(tracked, None)
             self._kinds.pop(tracked, None)
             self._at_times.discard(tracked)
+        if changed:
+            self._taken = TrackedParameters(self._nodes)
         return bool(changed)
 
     def arm(self, table: ParameterTable, hook: NodeHook, *, late: bool = False) -> None:
@@ -103,8 +124,8 @@ class AccumulateGradNodes:
         What is hooked stays so; what was hooked and is another node now is hooked anew. `late`: a backward runs already.
         """
         self.drop_changed()
-        trained = _trained(table)
-        found = dict(zip((t for t, _ in trained), nodes_of(p for _, p in trained), strict=True))
+        trained = _trained(table.tracked)
+        found = dict(zip(trained, nodes_of(trained.values()), strict=True))
         if late and self._nodes:  # else none was hooked before, as in a round that is sampled in addition
             self._at_times |= found.keys() - self._nodes.keys()
         frozen = {t: self._nodes[t] for t in table.tracked if t not in found and t in self._nodes}
@@ -113,9 +134,10 @@ class AccumulateGradNodes:
             self._handles.pop(stale).remove()
         for tracked, node in nodes.items():
             if tracked not in self._handles:
-                self._handles[tracked] = node.register_hook(_Fired(self, tracked, hook))
-        kinds = {t: kind for t, kind in self._kinds.items() if t in frozen} | {t: _kind(p) for t, p in trained}
-        self._nodes, self._kinds, self.table = nodes, kinds, table
+                self._handles[tracked] = _Fired(self, tracked, hook).set_on(node)
+        kinds = {t: kind for t, kind in self._kinds.items() if t in frozen} | _kinds_of(trained)
+        taken = table.tracked if len(found) == len(table.tracked) else TrackedParameters(nodes)
+        self._nodes, self._taken, self._kinds, self.table = nodes, taken, kinds, table
         self._at_times &= self._nodes.keys()
 
     def begin(self, task: int) -> None:
@@ -129,14 +151,14 @@ class AccumulateGradNodes:
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
         """Whether every trained parameter of the table was hooked; its node may be another one by now."""
-        return self.table is not None and all(t in self._handles for t, _ in _trained(table))
+        return self.table is not None and not _trained(t for t in table.tracked if t not in self._handles)
 
     def sees_all_of(self, table: ParameterTable) -> bool:
         """Whether the node of every trained parameter of the table is hooked, and is still the one that a backward runs through."""
-        trained = _trained(table)
-        if any(t not in self._handles for t, _ in trained):
+        if not self.hooks_all_of(table):
             return False
-        return all(self._nodes.get(t) is node for (t, _), node in zip(trained, nodes_of(p for _, p in trained), strict=True))
+        trained = _trained(table.tracked)
+        return all(map(operator.is_, map(self._nodes.get, trained), nodes_of(trained.values())))
 
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that fired."""
@@ -147,15 +169,16 @@ class AccumulateGradNodes:
         if not self.armed:  # as at the end of each round that was not sampled
             return
         self._unhook()
-        held = zip(self._nodes.items(), parameters_of(self._nodes), strict=True)
-        self._nodes = {t: n for (t, n), p in held if p is not None and (t in self._at_times or not p.requires_grad)}
+        pairs = zip(self._taken, self._taken.parameters(), strict=True)
+        held = [t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad) and t in self._nodes]
+        self._nodes = {t: self._nodes[t] for t in held}
+        self._taken, self._at_times = TrackedParameters(held), {*held}
         self._kinds = {t: kind for t, kind in self._kinds.items() if t in self._nodes}
-        self._at_times = {*self._nodes}
 
     def release(self) -> None:
         """Removes the hooks and releases all nodes; idempotent, from any thread."""
         self._unhook()
-        self._nodes, self._kinds, self._at_times = {}, {}, set()
+        self._nodes, self._taken, self._kinds, self._at_times = {}, TrackedParameters(), {}, set()
 
     def _unhook(self) -> None:
         self.table = None
@@ -165,11 +188,17 @@ class AccumulateGradNodes:
         self.fired = set()
 
 
-def _trained(table: ParameterTable) -> list[tuple[TrackedParameter, torch.nn.Parameter]]:
-    """The parameters of a table that are in their places and not frozen, and have elements."""
-    found = zip(table.tracked, parameters_of(table.tracked), strict=True)
-    return [(t, p) for t, p in found if p is not None and p.requires_grad and p.numel()]
+def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torch.nn.Parameter]:
+    """The parameters that are in their places and not frozen, and have elements."""
+    several = tracked if isinstance(tracked, TrackedParameters) else [*tracked]
+    found = zip(several, parameters_of(several), strict=True)
+    return {t: p for t, p in found if p is not None and p.requires_grad and p.numel()}
 
 
-def _kind(parameter: torch.Tensor) -> _Kind:
-    return parameter.shape, parameter.dtype, parameter.device
+_kind: Callable[[torch.Tensor], _Kind] = operator.attrgetter("shape", "dtype", "device")
+
+
+def _kinds_of(parameters: dict[TrackedParameter, torch.nn.Parameter]) -> dict[TrackedParameter, _Kind]:
+    """What the parameters are, the same object for those that are of one kind."""
+    known: dict[_Kind, _Kind] = {}
+    return {tracked: known.setdefault(kind := _kind(parameter), kind) for tracked, parameter in parameters.items()}

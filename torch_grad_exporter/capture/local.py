@@ -21,11 +21,11 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round
 from torch_grad_exporter.capture.torch_hooks import Handle, Hooks
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch
-from torch_grad_exporter.torch_compat import node_of
+from torch_grad_exporter.torch_compat import nodes_of
 from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 
@@ -81,13 +81,15 @@ class LocalGradients:
 
     def _arm(self, table: ParameterTable, reduced: frozenset[int]) -> None:
         """Hooks the nodes of what is reduced; where that is nothing, of all, to see what is there before."""
-        for position, (tracked, parameter) in enumerate(zip(table.tracked, parameters_of(table.tracked), strict=True)):
-            if parameter is None or not parameter.requires_grad or (reduced and tracked.identity not in reduced):
-                continue
-            if parameter.grad is not None:
-                self._there.add(position)
-            node = node_of(parameter)
-            self._handles.append(node.register_prehook(functools.partial(self._hook, position, tracked)))
+        found = enumerate(zip(table.tracked, table.tracked.parameters(), strict=True))
+        trained = {
+            position: parameter
+            for position, (tracked, parameter) in found
+            if parameter is not None and parameter.requires_grad and (not reduced or tracked.identity in reduced)
+        }
+        self._there |= {position for position, parameter in trained.items() if parameter.grad is not None}
+        for position, node in zip(trained, nodes_of(trained.values()), strict=True):
+            self._handles.append(node.register_prehook(functools.partial(self._hook, position, table.tracked[position])))
 
     def _arrives(self, position: int, tracked: TrackedParameter, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """A gradient is about to be added to what its parameter has. The last time in a backward counts."""

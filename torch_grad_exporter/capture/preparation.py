@@ -67,12 +67,12 @@ class RoundPreparation:
         """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
         return self._parts.ladder.sees_backwards and not self._parts.index.fully_sharded
 
-    def _arm(self) -> None:
-        """Hooks the AccumulateGrad nodes of all parameters that are trained now, until the round ends."""
+    def _arm(self, *, in_place: bool = False) -> None:
+        """Hooks the nodes of all parameters that are trained now, until the round ends. `in_place`: as of `refresh`."""
         if not self._parts.nodes.armed:  # else a change shows by the nodes
             self._parts.index.look_at_shapes()
-        table = self._parts.index.refresh()
-        if table.parameters() is not None and not self._parts.nodes.hooks_all_of(table):
+        table = self._parts.index.refresh(in_place=in_place)
+        if not self._parts.nodes.hooks_all_of(table) and table.parameters() is not None:
             self._parts.nodes.arm(table, self._node_hook)
 
     # Before a forward
@@ -116,8 +116,8 @@ class RoundPreparation:
         # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
         if capturing_graph():
             self._parts.nodes.release()  # they were made for another stream
-        elif first and self._may_arm and not within_transform() and self._parts.index.table.parameters() is not None:
-            self._arm()
+        elif first and self._may_arm and not within_transform():
+            self._arm(in_place=True)
 
     def _look_early(self) -> None:
         """With FSDP this is the last moment at which sharded parameters are in their places."""

@@ -5,6 +5,7 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass
@@ -87,9 +88,9 @@ class StepsWithinBackward:
     def read(self, table: ParameterTable, positions: Iterable[int]) -> None:
         """Reads the gradients at these positions of the table that are there and were not read before in this backward."""
         found = ((i, table.tracked[i].gradient()) for i in positions if i not in self.fired)
-        gradients = [(int(i), table.tracked[i].own(gradient)) for i, gradient in found if gradient is not None]
+        gradients = table.tracked.own({int(i): gradient for i, gradient in found if gradient is not None})
         self.readings += self._statistics.read(table, gradients)
-        self.fired |= {position for position, _ in gradients}
+        self.fired |= gradients.keys()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -184,15 +185,15 @@ class GradientReader:
         if parameters is None:
             return False
         early, begun = self._early, self.cost.timer.begin(self._places)
-        found = ((i, parameters[i].grad) for i in sorted(current.fired - early.fired))
-        gradients = [(i, table.tracked[i].own(g)) for i, g in found if g is not None]
+        fired = sorted(current.fired - early.fired)
+        gradients = table.tracked.own({i: g for i in fired if (g := parameters[i].grad) is not None})
         readings = [*early.readings, *self.statistics.read(table, gradients)]
         loss_scale = self.scale if step is None else step.grad_scale
         parts, scale = self._sent(self.statistics.finish(readings, current.number), loss_scale)
         self.cost.timer.end(begun)
         if parts:
             # A gradient that a hook of the user removed at once counts as none.
-            there = early.fired.union(i for i, _ in gradients)
+            there = early.fired.union(gradients)
             missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
             owners = self.optimizers.owners(table)
             self.mailbox.append(
@@ -247,11 +248,11 @@ class GradientReader:
         owners = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        parameters = parameters_of(table.tracked[i] for i in mine)
-        if any(p is None for p in parameters):
+        parameters = parameters_of(table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine])
+        if types.NoneType in map(type, parameters):
             return
-        seen_now = ((i, None if p is None else p.grad) for i, p in zip(mine, parameters, strict=True))
-        gradients = [(i, table.tracked[i].own(g)) for i, g in seen_now if g is not None]
+        pairs = zip(mine, parameters, strict=True)
+        gradients = table.tracked.own({i: g for i, p in pairs if p is not None and (g := p.grad) is not None})
         begun = self.cost.timer.begin(self._places)
         parts, scale = self._sent(self.statistics.norms(table, gradients), self.scale)
         self.cost.timer.end(begun)
@@ -299,23 +300,30 @@ class GradientReader:
         self._guards[END](self._post_step, current)
 
     def _post_step(self, current: Round) -> None:
-        self._post_end(current, Outcome.STEPPED, frozenset(current.stepped), final=False)
+        stepped = frozenset(current.stepped)
+        self._post_end(current, Outcome.STEPPED, stepped, self.optimizers.owners(self.table, stepped), final=False)
 
     def _post_end(
-        self, current: Round, outcome: Outcome, stepped: frozenset[int], *, final: bool = True, guessed: bool = False
-    ) -> IntArray:
-        owners = self.optimizers.owners(self.table, frozenset(current.stepped))
+        self,
+        current: Round,
+        outcome: Outcome,
+        stepped: frozenset[int],
+        owners: IntArray,
+        *,
+        final: bool = True,
+        guessed: bool = False,
+    ) -> None:
         steps = self.clock.numbers(self.clock.steps)
         self.mailbox.append(Closed(current.number, outcome, owners, stepped, steps, final=final, guessed=guessed))
-        return owners
 
     def _close(self, current: Round, outcome: Outcome, usual: frozenset[int]) -> None:
         table, did_step = self.table, frozenset(current.stepped)
-        mine = self.owners_of(current.fired, did_step)
+        owners = self.optimizers.owners(table, did_step)
+        fired = np.array(sorted(current.fired), dtype=np.int64)
+        mine = frozenset(owners[fired].tolist())
         stepped = did_step or usual & mine or mine
         # Where several own what was written, and it was never seen who steps on it, nobody knows whose these gradients were to be.
-        owners = self._post_end(current, outcome, stepped, guessed=not (did_step or usual & mine) and len(mine) > 1)
-        fired = np.array(sorted(current.fired), dtype=np.int64)
+        self._post_end(current, outcome, stepped, owners, guessed=not (did_step or usual & mine) and len(mine) > 1)
         others = fired[~np.isin(owners[fired], list(stepped))].tolist()
         if others:
             self._guards[OTHERS](self.statistics.forget, table, others, current.number)

@@ -18,6 +18,7 @@ from torch_grad_exporter.metrics.buckets import STEP_SECONDS
 from torch_grad_exporter.metrics.catalogue import Section
 from torch_grad_exporter.metrics.families import Family, LabelledRows, scalar
 from torch_grad_exporter.model.layers import LayerIndex
+from torch_grad_exporter.model.names import parameters_within
 from torch_grad_exporter.version import __version__
 
 METRICS = Section("Training")
@@ -168,7 +169,7 @@ class TrainingCollector:
 
 def device_kinds(index: LayerIndex, models: Iterable[torch.nn.Module]) -> frozenset[str]:
     """Kinds of devices that gradients will be on; none where a parameter is yet to be made, or to get a device."""
-    if any(is_lazy(parameter) or parameter.is_meta for module in models for parameter in module.parameters()):
+    if any(is_lazy(parameter) or parameter.is_meta for module in models for parameter in parameters_within(module)):
         return frozenset()
     return frozenset(parameter.device.type for parameter in index.table.parameters() or ())
 

@@ -20,7 +20,7 @@ from torch_grad_exporter.errors import say
 from torch_grad_exporter.inspection.modules import InnerModules, found_by, with_parameters, without_children
 from torch_grad_exporter.model import given as model_given
 from torch_grad_exporter.model.layers import LayerIndex
-from torch_grad_exporter.model.names import LayerFilter
+from torch_grad_exporter.model.names import LayerFilter, layers_of
 from torch_grad_exporter.model.optimizers import Optimizers
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.outputs.announcement import Rank
@@ -120,8 +120,10 @@ def _clip(settings: Settings, chosen: Arguments, index: LayerIndex) -> Wanted | 
     names = [policy_name(one) for one in wanted.dry_run]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"dry_run=[...]: {twice} is there twice; each policy is shown under its name")
+    if not wanted.policies:
+        return None
     check_fits(wanted.policies, index.all_layers())
-    return wanted if wanted.policies else None
+    return wanted
 
 
 def _modules(models: Mapping[str, torch.nn.Module], settings: Settings, arguments: Mapping[str, object]) -> InnerModules | None:
@@ -147,7 +149,7 @@ def _index(
     """The index of the layers that are to be watched; raises where there are none, or a pattern matches none."""
     if not any(True for module in models.values() for _ in module.parameters()):
         raise ValueError("model: it has no parameters, so there are no gradients to watch; pass the module that is trained")
-    everything = LayerIndex(models).all_layers()
+    everything = layers_of((number, *named) for number, named in enumerate(models.items()))
     for name, patterns in (("include", settings.include), ("exclude", settings.exclude)):
         for pattern in patterns:
             if not any(pattern.search(layer) for layer in everything):

@@ -81,6 +81,8 @@ class _Module:
         self.is_layer = False
         self.children: dict[str, _Module] = {}
         self._shown: dict[int, dict[str, str]] = {}
+        self._in_ranges: dict[tuple[int, ...], dict[str, str]] = {}
+        """By the sizes of its families' ranges, which are the same for many widths."""
 
     @functools.cached_property
     def _families(self) -> list[tuple[str, str, dict[str, int]]]:
@@ -98,20 +100,32 @@ class _Module:
         module = f"{self.label}." if self.label else ""
         return [(module + before, after, found) for (before, after), found in members.items() if len(found) > 1]
 
+    @functools.cached_property
+    def _loners(self) -> dict[str, str]:
+        """The children in no family, with the label of the row that they share where they are too many."""
+        kin = {part for _, _, members in self._families for part in members}
+        return {part: self.label or WHOLE for part in self.children if part not in kin}
+
     def shown(self, width: int) -> dict[str, str]:
         """By child that is shown with others in one row, with all that is below it, the label of that row."""
         if width not in self._shown:
-            loners, found = dict.fromkeys(self.children, self.label or WHOLE), {}
-            for before, after, members in self._families:
-                size = _size(members.values(), width)
-                for part, number in members.items():
-                    del loners[part]
-                    if size > 1:
-                        # The bounds of a range do not depend on its members: freezing one renames nothing.
-                        first = number // size * size
-                        found[part] = f"{before}{first}-{first + size - 1}{after}"
-            self._shown[width] = found | (loners if len(loners) > width else {})
+            sizes = tuple(_size(members.values(), width) for _, _, members in self._families)
+            if sizes not in self._in_ranges:
+                self._in_ranges[sizes] = self._ranges(sizes)
+            found = self._in_ranges[sizes]
+            self._shown[width] = found | self._loners if len(self._loners) > width else found
         return self._shown[width]
+
+    def _ranges(self, sizes: Sequence[int]) -> dict[str, str]:
+        """The labels of the children in families, in ranges of these sizes."""
+        found: dict[str, str] = {}
+        for size, (before, after, members) in zip(sizes, self._families, strict=True):
+            if size > 1:
+                # The bounds of a range do not depend on its members: freezing one renames nothing.
+                firsts = {number // size * size for number in members.values()}
+                label = {first: f"{before}{first}-{first + size - 1}{after}" for first in firsts}
+                found |= {part: label[number // size * size] for part, number in members.items()}
+        return found
 
     def rows(self, shape: _Shape, most: int) -> int:
         """How many labels there are; stops counting above `most`."""
@@ -160,5 +174,7 @@ def _size(numbers: Collection[int], width: int) -> int:
     """The smallest size of ranges, of 1, 2, 5, 10, 20 and so on, of which there are at most `width`; 1 is no range."""
     if len(numbers) <= width:
         return 1
+    distinct = {*numbers}
     sizes = (step * int(10**power) for power in itertools.count() for step in (1, 2, 5))
-    return next(size for size in sizes if len({number // size for number in numbers}) <= width)
+    # A range holds as many numbers as its size at most: where too few would fit, they need not be counted.
+    return next(size for size in sizes if size * width >= len(distinct) and len({n // size for n in distinct}) <= width)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.flat_parts import FlatParts, has_part
-from torch_grad_exporter.model.names import LayerFilter, Place, layer_names, places_of
+from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, layers_of, parameters_within, places_of
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, are_gathered, make_table, parameters_of
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
@@ -77,18 +78,19 @@ class LayerIndex:
         """The table of the last refresh."""
         return self._table
 
-    def refresh(self, *, within_step: bool = False) -> ParameterTable:
+    def refresh(self, *, within_step: bool = False, in_place: bool = False) -> ParameterTable:
         """The table as of now: the same object while no module came or went and no parameter was replaced, frozen or unfrozen.
 
-        `within_step`: between the forward and the end of the backward, when FSDP shows other parameters.
+        `within_step`: between the forward and the end of the backward, when FSDP shows other parameters. `in_place`: only if no
+        tracked parameter is out of its place, as within a call with other parameters.
         """
         if self._is_current() or ((within_step or are_gathered(self._table.tracked)) and self._is_fully_sharded()):
             return self._table
-        return self._scan()
+        return self._table if in_place and self._table.parameters() is None else self._scan()
 
     def look_at_shapes(self) -> None:
         """Lets the next refresh scan anew if a tracked parameter has data of another shape, and is gathered."""
-        pairs = zip(self._table.tracked, parameters_of(self._table.tracked), strict=True)
+        pairs = zip(self._table.tracked, self._table.tracked.parameters(), strict=True)
         if any(p is not None and p.shape != one.shape and p.numel() and math.prod(one.shape) for one, p in pairs):
             self._structures.clear()
 
@@ -123,7 +125,8 @@ class LayerIndex:
             if self._is_tracked(now, trained=trained):
                 found.append(now)
         # A parameter that is frozen now may be unfrozen later, and the counts of its units are kept.
-        self._known = {t.identity: t for t in (*self._known.values(), *found) if t.parameter() is not None}
+        ever = [*dict.fromkeys((*self._known.values(), *found))]
+        self._known = {one.identity: one for one, p in zip(ever, parameters_of(ever), strict=True) if p is not None}
         known = {*self._known.values()}
         self._frozen, self._in_turn = {t: n for t, n in self._frozen.items() if t in known}, self._in_turn & known
         frozen = frozenset(layers.difference(one.layer for one in found))
@@ -161,7 +164,7 @@ class LayerIndex:
     def _planned(self, tracked: Sequence[TrackedParameter], frozen: frozenset[str]) -> ParameterTable:
         # Around sharded parameters of FSDP2 ranks have different inputs, around parallel layers the same.
         roots = [] if self.fully_sharded else self._roots()
-        behind = frozenset(model for model, _, root in roots if is_behind(root.parameters()))
+        behind = frozenset(model for model, _, root in roots if is_behind(parameters_within(root)))
         return make_table(tracked, self._max_layers, self.replicas, behind=behind, frozen=frozen)
 
     def _roots(self) -> list[tuple[int, str, torch.nn.Module]]:
@@ -178,7 +181,7 @@ class LayerIndex:
 
     def all_layers(self) -> list[str]:
         """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
-        return list(dict.fromkeys(place.layer for place in places_of(self._roots())))
+        return layers_of(self._roots())
 
     def roots(self) -> list[torch.nn.Module]:
         """The models that exist."""
@@ -188,11 +191,11 @@ class LayerIndex:
         """The `id` of every parameter of each layer, before filtering and folding; one that is tied is in several layers."""
         found: dict[str, set[int]] = {}
         for _, name, root in self._roots():
-            labels = layer_names(root)
+            labels = LayerNames(root)
             for raw, module in root.named_modules():
                 for attribute, parameter in parameters_in(module).items():
                     if parameter is not None:
-                        layer = ".".join(part for part in (name, labels[raw, attribute]) if part)
+                        layer = ".".join(part for part in (name, labels.of(raw, attribute)) if part)
                         found.setdefault(layer, set()).add(id(parameter))
         return found
 
@@ -206,18 +209,20 @@ def _is_trained(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and not is_lazy(parameter)
 
 
+_values = operator.methodcaller("values")
+
+
 def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
     In columns, without a Python call per module or parameter, since each sample compares it.
     """
-    children = [children_in(module) for module in modules]
-    owned = [parameters_in(module) for module in modules]
-    parameters = [*itertools.chain.from_iterable(p.values() for p in owned)]
+    children, owned = [*map(children_in, modules)], [*map(parameters_in, modules)]
+    parameters = [*itertools.chain.from_iterable(map(_values, owned))]
     return (
         [*map(len, children)],
         [*map(len, owned)],
-        [*map(id, itertools.chain.from_iterable(c.values() for c in children))],
+        [*map(id, itertools.chain.from_iterable(map(_values, children)))],
         [*map(id, parameters)],
         [*map(type, parameters)],
         [p is not None and p.requires_grad for p in parameters],

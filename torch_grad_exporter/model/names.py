@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,8 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 def clean(name: str) -> str:
     """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+    parts = name.split(".")
+    return name if WRAPPER_PARTS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPER_PARTS)
 
 
 @dataclass(slots=True)
@@ -38,21 +40,30 @@ class LayerFilter:
         return wanted and not any(pattern.search(layer) for pattern in self.exclude)
 
 
-def layer_names(root: torch.nn.Module) -> dict[tuple[str, str], str]:
-    """The label of each module's parameters by module name and attribute, without what wrappers add.
+class LayerNames:
+    """The label of each module's parameters, without what wrappers add. Where two modules would share one, both have full names."""
 
-    Where two modules would share a label, both have their full names.
-    """
-    owned = {raw: parameters_in(module) for raw, module in root.named_modules()}
-    names = {(raw, attribute): clean(raw) or attribute for raw, attributes in owned.items() for attribute in attributes}
-    modules: dict[str, set[str]] = {}
-    for (raw, _), label in names.items():
-        modules.setdefault(label, set()).add(raw)
-    return {(raw, attribute): label if len(modules[label]) == 1 else raw or attribute for (raw, attribute), label in names.items()}
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._cleaned: dict[str, str] = {}
+        self._shared: set[str] = set()
+        first: dict[str, str] = {}
+        """By label, the first module that has it."""
+        for raw, module in root.named_modules():
+            cleaned = self._cleaned[raw] = clean(raw)
+            owned = parameters_in(module)
+            found = [cleaned] if cleaned and owned else owned
+            self._shared.update(label for label in found if first.setdefault(label, raw) != raw)
+
+    def __contains__(self, raw: str) -> bool:
+        return raw in self._cleaned
+
+    def of(self, raw: str, attribute: str) -> str:
+        """The label of a parameter, by the module's name as `named_modules()` gives it."""
+        label = self._cleaned[raw] or attribute
+        return label if label not in self._shared else raw or attribute
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a parameter is. `name`, `layer`: begin with the model's name where there are several; `model`: its number."""
 
     model: int
@@ -67,14 +78,22 @@ def places_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> Iterator[Pla
     """Every parameter once, in the order of `model.parameters()`, of models with their numbers and names."""
     seen: set[int] = set()
     for model, name, root in roots:
-        labels = layer_names(root)
+        labels, within = LayerNames(root), f"{name}." if name else ""
         for raw, module in root.named_modules():
+            before = f"{within}{raw}." if raw else within
             for attribute, parameter in parameters_in(module).items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    layer = _joined(name, labels[raw, attribute])
-                    yield Place(model, _joined(name, raw, attribute), layer, module, attribute, parameter)
+                    layer = within + labels.of(raw, attribute)
+                    yield Place(model, before + attribute, layer, module, attribute, parameter)
 
 
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+def parameters_within(root: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a model, one that is tied several times, at a fraction of the price of `root.parameters()`."""
+    owned = (parameters_in(module).values() for module in root.modules())
+    return (parameter for several in owned for parameter in several if parameter is not None)
+
+
+def layers_of(roots: Iterable[tuple[int, str, torch.nn.Module]]) -> list[str]:
+    """The names of all layers that have a parameter, frozen or not, before filtering and folding."""
+    return list(dict.fromkeys(place.layer for place in places_of(roots)))

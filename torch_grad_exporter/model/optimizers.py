@@ -157,7 +157,7 @@ class Optimizers:
     def owners(self, table: ParameterTable, stepped: Collection[int] = ()) -> IntArray:
         """For each parameter of the table its optimizer's number, -1 for none; of several owners one of those that `stepped`."""
         groups = [(number, group["params"]) for number, o in self.numbered() for group in o.param_groups]
-        seen = hash((self._adopter, *((number, *map(id, parameters)) for number, parameters in groups)))
+        seen = hash((self._adopter, *((number, tuple(map(id, parameters))) for number, parameters in groups)))
         if table is self._table and seen == self._groups_seen and not (self._overlap and stepped):
             return self._owners
         position = {t.identity: i for i, t in enumerate(table.tracked)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import types
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch_grad_exporter.model.flat_parts import FlatPart
 from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
-from torch_grad_exporter.model.units import UnitLayout, unit_layout
+from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layout
 from torch_grad_exporter.torch_compat import local, parameters_in
 
 
@@ -62,7 +64,7 @@ class TrackedParameter:
             attribute=attribute,
             model=model,
             layer=layer,
-            shape=(part,) if cut else tuple(parameter.shape),
+            shape=(part,) if cut else one_of_equal(tuple(parameter.shape)),
             elements=part * (2 if parameter.is_complex() else 1),
             units=None if cut else unit_layout(module, parameter),
             sharded=is_sharded(parameter) if flat is None else flat.sharded,
@@ -100,8 +102,45 @@ class TrackedParameter:
 _about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name != "module"))
 
 
+_look_up: Callable[[Mapping[str, torch.nn.Parameter | None], str], torch.nn.Parameter | None] = dict.get  # type: ignore[assignment]
+
+
+class TrackedParameters(tuple[TrackedParameter, ...]):  # noqa: SLOT001 - the columns are made when they are first asked for
+    """Tracked parameters by position, with what they are found by in columns.
+
+    A sample needs the parameters of the whole model several times: here no line of Python runs for each of them.
+    """
+
+    @functools.cached_property
+    def _columns(self) -> tuple[list[weakref.ref[torch.nn.Module]], list[str], list[int]]:
+        return [one.module for one in self], [one.attribute for one in self], [one.identity for one in self]
+
+    @functools.cached_property
+    def flat(self) -> frozenset[int]:
+        """The positions of those that `FullyShardedDataParallel` keeps."""
+        return frozenset(position for position, one in enumerate(self) if one.flat is not None)
+
+    def parameters(self) -> list[torch.nn.Parameter | None]:
+        """`parameter()` of each."""
+        modules, attributes, identities = self._columns
+        try:
+            owned = map(parameters_in, map(operator.call, modules))  # type: ignore[arg-type]  # the error is met
+            found = [*map(_look_up, owned, attributes)]
+        except (AttributeError, TypeError):  # a module is gone, or keeps its parameters in no dictionary
+            return _one_by_one(self)
+        return found if [*map(id, found)] == identities else _one_by_one(self)
+
+    def own(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients by position, each without what only fills it up."""
+        return gradients | {i: self[i].own(gradients[i]) for i in self.flat & gradients.keys()} if self.flat else gradients
+
+
 def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
-    """`parameter()` of each, in one go: a sample needs those of the whole model several times."""
+    """`parameter()` of each, in one go."""
+    return tracked.parameters() if isinstance(tracked, TrackedParameters) else _one_by_one(tracked)
+
+
+def _one_by_one(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Parameter | None]:
     owned = parameters_in
     return [
         p
@@ -111,20 +150,20 @@ def parameters_of(tracked: Iterable[TrackedParameter]) -> list[torch.nn.Paramete
     ]
 
 
-def are_gathered(tracked: Iterable[TrackedParameter]) -> bool:
+def are_gathered(tracked: TrackedParameters) -> bool:
     """Whether `FullyShardedDataParallel` has put another tensor in the place of a parameter for a while."""
-    flat = (one for one in tracked if one.flat is not None)
     return any(
         (module := one.module()) is not None
         and id(parameters_in(module).get(one.attribute)) != one.identity
         and one.gathered() is not None
-        for one in flat
+        for one in map(tracked.__getitem__, tracked.flat)
     )
 
 
 def reduced(table: ParameterTable, positions: set[int]) -> set[int]:
     """Those of these parameters whose gradient is what the optimizer will use: FSDP without reduction leaves another one."""
-    return {i for i in positions if (flat := table.tracked[i].flat) is None or flat.is_reduced()}
+    left = {i for i in table.tracked.flat & positions if (flat := table.tracked[i].flat) is not None and not flat.is_reduced()}
+    return positions - left if left else positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +174,7 @@ class ParameterTable:
     shape (layers,). The table is replaced, never changed.
     """
 
-    tracked: tuple[TrackedParameter, ...]
+    tracked: TrackedParameters
     layers: tuple[str, ...]
     layer_of: IntArray
     elements: IntArray
@@ -152,8 +191,8 @@ class ParameterTable:
 
     def parameters(self) -> list[torch.nn.Parameter] | None:
         """The parameters by position, or `None` if one of them is not in its place."""
-        parameters = parameters_of(self.tracked)
-        return None if any(p is None for p in parameters) else parameters  # type: ignore[return-value]
+        parameters = self.tracked.parameters()
+        return None if types.NoneType in map(type, parameters) else parameters  # type: ignore[return-value]
 
 
 def make_table(
@@ -169,27 +208,32 @@ def make_table(
     `behind`: the models with parallel layers of which this rank is not the first.
     """
     replicas = replicas or Replicas()
-    labels = fold([t.layer for t in tracked], max_layers)
-    layers = tuple(dict.fromkeys(labels))
+    names = [*dict.fromkeys(one.layer for one in tracked)]
+    label_of = dict(zip(names, fold(names, max_layers), strict=True))
+    sharing = Counter(label_of.values())
+    layers = tuple(sharing)
     index = {label: position for position, label in enumerate(layers)}
-    sharing = Counter(dict(zip((one.layer for one in tracked), labels, strict=True)).values())
-    sharded, shown = np.zeros((2, len(layers)), dtype=np.bool_)
+    layer_of = np.array([index[label_of[one.layer]] for one in tracked], dtype=np.int64)
     copies = [
         one.copy or (not one.sharded and (one.model in behind or replicas.is_copy(one.module(), one.model))) for one in tracked
     ]
     counts = ~np.array(copies, dtype=np.bool_)
-    for label, one, counted in zip(labels, tracked, counts, strict=True):
-        sharded[index[label]] |= one.sharded
-        shown[index[label]] |= one.sharded or counted or replicas.all_shown
+    cut = np.array([one.sharded for one in tracked], dtype=np.bool_)
     return ParameterTable(
-        tracked=tuple(tracked),
+        tracked=tracked if isinstance(tracked, TrackedParameters) else TrackedParameters(tracked),
         layers=layers,
-        layer_of=np.array([index[label] for label in labels], dtype=np.int64),
+        layer_of=layer_of,
         elements=np.array([t.elements for t in tracked], dtype=np.int64),
         units=np.array([0 if t.units is None else t.units.count for t in tracked], dtype=np.int64),
         folded=sum(count for count in sharing.values() if count > 1),
-        sharded=sharded,
+        sharded=_any_of(cut, layer_of, len(layers)),
         counts=counts,
-        shown=shown,
+        shown=_any_of(cut | counts | replicas.all_shown, layer_of, len(layers)),
         frozen=frozen,
     )
+
+
+def _any_of(parameters: BoolArray, layer_of: IntArray, layers: int) -> BoolArray:
+    """Which layers have a parameter that is marked, shape (layers,)."""
+    marked: BoolArray = np.bincount(layer_of, parameters, layers) > 0
+    return marked

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.torch_compat import root_mesh
+from torch_grad_exporter.torch_compat import is_plain, root_mesh
 
 PIPELINE = ("pp", "pipe", "stage")
 """How names of mesh dimensions begin along which ranks have different layers, and not copies of the same ones."""
@@ -18,16 +18,18 @@ PIPELINE = ("pp", "pipe", "stage")
 
 def is_partial(tensor: torch.Tensor) -> bool:
     """Whether this rank has only a summand of the tensor, as of a gradient under sequence parallelism."""
-    return any("Partial" in type(placement).__name__ for placement in _placements(tensor))
+    return not is_plain(tensor) and any("Partial" in type(placement).__name__ for placement in _placements(tensor))
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
     """Whether this rank has only a part of a tensor: a DTensor that is sharded on some dimension of its mesh."""
-    return any(type(placement).__name__ != "Replicate" for placement in _dividing(tensor))
+    return not is_plain(tensor) and any(type(placement).__name__ != "Replicate" for placement in _dividing(tensor))
 
 
 def split_dims(tensor: torch.Tensor) -> frozenset[int]:
     """The tensor's dimensions along which its parts lie on different ranks."""
+    if is_plain(tensor):
+        return frozenset()
     dims = (getattr(placement, "dim", None) for placement in _dividing(tensor))
     return frozenset(dim for dim in dims if dim is not None)
 
@@ -39,7 +41,7 @@ def is_copy(tensor: torch.Tensor | None) -> bool:
     a slice of a larger one, as under FSDP with tensor parallelism: then ranks along the other dimensions have copies,
     too, but for those of a pipeline.
     """
-    mesh: Any = getattr(tensor, "device_mesh", None)
+    mesh: Any = None if is_plain(tensor) else getattr(tensor, "device_mesh", None)
     coordinates = None if mesh is None else mesh.get_coordinate()
     if coordinates is None:
         return False
@@ -52,7 +54,8 @@ def is_behind(tensors: Iterable[torch.Tensor | None]) -> bool:
 
     Then parameters of the model that are no DTensors are copies, too: parallel tensors have the same inputs on all ranks.
     """
-    meshes = {id(mesh): mesh for tensor in tensors if (mesh := getattr(tensor, "device_mesh", None)) is not None}
+    parallel = (tensor for tensor in tensors if not is_plain(tensor))
+    meshes = {id(mesh): mesh for tensor in parallel if (mesh := getattr(tensor, "device_mesh", None)) is not None}
     return any(any(mesh.get_coordinate() or ()) for mesh in meshes.values())
 
 

@@ -6,6 +6,7 @@ other packages are not imported: by its class' name, by the sizes that it carrie
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,16 @@ SIZES = (
 
 TRANSPOSED_EXPERTS = frozenset(("GptOssExperts", "Llama4TextExperts"))
 """Classes of Transformers, some of them of version 4, whose weights are (experts, inputs, outputs) and that do not say so."""
+
+
+SHAPES = 1 << 10
+"""Shapes, and layouts, of which there is one object for all parameters that have it: thousands may have the same."""
+
+
+@functools.lru_cache(SHAPES)
+def one_of_equal(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, the same object for equal ones."""
+    return shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +76,21 @@ def unit_layout(module: torch.nn.Module, parameter: torch.Tensor) -> UnitLayout 
         return None
     if isinstance(module, TRANSPOSED):
         groups = int(module.groups)  # type: ignore[arg-type]
-        return UnitLayout((groups, shape[0] // groups, shape[1], -1), (0, 2))
+        return _layout((groups, shape[0] // groups, shape[1], -1), (0, 2))
     if dims == (1,):
-        return UnitLayout((1, *shape, -1), (0, 2))
+        return _layout((1, *shape, -1), (0, 2))
     if dims == (0, 2):
-        return UnitLayout((shape[0], 1, *shape[1:], -1), (0, 3))
-    return UnitLayout((math.prod(shape[dim] for dim in dims), -1), (0,))
+        return _layout((shape[0], 1, *shape[1:], -1), (0, 3))
+    return _layout((math.prod([shape[dim] for dim in dims]), -1), (0,))
+
+
+_layout = functools.lru_cache(SHAPES)(UnitLayout)
 
 
 def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
     """The parameter's dimensions along which its output units lie; none if it has no units. In a transposed convolution not all."""
     shape = tuple(parameter.shape)
-    if len(shape) < 2 or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+    if len(shape) < 2 or isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return ()
     if isinstance(module, TRANSPOSED):
         return (1,)
@@ -88,7 +102,7 @@ def _unit_dims(module: torch.nn.Module, parameter: torch.Tensor) -> tuple[int, .
     # GPT-2's kind of linear layer, in Transformers and in copies of it, has its inputs first even where it is square.
     if "Conv1D" in names and len(shape) == 2 and isinstance(nf := said.get("nf"), int) and nf == shape[1]:
         return (1,)
-    return _by_sizes([(said.get(inputs), said.get(outputs)) for inputs, outputs in SIZES], shape)
+    return _by_sizes([(said[inputs], said.get(outputs)) for inputs, outputs in SIZES if inputs in said], shape)
 
 
 def _by_sizes(sizes: Iterable[tuple[object, object]], shape: tuple[int, ...]) -> tuple[int, ...]:

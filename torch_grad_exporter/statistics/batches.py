@@ -96,15 +96,16 @@ def resolved(part: torch.Tensor) -> torch.Tensor:
 
 def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Batch]:
     """Groups `(position in the table, gradient)` of one device into batches; empty gradients are left out."""
-    stacks: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
+    stacks: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
     for position, gradient in gradients:
         tracked = table.tracked[position]
         layout = tracked.units
-        values = gradient if is_ordinary(gradient) else plain_local(gradient, keep_sparse=layout is None)
+        ordinary = is_ordinary(gradient)
+        values = gradient if ordinary else plain_local(gradient, keep_sparse=layout is None)
         if values is not gradient and (values.device.type == "cpu" or values.numel() <= STACKED_ELEMENTS // 2):
             values = resolved(values)
-        elements = values.numel() * (2 if values.is_complex() else 1)
-        implied = tracked.elements - elements if gradient.is_sparse else 0
+        elements = values.numel() if ordinary else values.numel() * (2 if values.is_complex() else 1)
+        implied = 0 if ordinary or not gradient.is_sparse else tracked.elements - elements
         if elements == 0:
             if implied:
                 yield Batch((position,), (values.new_zeros(1),), None, implied - 1)
@@ -112,12 +113,16 @@ def batches(table: ParameterTable, gradients: Iterable[tuple[int, torch.Tensor]]
             yield Batch((position,), (values,), layout, implied)
         else:
             key = (values.shape, values.dtype, None if layout is None else (layout.shape, layout.dims))
-            stacks.setdefault(key, []).append((position, values))
-    for members in stacks.values():
-        most = STACKED_ELEMENTS // members[0][1].numel()
-        for start in range(0, len(members), most):
-            positions, tensors = zip(*members[start : start + most], strict=True)
-            yield Batch(positions, tensors, table.tracked[positions[0]].units)
+            stack = stacks.get(key)
+            if stack is None:
+                stack = stacks[key] = [], []
+            stack[0].append(position)
+            stack[1].append(values)
+    for positions, tensors in stacks.values():
+        most = STACKED_ELEMENTS // tensors[0].numel()
+        for start in range(0, len(tensors), most):
+            part = slice(start, start + most)
+            yield Batch(tuple(positions[part]), tuple(tensors[part]), table.tracked[positions[start]].units)
 
 
 def is_ordinary(gradient: torch.Tensor) -> bool:

@@ -68,7 +68,7 @@ class EagerStatistics:
         self._by_torch = ByTorch(layout, wide, max(chunk_elements, STACKED_ELEMENTS // 2))
         self._kernels = kernels
         self._units: dict[torch.device, UnitState] = {}
-        self._to_read, self._to_compare = Grouping(), Grouping()
+        self._grouping = Grouping()
         self._scratch = Scratch()
 
     def measure(self, table: ParameterTable, gradients: Gradients, sample: int) -> list[Measurement]:
@@ -78,7 +78,7 @@ class EagerStatistics:
     @torch.no_grad()
     def read(self, table: ParameterTable, gradients: Gradients) -> list[Reading]:
         """All that can be said of gradients without their past; a sample may be read in several parts."""
-        groups = self._to_read.groups(table, gradients)
+        groups = self._grouping.groups(table, gradients)
         return [reading for group, parts in groups for reading in self._read(group, parts)]
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class EagerStatistics:
     def norms(self, table: ParameterTable, gradients: Gradients) -> list[Measurement]:
         """Only the norms, with the same rounding as `measure`: equal gradients give equal bits."""
         found = []
-        for group, parts in self._to_compare.groups(table, gradients):
+        for group, parts in self._grouping.groups(table, gradients):
             if group.device.type in self._on_host:
                 vector = torch.from_numpy(host.norms(parts, self._scratch, float64=self.layout.float64))
                 packing = Packing(NORMS)

@@ -95,7 +95,7 @@ def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _F
             if layout.apart:
                 _measure_apart(flat, layout, found)
             mask = np.equal(flat, 0, out=scratch.mask(flat.shape))
-            zeros = int(np.count_nonzero(mask))
+            zeros = int(np.count_nonzero(mask)) if mask.any() else 0  # `any` takes a fifth, and ends at the first zero
             found.zeros += _by_tensor(mask, zeros)
             if batch.units:
                 zero_rows.append(_zero_rows(mask, block.shape[2], zeros))

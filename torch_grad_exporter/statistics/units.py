@@ -87,13 +87,16 @@ class UnitState:
         """The counts of `known` in the order of `members`, and their ends; those of other parameters are kept for later."""
         for (tracked, _), part in zip(known, torch.split(counts, [n for _, n in known]), strict=True):
             self._kept[tracked] = part.clone()
+        ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
+        if not self._kept:  # as at the first sample
+            units = sum(n for _, n in members)
+            return torch.full((units,), self._window - 1, dtype=torch.int32, device=self._device), ends, tuple(members)
         parts = []
         for tracked, units in members:
             kept = self._kept.get(tracked)
             if kept is None or kept.shape[0] != units:
                 kept = torch.full((units,), self._window - 1, dtype=torch.int32, device=self._device)
             parts.append(kept)
-        ends = self._sent(torch.tensor([n for _, n in members], device="cpu").cumsum(0) - 1)
         return torch.cat(parts), ends, tuple(members)
 
 

@@ -17,7 +17,7 @@ from torch_grad_exporter.inspection.explain.rows import Judge, Named
 from torch_grad_exporter.inspection.explain.snapshot import Snapshot
 from torch_grad_exporter.inspection.explain.watch import Watch
 from torch_grad_exporter.model import given
-from torch_grad_exporter.model.names import clean, layer_names
+from torch_grad_exporter.model.names import LayerNames, clean
 from torch_grad_exporter.model.optimizers import has_copies
 from torch_grad_exporter.torch_compat import is_managed, parameters_in, runs_compiled, uncompiled
 
@@ -141,12 +141,12 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[Named]:
     """Each parameter once, under its first name."""
     found: dict[int, tuple[torch.nn.Parameter, str, list[str]]] = {}
     for model, root in models.items():
-        labels = layer_names(root)
+        labels = LayerNames(root)
         for raw, module in root.named_modules(remove_duplicate=False):
             for attribute, parameter in parameters_in(module).items():
                 if parameter is None:
                     continue
-                label = labels.get((raw, attribute), clean(raw) or attribute)
+                label = labels.of(raw, attribute) if raw in labels else clean(raw) or attribute
                 layer = ".".join(part for part in (model, label) if part)
                 name = layer if label == attribute and not clean(raw) else f"{layer}.{attribute}"
                 names = found.setdefault(id(parameter), (parameter, layer, []))[2]
