@@ -257,6 +257,13 @@ UNREACHED = {
         (f"model.folding._Module.{name}" for name in ("shown", "rows", "row_of")),
         "within model.folding.fold, whose failures are tried; tests/model/test_folding.py",
     ),
+    "model.names.layers_of": "the start",
+    **dict.fromkeys(
+        ("model.parameters.TrackedParameter.own", "model.parameters.TrackedParameter.gathered"),
+        "FullyShardedDataParallel, tests/matrix/test_distributed.py",
+    ),
+    "torch_compat.node_of": "explain, tests/inspection/explain/test_explain.py",
+    "torch_compat._OfMany.backward": "no backward runs through it",
     "model.watched.WatchedModels.any_of": "the start of another exporter",
     "model.watched.WatchedModels.all_gone": "the start of another exporter",
     "collectors.gradients.dead_from": "the start",
