@@ -296,7 +296,7 @@ UNREACHED = {
     "aggregation.cursor.Losses.with_one": "more losses than have a place of their own, tests/outputs/live/test_each_sample.py",
     "aggregation.gradients.GradientAggregation.give_up": "a vector that never arrives, tests/test_full_stages.py",
     "aggregation.worker.HostSide.after_fork_in_child": "a forked child, tests/test_exits.py",
-    "model.layers.LayerIndex.all_layers": "the start",
+    "model.layers.LayerIndex.all_layers": "a start with `clip=`, which raises what it raises",
     **dict.fromkeys(
         (
             *(f"aggregation.cursor.NormSums.{name}" for name in ("enter", "moved", "take")),
