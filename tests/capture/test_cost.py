@@ -39,7 +39,7 @@ def test_what_only_one_sample_costs_is_overhead_alone() -> None:
     """A sample with a compilation in it counts as time taken, and says nothing of what samples cost."""
     device, schedule = FakeDevice(5.0), SamplingSchedule()
     clock = StepClock(deque(), clock=lambda: 0.0)
-    timer = DeviceTimer(device.recorded)
+    timer = DeviceTimer(device.pool())
     cost = SampleCost(clock, schedule, timer)
     timer.end(timer.begin([CUDA]))
     clock.clock = iter([0.0, 3.0]).__next__

@@ -100,7 +100,7 @@ def test_all_collectors_are_on_by_default() -> None:
         assert errors(exporter) == {}
 
 
-ASKED_FOR = ("activations", "watched", "nan_origin")
+ASKED_FOR = ("activations", "watched", "nan_origin", "layer_times")
 """Collectors that yield nothing but their success until somebody asks for what they show."""
 
 

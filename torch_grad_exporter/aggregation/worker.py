@@ -59,8 +59,8 @@ HURRIED_SECONDS, IDLE_SECONDS = 0.2, 1.0
 HURRIED_FOR = 10.0
 """How long after the last event somebody may still wait."""
 
-BACKLOG = ROOM // 4
-"""Events in the mailbox at which it is checked at once."""
+BACKLOG = ROOM // 16
+"""Events in the mailbox at which it is checked at once: a scrape that comes while they are taken in waits for it."""
 
 POLL_SECONDS = 0.005
 """Between two checks of a vector that is under way."""

@@ -19,9 +19,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import SWALR
 
 from tests.support.scrape import errors, value
-from tests.support.tools import PATIENCE, eventually, lasting_threads
+from tests.support.tools import FOREVER, PATIENCE, eventually, lasting_threads
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Event, Log, ScaleLearningRate, Stop
+from torch_grad_exporter.actions.act import act
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
 from torch_grad_exporter.actions.act.schedulers import scale, schedulers_of
 from torch_grad_exporter.actions.act.steps import HOOK_SECONDS
@@ -206,8 +207,9 @@ def test_a_closed_exporter_keeps_no_function_of_the_user() -> None:
     assert not exporter.should_stop
 
 
-def test_notify_and_actions_judge_together() -> None:
+def test_notify_and_actions_judge_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """With both on, Notify's thread judges for the actions as well: theirs never scrapes."""
+    monkeypatch.setattr(act, "FED_SECONDS", FOREVER)  # as on a machine on which a scrape takes no time
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with start_exporter(net, port=None, every=1, alerts=[Log()]) as exporter:
