@@ -136,6 +136,7 @@ SHARE = Shows(EVERY, 0, 1)
 NORM = Shows(EVERY, 1e-3, 1e6)
 SOME_LAYERS = Shows(EVERY, 0, 1e6)
 OPTIONAL = Shows(HEALTHY, -10, 10)
+TIMES = Shows(HEALTHY, 0, 100)
 OF_GPU = Shows(GPU, 0, 1)
 NOTHING = Shows(frozenset())
 
@@ -168,6 +169,8 @@ BY_LAYER: dict[str, list[Shows]] = {
     "Norm of every layer": [Shows(EVERY, -12, 5)],
     "Deviation of every layer from its own baseline": [Shows(EVERY, -1e6, 1e7)],
     "Largest norms": [SOME_LAYERS, SOME_LAYERS],
+    "Time of the layers in a step": [TIMES],
+    "Slowest layers": [TIMES, TIMES, TIMES],
     "Furthest from their own baseline": [SOME_LAYERS],
     "Zero and dead units": [SHARE, SHARE, SHARE],
     "NaN, Inf and missing gradients": [Shows(frozenset({"nan"}), 1, 1e5)],
