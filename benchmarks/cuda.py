@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from benchmarks import record
+from benchmarks import cuda_cuts, record
 from benchmarks.apart import OptimizerHooks
 from benchmarks.device import device_seconds, extra_memory, host_seconds, launches, synchronise
 from benchmarks.interleave import compare, interleave
@@ -267,6 +267,8 @@ def run(size: Size, device: torch.device, seconds: float) -> list[record.Table]:
     for name in ("control", "defaults"):
         arms.pop(name).close()  # what follows needs the room
     tables += [sample(arms["plain"]), host_time(arms["every=1"], arms["plain"])]
+    if device.type == "cuda":
+        tables.append(cuda_cuts.table(arms["plain"].model, device))
     arms.pop("every=1").close()
     tables.append(small_tensors(device, SMALL if size is not TINY else 50))
     arms.clear()

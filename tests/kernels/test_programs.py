@@ -11,16 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cuda_cuts
+from benchmarks.cuda_cuts import CUTS, Cut, applied
 from tests.kernels.conftest import WHERE, there
 from tests.support.statistics import WITH_MOMENTS, by_definition
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.kernels import launch, tables
 from torch_grad_exporter.statistics.kernels.launch import Launcher
-from torch_grad_exporter.statistics.kernels.tables import BLOCK, GROUP, KINDS, MOST_TILES, Read, readable
+from torch_grad_exporter.statistics.kernels.tables import BLOCK, BLOCKS, GROUP, KINDS, MOST_TILES, Read, readable
 from torch_grad_exporter.statistics.layout import ORDINARY
 
 NAN, INF = math.nan, math.inf
+
+TILE = BLOCKS * BLOCK
+"""Elements of a tile of a gradient that is not very large."""
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
@@ -60,7 +65,7 @@ def assert_right(programs: Launcher, gradients: Sequence[Read]) -> launch.Found:
 
 
 @kinds
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, TILE, TILE + 3, 2 * TILE + BLOCK + 7])
 def test_sizes(programs: Launcher, kind: torch.dtype, size: int) -> None:
     """Any number of elements, up to several tiles, at addresses for wide loads and at others."""
     values = some((size + 1,), kind)
@@ -96,7 +101,8 @@ def test_what_is_not_finite(programs: Launcher, kind: torch.dtype, values: list[
     "shape",
     [
         (1, 5), (7, 1), (3, 2), (5, GROUP), (40, GROUP + 1), (300, 2 * GROUP), (33, 300), (3, BLOCK), (4, BLOCK + 16),
-        (3, 2 * BLOCK + 5), (6, 4, 3, 3), (BLOCK + 5, 2),
+        (3, 2 * BLOCK + 5), (6, 4, 3, 3), (BLOCK + 5, 2), (BLOCK + 5, GROUP), (BLOCK, 1), (70, BLOCK // 2), (90, 5 * GROUP),
+        (31, BLOCK - GROUP), (5, BLOCK + GROUP), (4, TILE + GROUP),
     ],
     ids=str,
 )  # fmt: skip
@@ -119,6 +125,12 @@ PERMUTED = [
     ((70, 90), (1, 0), rows_first(70)),
     ((70, 90), (1, 0), UnitLayout((1, 70, 90, -1), (0, 2))),
     ((64, 130), (0, 1), UnitLayout((1, 64, 130, -1), (0, 2))),
+    ((64, 128), (0, 1), UnitLayout((1, 64, 128, -1), (0, 2))),
+    ((900, 2, 8), (0, 1, 2), UnitLayout((1, 900, 2, 8, -1), (0, 2))),
+    ((3, 5, 24, 64), (0, 1, 2, 3), UnitLayout((1, 3, 5, 24, 64, -1), (0, 2))),
+    ((40, 3, 56), (0, 1, 2), UnitLayout((1, 40, 3, 56, -1), (0, 2))),
+    ((2, BLOCK + 8, 8), (0, 1, 2), UnitLayout((1, 2, BLOCK + 8, 8, -1), (0, 2))),
+    ((3, BLOCK + 1), (0, 1), UnitLayout((1, 3, BLOCK + 1, -1), (0, 2))),
     ((5, 900), (0, 1), UnitLayout((1, 5, 900, -1), (0, 2))),
     ((6, 7, 3, 3), (0, 2, 3, 1), UnitLayout((1, 6, 7, 3, 3, -1), (0, 2))),
     ((1, 40, 50), (0, 1, 2), UnitLayout((1, 1, 40, 50, -1), (0, 3))),
@@ -187,7 +199,7 @@ def test_many_small_gradients(programs: Launcher) -> None:
 
 def test_several_launches_are_as_one(programs: Launcher) -> None:
     """Where tiles take more memory than there is for them, the numbers are the same, bit by bit."""
-    gradients = [(some((3, 2000 * i + 1), seed=i), rows_first(3) if i % 2 else None) for i in range(5)]
+    gradients = [(some((3, TILE // 2 * i + 1), seed=i), rows_first(3) if i % 2 else None) for i in range(5)]
     small = Launcher(WHERE, WITH_MOMENTS, launch.programs(), most=3)
     assert len(list(tables.flights(gradients, 3))) > 2
     one, several = assert_right(programs, gradients), assert_right(small, gradients)
@@ -239,18 +251,37 @@ def test_offsets_beyond_32_bits(kind: torch.dtype, monkeypatch: pytest.MonkeyPat
     units = [(before + place) // inner % count for place in (0, 99, len(gradient) - 1)]
     made = tables.tables([(gradient, None)])
     made.entries[0] = before + len(gradient), KINDS[kind], BLOCK, -before // BLOCK, 3, inner, count, 0
+    owners = torch.zeros(3, dtype=torch.int32, device=WHERE)
     address = gradient.data_ptr() - before * gradient.element_size()
     flags = torch.zeros((2, 16), dtype=torch.uint8, device=WHERE)
     partials = torch.zeros(3 * tables.PARTIALS, dtype=torch.float64, device=WHERE)
     programs = launch.programs()
     programs.read[3,](
-        torch.from_numpy(made.owners).to(WHERE), torch.from_numpy(made.entries).to(WHERE), torch.tensor([address], device=WHERE),
+        owners, torch.from_numpy(made.entries).to(WHERE), torch.tensor([address], device=WHERE),
         partials, flags[0], flags[1],
         COLUMNS=tables.COLUMNS, PARTIALS=tables.PARTIALS, BLOCK=BLOCK, GROUP=GROUP, MOMENTS=True,
     )  # fmt: skip
     assert flags[0, :count].nonzero().flatten().tolist() == sorted(set(units[:2]))
     assert float(partials.view(3, -1)[:, 0].sum().sqrt()) == pytest.approx(float(gradient.double().norm()), rel=1e-12)
     assert partials.view(3, -1)[:, 2].sum() == int((gradient == 0).sum())
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_any_cut_reads_the_same(cut: Cut) -> None:
+    """Each way to cut the work that the benchmark on a GPU tries gives the right numbers."""
+    gradients = [(some((5, 3 * cut.block // 2), kind, place), rows_first(5)) for place, kind in enumerate(KINDS)]
+    with applied(cut):
+        assert_right(Launcher(WHERE, WITH_MOMENTS, launch.programs()), [*gradients, (some((90, 24)), rows_first(90))])
+
+
+def test_the_table_of_cuts_has_a_row_for_each() -> None:
+    """What a GPU is to tell is asked of it without an error."""
+    model = torch.nn.Linear(40, 30).to(WHERE)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    found = cuda_cuts.table(model, WHERE, CUTS[:2])
+    assert [row[:2] for row in found["rows"]] == [[BLOCK, BLOCKS], [BLOCK, CUTS[1].blocks]]
+    assert all(row[4] > 0 for row in found["rows"])
 
 
 @pytest.mark.parametrize("elements", [1, BLOCK, BLOCK * MOST_TILES, BLOCK * MOST_TILES + 1, 10**9, 2**31 + 5, 2**40])

@@ -24,8 +24,8 @@ from torch_grad_exporter.statistics.layout import Layout
 WARPS = 8
 """Of a program of the first launch: 16 elements of a block for each thread."""
 
-REGISTERS = 80
-"""Of a thread, at most, so that three programs share a multiprocessor; then a thread spills up to 256 bytes, says `ptxas -v`."""
+REGISTERS = 64
+"""Of a thread, at most, so that four programs share a multiprocessor. The loops over whole blocks need no more; others spill."""
 
 ANY: Mapping[str, object] = {"enable_fp_fusion": True}
 """How both programs are compiled: a product and a sum may be one operation. Left open, newer versions of Triton warn."""

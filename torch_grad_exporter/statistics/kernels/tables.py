@@ -22,11 +22,14 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BLOCK = 4096
 """Elements that one program of a launch reads at a time."""
 
+BLOCKS = 8
+"""Blocks of a tile at least, if the gradient has as many: what a program does once for each tile costs as much as two of them."""
+
 MOST_TILES = 1024
 """Tiles of a gradient at most, each read by one program: those of a larger gradient are longer. A power of 2."""
 
-GROUP = 16
-"""Elements whose unit is told once, where no run of a unit ends among them. A divisor of `BLOCK`."""
+GROUP = 8
+"""Neighbours that one thread loads, whose unit is told once where no run of a unit ends among them. A divisor of `BLOCK`."""
 
 COLUMNS = 8
 """Of an entry for a gradient: elements, kind, elements of a tile, first tile, tiles, `inner`, `count`, first flag or -1."""
@@ -37,7 +40,8 @@ PARTIALS = 8
 MOST_PARTIALS = (1 << 26) // (8 * PARTIALS)
 """Tiles of a launch, at most, so that what is kept of them takes 64 MiB: gradients that have more are read in several launches."""
 
-_INT32 = 2**31 - 1
+_MOST_UNITS = 2**30
+"""Of a gradient, so that the number of a unit and of the next few thousand are int32."""
 
 Read = tuple[torch.Tensor, UnitLayout | None]
 """A gradient to read, and its units."""
@@ -60,7 +64,7 @@ def runs(gradient: torch.Tensor, layout: UnitLayout | None) -> tuple[int, int] |
     """`inner` and `count` of the units of a dense gradient, (1, 0) if it has none; `None` where no such pair describes them."""
     if layout is None:
         return 1, 0
-    if layout.count > _INT32:
+    if layout.count > _MOST_UNITS:
         return None
     if layout.dims == (0,):
         return _merged(gradient, layout.count)
@@ -119,7 +123,7 @@ def form(gradient: torch.Tensor, layout: UnitLayout | None) -> int:
 
 def tiles(elements: int) -> tuple[int, int]:
     """How a gradient of so many elements is cut: elements of a tile, and tiles. It follows from the size alone."""
-    length = BLOCK * max(1, math.ceil(elements / (BLOCK * MOST_TILES)))
+    length = BLOCK * max(BLOCKS, math.ceil(elements / (BLOCK * MOST_TILES)))
     return length, math.ceil(elements / length)
 
 
