@@ -70,6 +70,11 @@ def new_layers(count: int) -> Records:
     return rows
 
 
+def of_a_sample(rows: Records) -> FloatArray:
+    """A view of what of each layer is that of its optimizer's last sample, shape (rows, OF_A_SAMPLE): a record begins with it."""
+    return np.ndarray((len(rows), len(OF_A_SAMPLE)), np.float64, rows, 0, (rows.itemsize, 8)) if len(rows) else np.zeros((0, 0))
+
+
 def moved(rows: Records, index: IntArray, empty: Records) -> Records:
     """The rows with these numbers, in this order; -1 is a new one, as `empty`, a single record, is."""
     return np.concatenate([rows, empty])[index]

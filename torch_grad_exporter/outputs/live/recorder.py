@@ -147,9 +147,9 @@ class Moments:
         A layer that is not tracked at present goes on counting when it is tracked again.
         """
         every = [*names, *gradients.untracked.labels]
-        values = np.concatenate([layer_values, gradients.untracked.values])
-        new = self._captured.since(every, values["captures"])
-        spoiled = self._spoiled.since(every, values["nans"] + values["infs"])
+        parts = (layer_values, gradients.untracked.values)
+        new = self._captured.since(every, np.concatenate([part["captures"] for part in parts]))
+        spoiled = self._spoiled.since(every, np.concatenate([part["nans"] + part["infs"] for part in parts]))
         return new[: len(names)], spoiled[: len(names)]
 
     def _of_samples(self, reading: Reading) -> tuple[Values, Flags]:
@@ -286,11 +286,15 @@ class _Growth:
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._names: Sequence[str] = ()
+        self._counts: FloatArray = np.zeros(0)
 
     def since(self, names: Sequence[str], counts: FloatArray) -> Flags:
-        before = np.array([self._before.get(name, 0.0) for name in names])
-        self._before = dict(zip(names, counts.tolist(), strict=True))
+        before = self._counts
+        if names != self._names:
+            known = dict(zip(self._names, before.tolist(), strict=True))
+            before = np.array([known.get(name, 0.0) for name in names])
+        self._names, self._counts = names, counts
         grown: Flags = (counts != before) & (counts > 0)
         return grown
 
