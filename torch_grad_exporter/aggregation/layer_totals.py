@@ -207,8 +207,8 @@ class LayerTotals:
         layers, rows, norms = self._values, groups.layers, groups.combined(Column.NORM)
         finite = np.isfinite(norms)
         squares = np.square(groups.combined(Column.NORM, counted=True))
-        fits = np.isfinite(layers["squared_total"][rows] + squares)
-        layers["squared_total"][rows[fits]] += squares[fits]
+        sums = layers["squared_total"][rows] + squares
+        layers["squared_total"][rows] = np.where(np.isfinite(sums), sums, layers["squared_total"][rows])
         entered, entered_norms = enter_norms(layers, rows, norms, DECADE_BOUNDS)
         self._exponential.observe((self.table.layers[row] for row in entered.tolist()), entered_norms)
         zscore, spike = self._baseline.judge(rows, norms)

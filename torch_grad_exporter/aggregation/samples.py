@@ -105,12 +105,13 @@ def values(vector: FloatArray | None) -> FloatArray:
 class Choice:
     """Some parameters of a table by layer. `layers`: shape (groups,), ascending.
 
-    `chosen`: the positions of the parameters, those of one layer next to each other; `starts`: where each layer's begin, shape
-    (groups,). `counts`: which of them count in sums over ranks, `None` where all do.
+    `chosen`: the positions of the parameters, those of one layer next to each other; `group`: the place in `layers` of each;
+    `starts`: where each layer's begin, shape (groups,). `counts`: which count in sums over ranks, `None` where all do.
     """
 
     layers: IntArray
     chosen: IntArray
+    group: IntArray
     starts: IntArray
     counts: BoolArray | None
 
@@ -120,9 +121,9 @@ class Choice:
         chosen = np.flatnonzero(wanted)
         layer_of = table.layer_of[chosen]
         order = np.argsort(layer_of, kind="stable")
-        layers, starts = np.unique(layer_of[order], return_index=True)
+        layers, starts, group = np.unique(layer_of[order], return_index=True, return_inverse=True)
         counts = table.counts[chosen[order]]
-        return cls(layers, chosen[order], starts, None if counts.all() else counts)
+        return cls(layers, chosen[order], group, starts, None if counts.all() else counts)
 
 
 class Choices:
@@ -152,7 +153,7 @@ class Groups:
         self._choice = choice
         self.layout = sample.layout
         self._columns = sample.columns[choice.chosen]
-        self._combined = sample.layout.runs(self._columns, choice.starts)
+        self._combined = sample.layout.runs(self._columns, choice.group, choice.starts)
 
     def combined(self, place: int, *, counted: bool = False) -> FloatArray:
         """What the column at this place is in each group, by its declaration; `counted`: of what counts in sums over ranks."""
@@ -160,7 +161,7 @@ class Groups:
         if not counted or counts is None:
             return self._combined[:, place]
         values = np.where(counts, self._columns[:, place], 0.0)
-        return self.layout.columns[place].combine.runs(values[:, None], self._choice.starts)[:, 0]
+        return self.layout.columns[place].combine.groups(values, self._choice.group, len(self.layers))
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """The sum of a per-parameter number in each group."""

@@ -85,8 +85,10 @@ def enter_norms(table: Records, rows: IntArray, norms: FloatArray, bounds: Float
 
     What would make the sum overflow is left out, like what is not finite.
     """
-    fits = np.isfinite(table["bucket_sum"][rows] + norms)
-    rows, norms = rows[fits], norms[fits]
+    sums = table["bucket_sum"][rows] + norms
+    fits = np.isfinite(sums)
+    if not fits.all():
+        rows, norms, sums = rows[fits], norms[fits], sums[fits]
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
-    table["bucket_sum"][rows] += norms
+    table["bucket_sum"][rows] = sums
     return rows, norms

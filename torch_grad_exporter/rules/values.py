@@ -45,6 +45,9 @@ class Table:
         return float(finite.max()) if len(finite) else None
 
 
+_NOTHING = Table()
+
+
 class Values:
     """Families by metric and labels, indexed when first used. From any thread."""
 
@@ -94,7 +97,7 @@ def _together(tables: Sequence[Table]) -> Table:
     if len(tables) == 1:
         return tables[0]
     rows = tuple(row for table in tables for row in table.rows)
-    return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else Table()
+    return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else _NOTHING
 
 
 def _without_removed(family: Family) -> Table:

@@ -36,7 +36,7 @@ class Combine(enum.Enum):
                 return root_of_squares(values, group, groups)
         return found
 
-    def runs(self, rows: FloatArray, starts: IntArray) -> FloatArray:
+    def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """The same of rows, shape (n, columns), that stand by group; `starts`: where each group begins. Shape (groups, columns)."""
         match self:
             case Combine.SUM:
@@ -46,10 +46,9 @@ class Combine(enum.Enum):
             case Combine.MAX:
                 return np.maximum.reduceat(rows, starts, axis=0)
             case Combine.ROOT_OF_SQUARES:
-                sizes = np.diff(starts, append=len(rows))
                 largest = np.maximum.reduceat(rows, starts, axis=0)
                 scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-                return np.sqrt(np.add.reduceat(np.square(rows / np.repeat(scale, sizes, axis=0)), starts, axis=0)) * scale
+                return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
 
     def repeated(self, value: float, times: int) -> float:
         """The combined value of so many parts that each have this one."""

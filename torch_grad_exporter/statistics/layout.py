@@ -93,11 +93,11 @@ class Layout:
         columns = zip(self.columns, rows.T, strict=True)
         return np.stack([column.combine.groups(values, group, groups) for column, values in columns], axis=1)
 
-    def runs(self, rows: FloatArray, starts: IntArray) -> FloatArray:
+    def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
         """The same where the rows of a group stand next to each other; `starts`: where each begins."""
         found = np.empty((len(starts), self.width))
         for way, places in self._by_way:
-            found[:, places] = way.runs(rows[:, places], starts)
+            found[:, places] = way.runs(rows[:, places], group, starts)
         return found
 
 

@@ -23,8 +23,8 @@ LASTING = np.array([name == "learning_rate" for name in SCALARS])
 
 def scalars(**values: float) -> Values:
     """Those that are named, shape (scalars,); NaN for the others. What 32 bits cannot hold becomes their largest number."""
-    found = np.array([values.get(name, np.nan) for name in SCALARS])
-    return np.where(np.isfinite(found), np.clip(found, -_MOST, _MOST), found).astype(np.float32)
+    found = [values.get(name, math.nan) for name in SCALARS]
+    return np.array([min(max(one, -_MOST), _MOST) if math.isfinite(one) else one for one in found], dtype=np.float32)
 
 
 class Row:
