@@ -69,6 +69,8 @@ class Moments:
     def __init__(self, dead_from: int, quantities: Sequence[str] = QUANTITIES) -> None:
         self._dead_from = dead_from
         self._quantities = quantities
+        self._moments = [name for name in quantities if name in MOMENTS]
+        self._flagged = [place for place, name in enumerate(quantities) if name in ("norm", *MOMENTS)]
         self._steps = (0.0, 0.0)
         self._losses_told = 0
         """How many losses that are not finite were told by themselves."""
@@ -106,12 +108,11 @@ class Moments:
             # Where an element is not finite neither is: the norm's flag says so.
             **{
                 name: np.where(new & layer_values["sized"] & np.isfinite(layer_values[name]), layer_values[name], np.nan)
-                for name in MOMENTS
+                for name in self._moments
             },
         }
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
-        flagged = [place for place, name in enumerate(self._quantities) if name in ("norm", *MOMENTS)]
-        nonfinite[:, flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
+        nonfinite[:, self._flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
         norms, spoiled_norms = self._of_samples(reading)
         moment = Moment(
             gradients.samples,
