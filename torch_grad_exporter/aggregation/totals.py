@@ -47,7 +47,8 @@ class _Recent:
     """Of the last `RATIO_STEPS` steps, what the exporter took and how long each was, in seconds."""
 
     def __init__(self) -> None:
-        self._own, self._seconds = np.zeros((2, RATIO_STEPS))
+        # Plain lists: a step is entered by itself, and into an array that takes several times as long.
+        self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS
         self._count = 0
 
     def add(self, own: float, seconds: float) -> None:
@@ -59,15 +60,15 @@ class _Recent:
     @property
     def overhead_ratio(self) -> float | None:
         """What the exporter took over how long they were."""
-        training = float(self._seconds.sum())
-        return float(self._own.sum()) / training if training else None
+        training = sum(self._seconds)
+        return sum(self._own) / training if training else None
 
     def slowest(self, ahead: Sequence[float]) -> float | None:
         """The longest of the last `SLOWEST_STEPS`, of which these came last."""
         more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
         end = self._count % RATIO_STEPS
-        parts = self._seconds[max(0, end - more) : end], self._seconds[RATIO_STEPS - max(0, more - end) :]
-        return max([*ahead[-SLOWEST_STEPS:], *(float(part.max()) for part in parts if len(part))], default=None)
+        before = self._seconds[RATIO_STEPS - max(0, more - end) :]
+        return max((*ahead[-SLOWEST_STEPS:], *before, *self._seconds[max(0, end - more) : end]), default=None)
 
 
 @dataclass(slots=True)

@@ -76,6 +76,8 @@ class Moments:
         """How many losses that are not finite were told by themselves."""
         self._last: tuple[Records, Moment] | None = None
         """The layers' values when they were last gone through, and the moment: where they are the same, nothing has come."""
+        self._without: Moment | None = None
+        """What is left of that moment without what was new then."""
         self._captured, self._spoiled, self._norms, self._losses = _Growth(), _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
@@ -125,22 +127,19 @@ class Moments:
             step,
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
-        self._last = gradients.layer_values, moment
+        self._last, self._without = (gradients.layer_values, moment), None
         return moment
 
     def _without_sample(self, reading: Reading) -> Moment | None:
         """What `of_sample` makes of the gradients where they are still those of the moment before, else `None`."""
         if self._last is None or reading.snapshot.gradients.layer_values is not self._last[0]:
             return None
-        before, shape = self._last[1], self._last[1].values.shape
-        nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
-        return replace(
-            before,
-            values=nothing,
-            scalars=scalars(),
-            nonfinite=none,
-            scalars_nonfinite=np.zeros(len(SCALARS), dtype=np.bool_),
-        )
+        if self._without is None:
+            before, shape = self._last[1], self._last[1].values.shape
+            nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
+            none_of_run = np.zeros(len(SCALARS), dtype=np.bool_)
+            self._without = replace(before, values=nothing, scalars=scalars(), nonfinite=none, scalars_nonfinite=none_of_run)
+        return self._without
 
     def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
         """Which of the layers had a sample since the moment before, and which an element that was not finite.
