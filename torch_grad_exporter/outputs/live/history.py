@@ -176,7 +176,8 @@ class History:
         self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()
         if rows := self._rows.take(every=every):
-            values, flags = np.stack([row.values for row in rows]), np.stack([row.nonfinite for row in rows])
+            values = np.array([row.values for row in rows], dtype=np.float32)
+            flags = np.array([row.nonfinite for row in rows])
             self._scalars.extend([row.at for row in rows], [row.step for row in rows], values, flags)
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
