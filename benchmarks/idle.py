@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size, doing = chosen.case
         print(json.dumps(case(size, doing, chosen.windows)))
         return 0
+    torch.set_num_threads(1)  # as in each case: the head of the results says how many there are
     found = {}
     for size in SIZES:
         for doing in DOING:
