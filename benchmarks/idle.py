@@ -2,7 +2,8 @@
 
 No scrape, no page, no push. A small model and one of 100 MB, each while it trains, at 100 steps a second at most, and while the
 program does nothing after some steps. Each case has a process of its own; what is taken is the CPU time of the exporter's threads
-alone, also of those that have ended meanwhile, as those that run collectors. So a busy machine changes little.
+alone, also of those that have ended meanwhile, as those that run collectors. So a busy machine changes little; but what a sample
+costs decides how many there are, and each costs these threads as well: the table says how many there were.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypedDict
 
 import torch
 
 from benchmarks import record
-from torch_grad_exporter import start_exporter
+from torch_grad_exporter import Exporter, start_exporter
 
 WINDOW_SECONDS = 15.0
 """Each has one judgement of the run by a scrape."""
@@ -38,6 +40,13 @@ SIZES: Mapping[str, int] = {"small": 64, "100 MB": 5000}
 """Features in and out of the one layer, in 32 bits."""
 
 DOING = ("training", "idle")
+
+
+class Found(TypedDict):
+    """What a case has come to. `shares`: for each window the share of a core by thread; `samples`: in a second."""
+
+    shares: list[dict[str, float]]
+    samples: float
 
 
 class Ended:
@@ -79,18 +88,17 @@ def stepper(width: int) -> tuple[torch.nn.Module, Callable[[], None]]:
     return model, step
 
 
-def windows(step: Callable[[], None] | None, seconds: Sequence[float], ended: Ended) -> Iterator[tuple[dict[str, float], int]]:
-    """For each window the share of a core by thread, and how many steps there were."""
+def windows(step: Callable[[], None] | None, seconds: Sequence[float], ended: Ended) -> Iterator[dict[str, float]]:
+    """For each window the share of a core by thread."""
     for length in seconds:
-        before, begin, steps = spent(ended), time.monotonic(), 0
+        before, begin = spent(ended), time.monotonic()
         while (left := begin + length - time.monotonic()) > 0:
             start = time.monotonic()
             if step is not None:
                 step()
-                steps += 1
             time.sleep(max(0.0, min(left, STEP_SECONDS - (time.monotonic() - start)) if step else left))
         now, passed = spent(ended), time.monotonic() - begin
-        yield {name: (now[name] - before[name]) / passed for name in now}, steps
+        yield {name: (now[name] - before[name]) / passed for name in now}
 
 
 def case(size: str, doing: str, count: int) -> dict[str, object]:
@@ -99,22 +107,31 @@ def case(size: str, doing: str, count: int) -> dict[str, object]:
     logging.getLogger("torch_grad_exporter").setLevel(logging.ERROR)
     ended = Ended()
     model, step = stepper(SIZES[size])
-    with start_exporter(model, port=0, addr="127.0.0.1"):
+    with start_exporter(model, port=0, addr="127.0.0.1") as exporter:
         for _ in range(FIRST_STEPS):
             step()
-        found = list(windows(step if doing == "training" else None, (WARM_UP_SECONDS, *[WINDOW_SECONDS] * count), ended))[1:]
-    return {"shares": [shares for shares, _ in found], "steps": [steps for _, steps in found]}
+        of_windows = windows(step if doing == "training" else None, (WARM_UP_SECONDS, *[WINDOW_SECONDS] * count), ended)
+        next(of_windows)
+        before = sampled(exporter)
+        found = list(of_windows)
+        samples = sampled(exporter) - before
+    return {"shares": found, "samples": samples / (count * WINDOW_SECONDS)}
 
 
-def measured(size: str, doing: str, count: int) -> dict[str, list[dict[str, float]]]:
+def sampled(exporter: Exporter) -> float:
+    """How many samples there were. To be asked between windows, as it is a look."""
+    return sum(exporter.values("^torch_grad_exporter_captures_total").values())
+
+
+def measured(size: str, doing: str, count: int) -> Found:
     """One case, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.idle", "--case", size, doing, "--windows", str(count)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=record.ROOT)  # noqa: S603 - our own
-    found: dict[str, list[dict[str, float]]] = json.loads(done.stdout)
+    found: Found = json.loads(done.stdout)
     return found
 
 
-def table(found: Mapping[tuple[str, str], Mapping[str, list[dict[str, float]]]]) -> record.Table:
+def table(found: Mapping[tuple[str, str], Found]) -> record.Table:
     """A row for each case: all threads together, with the least and the most of any window, and each thread."""
     roles = sorted({role for one in found.values() for shares in one["shares"] for role, share in shares.items() if share >= 5e-7})
     rows: list[list[record.Cell]] = []
@@ -123,12 +140,22 @@ def table(found: Mapping[tuple[str, str], Mapping[str, list[dict[str, float]]]])
         sums = [sum(window.values()) for window in shares]
         by_role = [_percent(_mean([window.get(role, 0.0) for window in shares])) for role in roles]
         within = "yes" if _mean(sums) < BAR else "no"
-        rows.append([size, doing, _percent(_mean(sums)), f"{_percent(min(sums))} to {_percent(max(sums))}", *by_role, within])
+        rows.append(
+            [
+                size,
+                doing,
+                round(one["samples"], 2),
+                _percent(_mean(sums)),
+                f"{_percent(min(sums))} to {_percent(max(sums))}",
+                *by_role,
+                within,
+            ]
+        )
     notes = [
         f"CPU time of the exporter's own threads in percent of a core, over windows of {WINDOW_SECONDS:g} s; bar {BAR:.1%}.",
         "No scrape, no page and no push. `collect` runs the collectors of each judgement by a scrape.",
     ]
-    columns = ("model", "the program", "all threads %", "of a window", *roles, "within the bar")
+    columns = ("model", "the program", "samples per s", "all threads %", "of a window", *roles, "within the bar")
     return record.table("The exporter's threads while nobody looks", columns, rows, notes)
 
 
@@ -150,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size, doing = chosen.case
         print(json.dumps(case(size, doing, chosen.windows)))
         return 0
+    torch.set_num_threads(1)  # as in each case: the head of the results says how many there are
     found = {}
     for size in SIZES:
         for doing in DOING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -18,9 +18,10 @@ from tests.aggregation.test_gradients import captured, row
 from tests.support.gradients import INF, NAN, close
 from tests.support.properties import no_timeout_in_a_soak
 from torch_grad_exporter.aggregation.baseline import Baseline, Baselines
-from torch_grad_exporter.aggregation.samples import Groups, Sample
+from torch_grad_exporter.aggregation.samples import Choice, Groups, Sample
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.combine import length
 
 pytestmark = no_timeout_in_a_soak
 
@@ -33,22 +34,29 @@ def measured_rows(draw: st.DrawFn) -> list[float]:
     return row(norm, zeros=draw(st.integers(0, 8)), nans=nans, infs=infs)
 
 
-@given(st.dictionaries(st.integers(0, 5), measured_rows(), min_size=1), st.booleans())
-def test_a_layer_is_the_sum_of_its_parameters(rows: dict[int, list[float]], together: bool) -> None:
+@given(st.dictionaries(st.integers(0, 5), measured_rows(), min_size=1))
+def test_a_layer_is_the_sum_of_its_parameters(rows: dict[int, list[float]]) -> None:
     """Norm, counts and extremes of a group are those over all its parameters, whatever their size."""
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "abc"})
-    sample = Sample.of(captured(1, rows, table=LayerIndex({"": layers}).table, owners=[0] * 6))
+    table = LayerIndex({"": layers}).table
+    sample = Sample.of(captured(1, rows, table=table, owners=[0] * 6))
     with np.errstate(all="ignore"):
-        groups = Groups.of(sample, sample.present, together=together)
+        groups = Groups(sample, Choice.of(table, sample.present))
         norms, nans, zeros = (groups.combined(column) for column in (Column.NORM, Column.NANS, Column.ZEROS))
         smallest, largest = groups.combined(Column.MIN), groups.combined(Column.MAX)
-    members = [list(rows.values())] if together else [[r for p, r in rows.items() if p // 2 == i] for i in groups.layers]
-    for i, own in enumerate(members):
-        norm = NAN if any(r[Column.NANS] for r in own) else math.hypot(*(r[Column.NORM] for r in own))
-        assert close(norms[i], norm, 1e-12)
+    for i, layer in enumerate(groups.layers.tolist()):
+        own = [one for place, one in rows.items() if place // 2 == layer]
+        assert close(norms[i], norm_of(own), 1e-12)
         assert (nans[i], zeros[i]) == (sum(r[Column.NANS] for r in own), sum(r[Column.ZEROS] for r in own))
         assert close(smallest[i], NAN if nans[i] else min(r[Column.MIN] for r in own), 0)
         assert close(largest[i], NAN if nans[i] else max(r[Column.MAX] for r in own), 0)
+    assert groups.layers.tolist() == sorted({place // 2 for place in rows})
+    assert close(length(sample.norms[sample.present]), norm_of(rows.values()), 1e-12)
+
+
+def norm_of(rows: Iterable[Sequence[float]]) -> float:
+    """The norm of all these parameters together."""
+    return NAN if any(one[Column.NANS] for one in rows) else math.hypot(*(one[Column.NORM] for one in rows))
 
 
 def judged_exactly(series: Sequence[float], *, log: bool) -> list[tuple[Fraction | None, bool]]:

@@ -390,10 +390,12 @@ class Machine(RuleBasedStateMachine):
         self.compare(snapshot)
         self.nothing_falls(snapshot)
         assert not np.isinf(snapshot.gradients.recent_max).any()
-        for baselines in (self.gradients._layers._baseline, self.gradients._optimizers._baseline):
-            filled = np.isfinite(baselines._rows["past"]).sum(axis=1)
-            assert filled.tolist() == np.minimum(baselines._rows["count"], 128).tolist()
-            assert not np.isinf(baselines._rows["past"]).any()
+        rows = self.gradients._layers._baseline._rows
+        assert np.isfinite(rows["past"]).sum(axis=1).tolist() == np.minimum(rows["count"], 128).tolist()
+        assert not np.isinf(rows["past"]).any()
+        for baseline in self.gradients._optimizers._baselines:
+            assert np.isfinite(baseline._past).all()
+            assert sorted(baseline._past) == baseline._ordered
 
     def compare(self, snapshot: Snapshot) -> None:
         """Counts and histograms are those of the model."""

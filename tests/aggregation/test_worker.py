@@ -340,6 +340,34 @@ def test_while_nothing_comes_the_worker_rests(monkeypatch: pytest.MonkeyPatch) -
     assert rest.side.snapshot().totals.duration_sum == 0.75
 
 
+def test_who_reads_each_second_spares_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the history does: what it takes in, the worker need not; once it reads no more, the worker drains within a second."""
+    rest = Resting(monkeypatch)
+    for _ in range(20):
+        rest.post.append(Stepped(0.25, 0.0))
+        rest.seconds += 0.4
+        rest.side.snapshot()
+        rest.post.append(Stepped(0.25, 0.0))
+        rest.seconds += 0.6
+        rest.side._work()
+    assert (rest.drains, len(rest.post)) == (0, 1)
+    rest.turns(1)
+    assert (rest.drains, len(rest.post)) == (1, 0)
+
+
+@pytest.mark.parametrize("why", ["backlog", "under way", "somebody waits"])
+def test_the_worker_is_not_spared_what_cannot_wait(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the mailbox was drained a moment ago."""
+    rest = Resting(monkeypatch, hurried=why == "somebody waits")
+    rest.side.snapshot()
+    if why == "under way":
+        rest.side._waiting.append((NOW, Closed(1, Outcome.STEPPED, OWNED, frozenset({0}), {0: 1})))
+    for _ in range(BACKLOG if why == "backlog" else 1):
+        rest.post.append(Stepped(0.25, 0.0))
+    rest.side._work()
+    assert (rest.drains, len(rest.post)) == (1, 0)
+
+
 def test_a_sample_that_is_pending_is_counted_though_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker goes on draining until its time is up: a NaN before a hang shows without a scrape."""
     rest = Resting(monkeypatch)

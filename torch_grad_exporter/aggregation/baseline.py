@@ -70,10 +70,16 @@ class Baselines:
 
     def _judge(self, rows: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
         usable = np.isfinite(samples) & (samples > 0)
+        enough = self._rows["count"][rows] >= ENOUGH
+        if usable.all() and enough.all():  # as most often: nothing is to be picked out
+            values = np.log(samples)
+            zscore, spike = self._compare(rows, values)
+            self._take_in(rows, values, spike)
+            return zscore, spike
         values = np.log(np.where(usable, samples, 1.0))
         zscore = np.full(len(rows), np.nan)
         spike = np.zeros(len(rows), dtype=np.bool_)
-        judged = np.flatnonzero(usable & (self._rows["count"][rows] >= ENOUGH))
+        judged = np.flatnonzero(usable & enough)
         if judged.size:
             zscore[judged], spike[judged] = self._compare(rows[judged], values[judged])
         self._take_in(rows[usable], values[usable], spike[usable])
@@ -90,13 +96,16 @@ class Baselines:
     def _take_in(self, rows: IntArray, values: FloatArray, spike: BoolArray) -> None:
         all_rows = self._rows
         in_a_row = all_rows["spikes_in_a_row"]
-        in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
-        renewed = rows[in_a_row[rows] >= NEW_LEVEL]
-        if renewed.size:
-            all_rows[renewed] = _empty(len(renewed))
-        kept = rows[~spike]
-        all_rows["past"][kept, all_rows["count"][kept] % WINDOW] = values[~spike]
-        all_rows["count"][kept] += 1
+        if spike.any():
+            in_a_row[rows] = np.where(spike, in_a_row[rows] + 1, 0)
+            renewed = rows[in_a_row[rows] >= NEW_LEVEL]
+            if renewed.size:
+                all_rows[renewed] = _empty(len(renewed))
+            rows, values = rows[~spike], values[~spike]
+        in_a_row[rows] = 0
+        count = all_rows["count"][rows]
+        all_rows["past"][rows, count % WINDOW] = values
+        all_rows["count"][rows] = count + 1
 
 
 class Baseline:

@@ -17,19 +17,19 @@ from torch_grad_exporter.aggregation.baseline import Baselines
 from torch_grad_exporter.aggregation.cursor import Cursor, NormSums, Peaks
 from torch_grad_exporter.aggregation.edits import UNTOUCHED, Edit
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
-from torch_grad_exporter.aggregation.samples import Groups, Sample, values
+from torch_grad_exporter.aggregation.samples import Choices, Groups, Sample, values
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import (
     DECADE_BOUNDS,
     LAYER_TOTALS,
-    OF_A_SAMPLE,
     RECENT_SECONDS,
     Records,
     enter_norms,
     moved,
     new_layers,
+    of_a_sample,
 )
-from torch_grad_exporter.metrics.families import REMOVED, FloatArray, IntArray
+from torch_grad_exporter.metrics.families import REMOVED, BoolArray, FloatArray, IntArray
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.combine import root_of_squares
@@ -68,6 +68,7 @@ class LayerTotals:
         self._exponential = exponential
         self._declared_places = {key: place for place, key in enumerate(layout.keys) if place >= len(Column)}
         self._declared = np.zeros((0, len(self._declared_places)))
+        self._choices = Choices()
         self._table: ParameterTable | None = None
         self._modules: dict[str, set[str]] = {}
         """By label, in the order of the rows, the names of the modules that it has represented, as far as they exist."""
@@ -145,31 +146,34 @@ class LayerTotals:
         """Makes a sample the last one of what the stepping optimizers own, and counts what of it is new."""
         sample = settled.sample
         self.use(sample.captured.table)
-        self._clear(settled)
-        self._show_missing(settled)
-        self._show(Groups.of(sample, settled.gradients(settled.shown)), sample)
-        self._count(Groups.of(sample, settled.gradients(settled.uncounted)))
-        self._judge(Groups.of(sample, settled.gradients(settled.unmeasured)), sample)
+        owned = settled.owned(settled.shown)
+        shown = self._groups(settled, settled.shown)
+        self._clear(self._choices.of(self.table, owned).layers)
+        self._show_missing(sample, shown, owned)
+        self._show(shown, sample)
+        self._count(shown if settled.uncounted == settled.shown else self._groups(settled, settled.uncounted))
+        self._judge(shown if settled.unmeasured == settled.shown else self._groups(settled, settled.unmeasured), sample)
         if settled.edited is not None:
             self._compare(settled, settled.edited)
 
-    def _clear(self, settled: Settled) -> None:
+    def _groups(self, settled: Settled, optimizers: frozenset[int]) -> Groups:
+        """The gradients of the sample that these optimizers own, by layer."""
+        return Groups(settled.sample, self._choices.of(self.table, settled.gradients(optimizers)))
+
+    def _clear(self, rows: IntArray) -> None:
         """What the stepping optimizers own has no values but those of this sample: a layer that it gave no gradient has none."""
-        mine = np.isin(settled.closed.owners, list(settled.shown)) | settled.gradients(settled.shown)
-        rows = np.unique(settled.sample.captured.table.layer_of[mine])
-        for name in OF_A_SAMPLE:
-            self._values[name][rows] = np.nan
+        of_a_sample(self._values)[rows] = np.nan
         self._values["read"][rows] = self._values["sized"][rows] = False
         self._declared[rows] = np.nan
 
-    def _show_missing(self, settled: Settled) -> None:
+    def _show_missing(self, sample: Sample, shown: Groups, owned: BoolArray) -> None:
         """Parameters that got no gradient, in the layers that the sample covers."""
-        table, sample = settled.sample.captured.table, settled.sample
-        missing = np.zeros(len(table.tracked), dtype=np.bool_)
-        missing[sample.captured.missing] = True
-        mine = np.isin(settled.closed.owners, list(settled.shown))
-        touched = np.unique(table.layer_of[mine & (sample.present | missing)])
-        self._values["missing"][touched] = np.bincount(table.layer_of[mine & missing], minlength=len(table.layers))[touched]
+        self._values["missing"][shown.layers] = 0
+        if len(sample.captured.missing):
+            missing = np.zeros(len(owned), dtype=np.bool_)
+            missing[sample.captured.missing] = True
+            rows, counts = np.unique(self.table.layer_of[owned & missing], return_counts=True)
+            self._values["missing"][rows] = counts
 
     def _show(self, groups: Groups, sample: Sample) -> None:
         layers, rows = self._values, groups.layers
@@ -203,8 +207,8 @@ class LayerTotals:
         layers, rows, norms = self._values, groups.layers, groups.combined(Column.NORM)
         finite = np.isfinite(norms)
         squares = np.square(groups.combined(Column.NORM, counted=True))
-        fits = np.isfinite(layers["squared_total"][rows] + squares)
-        layers["squared_total"][rows[fits]] += squares[fits]
+        sums = layers["squared_total"][rows] + squares
+        layers["squared_total"][rows] = np.where(np.isfinite(sums), sums, layers["squared_total"][rows])
         entered, entered_norms = enter_norms(layers, rows, norms, DECADE_BOUNDS)
         self._exponential.observe((self.table.layers[row] for row in entered.tolist()), entered_norms)
         zscore, spike = self._baseline.judge(rows, norms)

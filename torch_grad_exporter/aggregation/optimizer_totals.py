@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from torch_grad_exporter.aggregation.baseline import Baselines
+from torch_grad_exporter.aggregation.baseline import Baseline
 from torch_grad_exporter.aggregation.cursor import Cursor, Peaks
 from torch_grad_exporter.aggregation.exponential import Counts, ExponentialCounts
-from torch_grad_exporter.aggregation.samples import Groups
 from torch_grad_exporter.aggregation.settlement import Settled
 from torch_grad_exporter.aggregation.tables import HALF_DECADE_BOUNDS, OPTIMIZER, UNOWNED, Records, enter_norms, moved
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.statistics import Column
+from torch_grad_exporter.statistics.combine import length
 from torch_grad_exporter.transfer.events import Outcome
 
 OBSERVED = -2
@@ -31,7 +31,7 @@ class OptimizerTotals:
         self._exponential = exponential
         self._row_of: dict[int, int] = {}
         self._totals: Records = np.zeros(0, dtype=OPTIMIZER)
-        self._baseline = Baselines()
+        self._baselines: list[Baseline] = []
         self._clipped: dict[int, int] = {}
         """By optimizer, the number of the last sample that was counted as clipped."""
         self._untold = False
@@ -52,7 +52,7 @@ class OptimizerTotals:
             return
         row = self._row(optimizer)
         one = self._totals[row : row + 1]
-        norm = Groups.of(sample, mine, together=True).combined(Column.NORM)
+        norm = np.array([length(sample.norms[mine])])
         if optimizer in settled.closed.steps:
             one["sample_step"] = settled.closed.steps[optimizer]
         clip = None if optimizer in settled.left_out else settled.clippings.get(optimizer)
@@ -97,7 +97,7 @@ class OptimizerTotals:
         if fresh:
             entered, norms = enter_norms(self._totals, rows, norm, HALF_DECADE_BOUNDS)
             self._exponential.observe(entered.tolist(), norms)
-            self._totals["spikes"][rows] += self._baseline.judge(rows, norm)[1]
+            self._totals["spikes"][row] += math.isfinite(norm[0]) and self._baselines[row].is_spike(float(norm[0]))
 
     def _row(self, optimizer: int) -> int:
         """The row of an optimizer; the first one takes over the row of samples from before any optimizer was known."""
@@ -106,10 +106,11 @@ class OptimizerTotals:
                 self._row_of[optimizer] = self._row_of.pop(UNOWNED)
             else:
                 index = np.append(np.arange(len(self._totals)), -1)
-                totals, baseline = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER)), self._baseline.moved(index)
+                totals = moved(self._totals, index, np.zeros(1, dtype=OPTIMIZER))
                 for cursor in self._cursors:
                     cursor.optimizers = cursor.optimizers.moved(index)
-                self._totals, self._baseline, self._row_of[optimizer] = totals, baseline, len(index) - 1
+                self._totals, self._row_of[optimizer] = totals, len(index) - 1
+                self._baselines.append(Baseline())
         return self._row_of[optimizer]
 
     def snapshot(self) -> tuple[tuple[int, ...], Records, bool, tuple[Counts, ...] | None]:

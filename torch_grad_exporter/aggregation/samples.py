@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray, IntArray
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 from torch_grad_exporter.transfer.events import Captured, Part
@@ -100,35 +101,68 @@ def values(vector: FloatArray | None) -> FloatArray:
     return vector
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Some parameters of a sample by layer: `layers`, shape (groups,), and to which of them each row belongs.
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Some parameters of a table by layer. `layers`: shape (groups,), ascending.
 
-    `counts`: which rows count in sums over ranks.
+    `chosen`: the positions of the parameters, those of one layer next to each other; `group`: the place in `layers` of each;
+    `starts`: where each layer's begin, shape (groups,). `counts`: which count in sums over ranks, `None` where all do.
     """
 
     layers: IntArray
     chosen: IntArray
     group: IntArray
-    columns: FloatArray
-    counts: BoolArray
-    layout: Layout
+    starts: IntArray
+    counts: BoolArray | None
 
     @classmethod
-    def of(cls, sample: Sample, wanted: BoolArray, *, together: bool = False) -> Groups:
-        """The wanted parameters by layer, or all in one group."""
+    def of(cls, table: ParameterTable, wanted: BoolArray) -> Choice:
+        """The wanted parameters, shape (parameters,)."""
         chosen = np.flatnonzero(wanted)
-        layer_of = np.zeros(len(chosen), dtype=np.int64) if together else sample.captured.table.layer_of[chosen]
-        layers, group = np.unique(layer_of, return_inverse=True)
-        return cls(layers, chosen, group, sample.columns[chosen], sample.captured.table.counts[chosen], sample.layout)
+        layer_of = table.layer_of[chosen]
+        order = np.argsort(layer_of, kind="stable")
+        layers, starts, group = np.unique(layer_of[order], return_index=True, return_inverse=True)
+        counts = table.counts[chosen[order]]
+        return cls(layers, chosen[order], group, starts, None if counts.all() else counts)
+
+
+class Choices:
+    """Makes choices, and keeps the last ones of a table: from sample to sample the same parameters are chosen, again and again."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._table: ParameterTable | None = None
+        self._known: dict[bytes, Choice] = {}
+
+    def of(self, table: ParameterTable, wanted: BoolArray) -> Choice:
+        """As `Choice.of`."""
+        if table is not self._table or len(self._known) > self.MOST:
+            self._table, self._known = table, {}
+        key = wanted.tobytes()
+        if key not in self._known:
+            self._known[key] = Choice.of(table, wanted)
+        return self._known[key]
+
+
+class Groups:
+    """The chosen parameters of a sample by layer. `layers`: shape (groups,)."""
+
+    def __init__(self, sample: Sample, choice: Choice) -> None:
+        self.layers = choice.layers
+        self._choice = choice
+        self.layout = sample.layout
+        self._columns = sample.columns[choice.chosen]
+        self._combined = sample.layout.runs(self._columns, choice.group, choice.starts)
 
     def combined(self, place: int, *, counted: bool = False) -> FloatArray:
         """What the column at this place is in each group, by its declaration; `counted`: of what counts in sums over ranks."""
-        values = self.columns[:, place]
-        if counted:
-            values = np.where(self.counts, values, 0.0)
-        return self.layout.columns[place].combine.groups(values, self.group, len(self.layers))
+        counts = self._choice.counts
+        if not counted or counts is None:
+            return self._combined[:, place]
+        values = np.where(counts, self._columns[:, place], 0.0)
+        return self.layout.columns[place].combine.groups(values, self._choice.group, len(self.layers))
 
     def total(self, per_parameter: IntArray) -> FloatArray:
         """The sum of a per-parameter number in each group."""
-        return np.bincount(self.group, per_parameter[self.chosen], len(self.layers)).astype(np.float64)
+        return np.add.reduceat(per_parameter[self._choice.chosen], self._choice.starts).astype(np.float64)

@@ -42,8 +42,7 @@ class ScalesByHand:
         memory = self._shown[optimizer]
         most = float(edit.ratios.max())
         found = NONE if most > LARGEST_UNSCALING * (1 + 1e-6) else HIDDEN
-        ratio = float(np.median(edit.ratios))
-        if found == HIDDEN and edit.alike and _is_unscaling(ratio):
+        if found == HIDDEN and edit.alike and _is_unscaling(ratio := float(np.median(edit.ratios))):
             found = 1 / ratio
         memory.enter(sample, found)
         shown = memory.all()

@@ -19,6 +19,9 @@ from torch_grad_exporter.aggregation.tables import UNOWNED
 from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.transfer.events import AfterClip, Closed, Outcome
 
+FEW = 8
+"""Optimizers that are compared with one by one: for that NumPy's search is slow. Of an optimizer for each parameter it is not."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
@@ -42,7 +45,17 @@ class Settled:
 
     def gradients(self, optimizers: frozenset[int]) -> BoolArray:
         """Which gradients of the sample these optimizers own, shape (parameters,)."""
-        return np.isin(self.closed.owners, list(optimizers)) & self.sample.present
+        return self.owned(optimizers) & self.sample.present
+
+    def owned(self, optimizers: frozenset[int]) -> BoolArray:
+        """Which parameters they own, shape (parameters,)."""
+        owners = self.closed.owners
+        if len(optimizers) > FEW:
+            return np.isin(owners, list(optimizers))
+        found = np.zeros(len(owners), dtype=np.bool_)
+        for one in optimizers:
+            found |= owners == one
+        return found
 
     def outcome(self, optimizer: int) -> Outcome:
         """What became of this optimizer's step."""
@@ -138,9 +151,9 @@ class Settlement:
             if event.optimizer in closed.stepped
         }
         of_loop = {optimizer: mine[optimizer] for event in loop if (optimizer := event.optimizer) in mine}
-        if not (sample.unscaled or ended.told or ended.given is not None):
-            self._reveal_scale(ended.number, sample, {o: Edit(sample.norms[own], after[own]) for o, own in of_loop.items()})
         edits = {optimizer: Edit(sample.norms[own], after[own]) for optimizer, own in of_loop.items()}
+        if not (sample.unscaled or ended.told or ended.given is not None) and self._reveal_scale(ended.number, sample, edits):
+            edits = {optimizer: Edit(sample.norms[own], after[own]) for optimizer, own in of_loop.items()}
         said = Said(divided=ended.told, norm=ended.given, part=bool(sample.captured.table.sharded.any()))
         verdicts = self._clippings.judge(ended.number, edits, said)
         for verdict in verdicts.values():  # of one optimizer at most: whose norm is given is not known where there are several
@@ -169,12 +182,13 @@ class Settlement:
                 edited.before[own], edited.after[own] = ended.sample.norms[own], after[own]
         return found, edited
 
-    def _reveal_scale(self, number: int, sample: Sample, edits: Mapping[int, Edit]) -> None:
-        """Divides by the scale that the norms themselves reveal. Each sample's is its own: the next one's may have grown."""
+    def _reveal_scale(self, number: int, sample: Sample, edits: Mapping[int, Edit]) -> bool:
+        """Divides by the scale that the norms themselves reveal, if they do. Each sample's is its own: the next may have grown."""
         found = [self._by_hand.look(number, optimizer, edit) for optimizer, edit in edits.items()]
         scales = [scale for scale in found if scale is not None]
         if scales:  # one loss was scaled, and clipping makes a scale seem larger than it is
             sample.unscale(min(scales))
+        return bool(scales)
 
 
 def _norms(events: Iterable[AfterClip], norms: FloatArray) -> FloatArray:

@@ -70,6 +70,11 @@ def new_layers(count: int) -> Records:
     return rows
 
 
+def of_a_sample(rows: Records) -> FloatArray:
+    """A view of what of each layer is that of its optimizer's last sample, shape (rows, OF_A_SAMPLE): a record begins with it."""
+    return np.ndarray((len(rows), len(OF_A_SAMPLE)), np.float64, rows, 0, (rows.itemsize, 8)) if len(rows) else np.zeros((0, 0))
+
+
 def moved(rows: Records, index: IntArray, empty: Records) -> Records:
     """The rows with these numbers, in this order; -1 is a new one, as `empty`, a single record, is."""
     return np.concatenate([rows, empty])[index]
@@ -80,8 +85,10 @@ def enter_norms(table: Records, rows: IntArray, norms: FloatArray, bounds: Float
 
     What would make the sum overflow is left out, like what is not finite.
     """
-    fits = np.isfinite(table["bucket_sum"][rows] + norms)
-    rows, norms = rows[fits], norms[fits]
+    sums = table["bucket_sum"][rows] + norms
+    fits = np.isfinite(sums)
+    if not fits.all():
+        rows, norms, sums = rows[fits], norms[fits], sums[fits]
     table["buckets"][rows, np.searchsorted(bounds, norms, side="left")] += 1
-    table["bucket_sum"][rows] += norms
+    table["bucket_sum"][rows] = sums
     return rows, norms

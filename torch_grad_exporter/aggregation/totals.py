@@ -47,25 +47,28 @@ class _Recent:
     """Of the last `RATIO_STEPS` steps, what the exporter took and how long each was, in seconds."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros((RATIO_STEPS, 2))
+        # Plain lists: a step is entered by itself, and into an array that takes several times as long.
+        self._own, self._seconds = [0.0] * RATIO_STEPS, [0.0] * RATIO_STEPS
         self._count = 0
 
     def add(self, own: float, seconds: float) -> None:
         """Takes a step."""
-        self._rows[self._count % RATIO_STEPS] = own, seconds
+        place = self._count % RATIO_STEPS
+        self._own[place], self._seconds[place] = own, seconds
         self._count += 1
 
     @property
     def overhead_ratio(self) -> float | None:
         """What the exporter took over how long they were."""
-        own, training = self._rows.sum(axis=0).tolist()
-        return own / training if training else None
+        training = sum(self._seconds)
+        return sum(self._own) / training if training else None
 
     def slowest(self, ahead: Sequence[float]) -> float | None:
         """The longest of the last `SLOWEST_STEPS`, of which these came last."""
         more = min(max(SLOWEST_STEPS - len(ahead), 0), self._count)
-        places = np.arange(self._count - more, self._count) % RATIO_STEPS
-        return max([*ahead[-SLOWEST_STEPS:], *self._rows[places, 1].tolist()], default=None)
+        end = self._count % RATIO_STEPS
+        before = self._seconds[RATIO_STEPS - max(0, more - end) :]
+        return max((*ahead[-SLOWEST_STEPS:], *before, *self._seconds[max(0, end - more) : end]), default=None)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """HostSide: takes what the training thread put into the mailbox, in the background, and keeps the totals.
 
-One daemon thread drains the mailbox each second or more often, and every scrape drains it first, so that a
-value is never older than the loop itself. Gradient events wait in their order until their vectors have
+One daemon thread drains the mailbox each second or more often, unless others have, and every scrape drains it first, so that
+a value is never older than the loop itself. Gradient events wait in their order until their vectors have
 arrived; everything else is counted at once. The training thread never takes the lock here.
 """
 
@@ -145,6 +145,8 @@ class HostSide:
         self._periodic = periodic
         self._hurried = hurried
         self._due, self._came = IDLE_SECONDS, (0, float("-inf"))
+        self._drained = float("-inf")
+        """When the mailbox was last drained, by whomever."""
         self._thread = BackgroundLoop("worker", self._work, self._do_periodic, guard=self._guard, pause=self._pause)
         mailbox.on_backlog(BACKLOG, self._thread.wake)
 
@@ -248,8 +250,10 @@ class HostSide:
             self._lock.release()
 
     def _work(self) -> None:
-        """Takes in what there is, if it is not clear that there is nothing."""
-        if self.changes is None or self._gradients.pending:
+        """Takes in what there is, if it is not clear that there is nothing, or that who reads each second takes it in."""
+        waits = self._waiting or self._observed or len(self._mailbox) >= BACKLOG
+        rests = self._clock() - self._drained < IDLE_SECONDS and not waits and not self._guard.result(self._hurried)
+        if not rests and (self.changes is None or self._gradients.pending):
             self.drain()
 
     def _do_periodic(self) -> None:
@@ -266,7 +270,7 @@ class HostSide:
         return min(self._due, HURRIED_SECONDS if hurried else IDLE_SECONDS)
 
     def _drain(self) -> None:
-        now = self._now()
+        now, self._drained = self._now(), self._clock()
         if self._mailbox.left_out > self._left_out:
             self._guard(self._note_left_out)
         while self._mailbox:

@@ -339,7 +339,7 @@ class GradientCollector:
         """
         names, optimizers = list(self._names), self._numbers(snapshot)
         more = np.zeros(max(1, len(optimizers)) - len(snapshot.totals), dtype=snapshot.totals.dtype)
-        totals = np.concatenate([snapshot.totals, more])
+        totals = np.concatenate([snapshot.totals, more]) if len(more) else snapshot.totals
         if len(optimizers) <= 1:
             return totals, [""]
         return totals, [names[number] if 0 <= number < len(names) else "" for number in optimizers]

@@ -130,9 +130,10 @@ class Family:
             raise ValueError(
                 f"{self.spec.name}: values of shape {self.values.shape}, expected {expected}; sums with a histogram only"
             )
-        if any(extra is not None and len(extra) != rows for extra in (self.exponential, self.exemplars)):
+        exponential, exemplars, present, sums = self.exponential, self.exemplars, self.present, self.sums
+        if (exponential is not None and len(exponential) != rows) or (exemplars is not None and len(exemplars) != rows):
             raise ValueError(f"{self.spec.name}: one mapping per row is expected with a histogram, {rows} in all")
-        if any(array is not None and array.shape != (rows,) for array in (self.present, self.sums)):
+        if (present is not None and present.shape != (rows,)) or (sums is not None and sums.shape != (rows,)):
             raise ValueError(f"{self.spec.name}: one entry per row is expected in `present` and `sums`, {rows} in all")
 
     @property

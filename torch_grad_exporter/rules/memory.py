@@ -68,8 +68,10 @@ class Memory:
         if self._moments and now - self._moments[-1][0] < self._every:
             return
         table = values.table(self._spec)
-        with np.errstate(over="ignore"):  # a copy: the original may be a view of much more
-            self._moments.append((now, Table(table.rows, table.numbers.astype(self._kind))))
+        if table.rows:
+            with np.errstate(over="ignore"):  # a copy: the original may be a view of much more
+                table = Table(table.rows, table.numbers.astype(self._kind))
+        self._moments.append((now, table))
         while len(self._moments) > 1 and self._moments[1][0] <= now - self._seconds:
             self._moments.popleft()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -45,12 +45,16 @@ class Table:
         return float(finite.max()) if len(finite) else None
 
 
+_NOTHING = Table()
+
+
 class Values:
     """Families by metric and labels, indexed when first used. From any thread."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._by_spec = by_spec(families)
         self._found: dict[Spec, dict[tuple[str, ...], Any]] = {}
+        self._tables: dict[Spec, Table] = {}
 
     def _index(self, spec: Spec) -> dict[tuple[str, ...], Any]:
         """Numbers, or the counts of a histogram, by the labels of their rows. All rows are gone through only once."""
@@ -76,11 +80,9 @@ class Values:
 
     def table(self, spec: Spec) -> Table:
         """All rows of a gauge or counter, but for the remainder of removed layers, whose growth says nothing about the training."""
-        tables = [_without_removed(family) for family in self._by_spec.get(spec, ())]
-        if len(tables) == 1:
-            return tables[0]
-        rows = tuple(row for table in tables for row in table.rows)
-        return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else Table()
+        if spec not in self._tables:
+            self._tables[spec] = _together([_without_removed(family) for family in self._by_spec.get(spec, ())])
+        return self._tables[spec]
 
     def histogram(self, spec: Spec, *labels: str) -> FloatArray | None:
         """The counts by bucket of the row with these labels; `None` if it is absent."""
@@ -89,6 +91,13 @@ class Values:
     def state(self) -> str | None:
         """The state of the run; `None` where it is not shown, since the collector `training` is off or has failed."""
         return next((labels[0] for labels, value in self.rows(TRAIN_STATE) if value), None)
+
+
+def _together(tables: Sequence[Table]) -> Table:
+    if len(tables) == 1:
+        return tables[0]
+    rows = tuple(row for table in tables for row in table.rows)
+    return Table(rows, np.concatenate([table.numbers for table in tables])) if tables else _NOTHING
 
 
 def _without_removed(family: Family) -> Table:

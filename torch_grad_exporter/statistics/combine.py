@@ -36,6 +36,20 @@ class Combine(enum.Enum):
                 return root_of_squares(values, group, groups)
         return found
 
+    def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
+        """The same of rows, shape (n, columns), that stand by group; `starts`: where each group begins. Shape (groups, columns)."""
+        match self:
+            case Combine.SUM:
+                return np.add.reduceat(rows, starts, axis=0)
+            case Combine.MIN:
+                return np.minimum.reduceat(rows, starts, axis=0)
+            case Combine.MAX:
+                return np.maximum.reduceat(rows, starts, axis=0)
+            case Combine.ROOT_OF_SQUARES:
+                largest = np.maximum.reduceat(rows, starts, axis=0)
+                scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+                return np.sqrt(np.add.reduceat(np.square(rows / scale[group]), starts, axis=0)) * scale
+
     def repeated(self, value: float, times: int) -> float:
         """The combined value of so many parts that each have this one."""
         match self:
@@ -57,5 +71,7 @@ def root_of_squares(norms: FloatArray, group: IntArray, groups: int) -> FloatArr
 
 def length(norms: FloatArray) -> float:
     """The L2 norm of one vector from those of its parts, shape (n,)."""
-    with np.errstate(invalid="ignore"):  # a NaN stays one
-        return float(root_of_squares(norms, np.zeros(len(norms), dtype=np.int64), 1)[0])
+    largest = float(norms.max(initial=0.0))
+    if not 0 < largest < math.inf:  # a NaN stays one
+        return largest
+    return math.sqrt(float(np.square(norms / largest).sum())) * largest

@@ -11,6 +11,7 @@ import torch
 
 from torch_grad_exporter.metrics.families import FloatArray, IntArray
 from torch_grad_exporter.statistics import moments
+from torch_grad_exporter.statistics.combine import Combine
 from torch_grad_exporter.statistics.declared import ColumnSpec, Statistic
 from torch_grad_exporter.statistics.together import NORM, TOGETHER
 
@@ -29,6 +30,8 @@ class Layout:
     keys: tuple[str, ...] = field(init=False)
     """The name of each column, with that of its statistic before it where it is measured apart."""
     _places: dict[str, int] = field(init=False)
+    _by_way: tuple[tuple[Combine, IntArray], ...] = field(init=False)
+    """The places of the columns that combine in the same way."""
 
     def __post_init__(self) -> None:
         columns = [(one, column) for one in self.statistics for column in one.columns]
@@ -36,6 +39,9 @@ class Layout:
         object.__setattr__(self, "columns", tuple(column for _, column in columns))
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "_places", {key: place for place, key in enumerate(keys)})
+        places = {way: [place for place, one in enumerate(self.columns) if one.combine is way] for way in Combine}
+        by_way = tuple((way, np.array(found, dtype=np.int64)) for way, found in places.items() if found)
+        object.__setattr__(self, "_by_way", by_way)
 
     @classmethod
     def of(cls, chosen: Sequence[Statistic] = ()) -> Self:
@@ -86,6 +92,13 @@ class Layout:
         """The rows of each group combined to one, shape (n, width) to (groups, width). No group is empty."""
         columns = zip(self.columns, rows.T, strict=True)
         return np.stack([column.combine.groups(values, group, groups) for column, values in columns], axis=1)
+
+    def runs(self, rows: FloatArray, group: IntArray, starts: IntArray) -> FloatArray:
+        """The same where the rows of a group stand next to each other; `starts`: where each begins."""
+        found = np.empty((len(starts), self.width))
+        for way, places in self._by_way:
+            found[:, places] = way.runs(rows[:, places], group, starts)
+        return found
 
 
 _Values = TypeVar("_Values", torch.Tensor, FloatArray)

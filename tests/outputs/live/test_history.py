@@ -69,6 +69,25 @@ def filled(records: Sequence[Row], together: Together, recent: int, whole: int) 
     return track
 
 
+def test_records_that_come_together_are_those_that_come_one_by_one() -> None:
+    """Also where bins are filled, halved and passed over by many at once."""
+    rng = np.random.default_rng(0)
+    values = np.where(rng.random((300, 3)) < 0.2, np.nan, rng.normal(size=(300, 3))).astype(np.float32)
+    values[rng.random((300, 3)) < 0.1] = np.inf
+    for together in Together:
+        one_by_one, at_once = (Track(3, together, recent=20, whole=16) for _ in range(2))
+        for number, record in enumerate(values):
+            one_by_one.append(number, number, record)
+        places = np.split(np.arange(300), [1, 1, 9, 16, 17, 60, 61, 200])
+        for part in places:
+            at_once.extend(part.tolist(), part.tolist(), values[part])
+        for window in (Track.recent, Track.whole):
+            found, wanted = window(at_once), window(one_by_one)
+            assert (found.first, found.stride, at_once.count) == (wanted.first, wanted.stride, 300)
+            for name in ("times", "steps", "values", "nonfinite"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+
+
 def same(found: np.ndarray, expected: Sequence[Row]) -> None:
     """Equal, a mean up to the rounding of 32 bits; NaN is equal to NaN."""
     wanted = np.array(expected, dtype=np.float32).reshape(found.shape)

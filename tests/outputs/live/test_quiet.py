@@ -6,8 +6,9 @@ import contextlib
 import importlib
 import pkgutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from tests.extensions.toy_rule import RULE
@@ -25,6 +26,9 @@ from torch_grad_exporter.outputs.live.history import History, Moment, Window
 from torch_grad_exporter.outputs.live.latest import WHOLE_TURNS
 from torch_grad_exporter.outputs.live.live import Live, Run
 from torch_grad_exporter.outputs.live.recorder import REMEMBER_SECONDS, recorder
+from torch_grad_exporter.outputs.live.rows import StepRows
+from torch_grad_exporter.outputs.live.track import Track
+from torch_grad_exporter.rules import Values
 from torch_grad_exporter.rules.memory import REMEMBERED
 
 NOW = 1_800_000_000.0
@@ -191,3 +195,30 @@ def test_while_nothing_happens_nothing_is_read(every: int, monkeypatch: pytest.M
         assert of_run == list(range(1, done + 1))
         exporter.observe(loss=1.0)
         assert 1 <= run.look(60) <= 3
+
+
+def test_steps_that_came_together_are_recorded_together(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps there were since the last record, each of which has a row of its own."""
+    run, extended = Looked(exporter, Perceptron(), monkeypatch), list[int]()
+    extend = Track.extend
+
+    def counted(track: Track, times: Sequence[float], steps: Sequence[float], *values: np.ndarray) -> None:
+        if track is exporter._view.history._scalars:
+            extended.append(len(times))
+        extend(track, times, steps, *values)
+
+    monkeypatch.setattr(Track, "extend", counted)
+    rows = StepRows()
+    for step in range(40):
+        rows.add_one(step, run.now, "loss", 1.0)
+    exporter._view.history._rows = rows
+    run.look(2)
+    assert extended == [40]
+
+
+def test_a_table_of_a_scrape_is_made_once() -> None:
+    """However many rules read it, and remember it; of a metric that is not there as well."""
+    values = Values([scalar(TRAIN_LOSS, 1.0)])
+    assert values.table(TRAIN_LOSS) is values.table(TRAIN_LOSS)
+    assert values.table(PROCESS_RESIDENT_MEMORY) is values.table(PROCESS_UNIQUE_MEMORY)
+    assert values.table(PROCESS_RESIDENT_MEMORY).rows == ()

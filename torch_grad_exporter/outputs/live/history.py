@@ -175,8 +175,10 @@ class History:
         values = np.where(LASTING & (not due), np.float32(np.nan), farther(self._late, moment.scalars))
         self._rows.add(moment.steps, now, values, moment.scalars_nonfinite)
         self._late = scalars()
-        for row in self._rows.take(every=every):
-            self._scalars.append(row.at, row.step, row.values, row.nonfinite)
+        if rows := self._rows.take(every=every):
+            values = np.array([row.values for row in rows], dtype=np.float32)
+            flags = np.array([row.nonfinite for row in rows])
+            self._scalars.extend([row.at for row in rows], [row.step for row in rows], values, flags)
 
     def _record_run(self, now: float, moment: Moment, *, new: bool, due: bool, last: bool) -> None:
         """A sample may come after its step: it is then part of the next record, unless it has values that are not finite."""

@@ -69,11 +69,15 @@ class Moments:
     def __init__(self, dead_from: int, quantities: Sequence[str] = QUANTITIES) -> None:
         self._dead_from = dead_from
         self._quantities = quantities
+        self._moments = [name for name in quantities if name in MOMENTS]
+        self._flagged = [place for place, name in enumerate(quantities) if name in ("norm", *MOMENTS)]
         self._steps = (0.0, 0.0)
         self._losses_told = 0
         """How many losses that are not finite were told by themselves."""
         self._last: tuple[Records, Moment] | None = None
         """The layers' values when they were last gone through, and the moment: where they are the same, nothing has come."""
+        self._without: Moment | None = None
+        """What is left of that moment without what was new then."""
         self._captured, self._spoiled, self._norms, self._losses = _Growth(), _Growth(), _Growth(), _Growth()
 
     def of(self, reading: Reading, steps: int) -> Moment:
@@ -106,12 +110,11 @@ class Moments:
             # Where an element is not finite neither is: the norm's flag says so.
             **{
                 name: np.where(new & layer_values["sized"] & np.isfinite(layer_values[name]), layer_values[name], np.nan)
-                for name in MOMENTS
+                for name in self._moments
             },
         }
         nonfinite = np.zeros((len(names), len(self._quantities)), dtype=np.bool_)
-        flagged = [place for place, name in enumerate(self._quantities) if name in ("norm", *MOMENTS)]
-        nonfinite[:, flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
+        nonfinite[:, self._flagged] = (spoiled | (new & layer_values["sized"] & ~np.isfinite(layer_values["norm"])))[:, None]
         norms, spoiled_norms = self._of_samples(reading)
         moment = Moment(
             gradients.samples,
@@ -124,22 +127,19 @@ class Moments:
             step,
             frozenset(compress(names, gradients.table.sharded[shown].tolist())),
         )
-        self._last = gradients.layer_values, moment
+        self._last, self._without = (gradients.layer_values, moment), None
         return moment
 
     def _without_sample(self, reading: Reading) -> Moment | None:
         """What `of_sample` makes of the gradients where they are still those of the moment before, else `None`."""
         if self._last is None or reading.snapshot.gradients.layer_values is not self._last[0]:
             return None
-        before, shape = self._last[1], self._last[1].values.shape
-        nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
-        return replace(
-            before,
-            values=nothing,
-            scalars=scalars(),
-            nonfinite=none,
-            scalars_nonfinite=np.zeros(len(SCALARS), dtype=np.bool_),
-        )
+        if self._without is None:
+            before, shape = self._last[1], self._last[1].values.shape
+            nothing, none = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.bool_)
+            none_of_run = np.zeros(len(SCALARS), dtype=np.bool_)
+            self._without = replace(before, values=nothing, scalars=scalars(), nonfinite=none, scalars_nonfinite=none_of_run)
+        return self._without
 
     def _grown(self, gradients: GradientSnapshot, names: list[str], layer_values: Records) -> tuple[Flags, Flags]:
         """Which of the layers had a sample since the moment before, and which an element that was not finite.
@@ -147,9 +147,9 @@ class Moments:
         A layer that is not tracked at present goes on counting when it is tracked again.
         """
         every = [*names, *gradients.untracked.labels]
-        values = np.concatenate([layer_values, gradients.untracked.values])
-        new = self._captured.since(every, values["captures"])
-        spoiled = self._spoiled.since(every, values["nans"] + values["infs"])
+        parts = (layer_values, gradients.untracked.values)
+        new = self._captured.since(every, np.concatenate([part["captures"] for part in parts]))
+        spoiled = self._spoiled.since(every, np.concatenate([part["nans"] + part["infs"] for part in parts]))
         return new[: len(names)], spoiled[: len(names)]
 
     def _of_samples(self, reading: Reading) -> tuple[Values, Flags]:
@@ -286,11 +286,15 @@ class _Growth:
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._names: Sequence[str] = ()
+        self._counts: FloatArray = np.zeros(0)
 
     def since(self, names: Sequence[str], counts: FloatArray) -> Flags:
-        before = np.array([self._before.get(name, 0.0) for name in names])
-        self._before = dict(zip(names, counts.tolist(), strict=True))
+        before = self._counts
+        if names != self._names:
+            known = dict(zip(self._names, before.tolist(), strict=True))
+            before = np.array([known.get(name, 0.0) for name in names])
+        self._names, self._counts = names, counts
         grown: Flags = (counts != before) & (counts > 0)
         return grown
 

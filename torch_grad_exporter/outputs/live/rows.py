@@ -23,17 +23,20 @@ LASTING = np.array([name == "learning_rate" for name in SCALARS])
 
 def scalars(**values: float) -> Values:
     """Those that are named, shape (scalars,); NaN for the others. What 32 bits cannot hold becomes their largest number."""
-    found = np.array([values.get(name, np.nan) for name in SCALARS])
-    return np.where(np.isfinite(found), np.clip(found, -_MOST, _MOST), found).astype(np.float32)
+    found = [values.get(name, math.nan) for name in SCALARS]
+    return np.array([min(max(one, -_MOST), _MOST) if math.isfinite(one) else one for one in found], dtype=np.float32)
 
 
 class Row:
-    """The values of a step: of several the mean, of norms the largest; NaN where there is none. `at`: Unix time of the first."""
+    """The `values` of a step: of several the mean, of norms the largest; NaN where there is none. `at`: Unix time of the first.
+
+    `nonfinite`: which of them were not finite.
+    """
 
     def __init__(self, step: int, at: float) -> None:
         self.step, self.at = step, at
         # Plain numbers: of few values arrays are slow, and most rows are made of one at a time.
-        self._values, self._bad, self._count = [math.nan] * _WIDTH, [False] * _WIDTH, [0] * _WIDTH
+        self.values, self.nonfinite, self._count = [math.nan] * _WIDTH, [False] * _WIDTH, [0] * _WIDTH
 
     def add(self, place: int, value: float) -> None:
         """Takes one more value, by its place in `SCALARS`; infinity is one that is not finite."""
@@ -41,27 +44,17 @@ class Row:
             self.mark(place)
         elif not math.isnan(value):
             self._count[place] += 1
-            before = self._values[place]
+            before = self.values[place]
             if self._count[place] == 1:
-                self._values[place] = value
+                self.values[place] = value
             elif OF_SAMPLES[place]:
-                self._values[place] = value if abs(value) > abs(before) else before
+                self.values[place] = value if abs(value) > abs(before) else before
             else:
-                self._values[place] = before + (value - before) / self._count[place]
+                self.values[place] = before + (value - before) / self._count[place]
 
     def mark(self, place: int) -> None:
         """One of its values was not finite."""
-        self._bad[place] = True
-
-    @property
-    def values(self) -> Values:
-        """All of them, shape (scalars,)."""
-        return np.array(self._values, dtype=np.float32)
-
-    @property
-    def nonfinite(self) -> Flags:
-        """Which were not finite, shape (scalars,)."""
-        return np.array(self._bad)
+        self.nonfinite[place] = True
 
 
 class StepRows:

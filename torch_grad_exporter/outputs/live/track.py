@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,14 +93,29 @@ class Track:
 
     def append(self, time: float, step: float, values: Values, nonfinite: Flags | None = None) -> None:
         """Takes a record; `values` of shape (width,). `nonfinite`: which were, besides, not finite within it."""
+        self.extend([time], [step], values[None], None if nonfinite is None else nonfinite[None])
+
+    def extend(self, times: Sequence[float], steps: Sequence[float], values: Values, nonfinite: Flags | None = None) -> None:
+        """Takes records in their order; `values` and `nonfinite` of shape (n, width)."""
         infinite = np.isinf(values)
-        record = _rows(1, self.width, weighted=self._weighted)
-        record["at"], record["values"] = (time, step), np.where(infinite, np.float32(np.nan), values)
-        record["nonfinite"] = np.packbits(infinite if nonfinite is None else infinite | nonfinite)
+        records = _rows(len(values), self.width, weighted=self._weighted)
+        records["at"][:, 0], records["at"][:, 1] = times, steps
+        records["values"] = np.where(infinite, np.float32(np.nan), values)
+        records["nonfinite"] = np.packbits(infinite if nonfinite is None else infinite | nonfinite, axis=1)
         if self._weighted:
-            record["weights"] = ~np.isnan(record["values"])
-        place = self.count % len(self._recent)
-        self._recent[place : place + 1] = record
+            records["weights"] = ~np.isnan(records["values"])
+        kept = records[-len(self._recent) :]
+        end = self.count + len(records)
+        self._recent[np.arange(end - len(kept), end) % len(self._recent)] = kept
+        if self._stride == 1 and end <= len(self._whole):
+            self._whole[self.count : end] = records
+            self.count = end
+        else:
+            for place in range(len(records)):
+                self._enter(records[place : place + 1])
+
+    def _enter(self, record: _Rows) -> None:
+        """Takes a record into its bin."""
         if self.count == len(self._whole) * self._stride:
             self._halve()
         place, within = divmod(self.count, self._stride)
