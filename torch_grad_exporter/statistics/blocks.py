@@ -73,19 +73,37 @@ def blocks(batch: Batch, scratch: Scratch, *, wide: bool) -> Iterator[FloatArray
     if memory.dtype is dtype and memory.is_contiguous():
         for block in slices(memory.numpy()):
             yield block.reshape(1, -1)
-    else:
-        for part in slices(memory):
-            yield _copied(part, scratch, dtype).numpy().reshape(1, -1)
+        return
+    copy: _Copy | None = None
+    for part in slices(memory):
+        if copy is None or copy.shape != part.shape:
+            copy = _Copy(part, scratch, dtype)
+        yield copy.of(part)
 
 
-def _copied(part: torch.Tensor, scratch: Scratch, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy; of what lies in another order in two steps, as jumps within the cache cost a quarter of others."""
-    order = sorted(range(part.dim()), key=part.stride, reverse=True)
-    in_memory = part.permute(order)
-    if order != sorted(order) and in_memory.shape[-1] > 1:
-        in_memory = scratch.tensor(part.dtype, in_memory.shape, aside=True).copy_(in_memory)
-        part = in_memory.permute(sorted(order, key=order.__getitem__))
-    return scratch.tensor(dtype, part.shape).copy_(part)
+class _Copy:
+    """Memory that parts of this shape are copied to, in two steps if in another order: jumps within the cache cost a fourth.
+
+    Not to be kept for a later sample: its tensors may have been made in inference mode.
+    """
+
+    def __init__(self, part: torch.Tensor, scratch: Scratch, dtype: torch.dtype) -> None:
+        self.shape = part.shape
+        self._order = sorted(range(part.dim()), key=part.stride, reverse=True)
+        self._aside: torch.Tensor | None = None
+        if self._order != sorted(self._order) and part.shape[self._order[-1]] > 1:
+            self._aside = scratch.tensor(part.dtype, [part.shape[dim] for dim in self._order], aside=True)
+            self._aside_in_order = self._aside.permute(sorted(self._order, key=self._order.__getitem__))
+        self._copy = scratch.tensor(dtype, part.shape)
+        self._flat: FloatArray = self._copy.numpy().reshape(1, -1)
+
+    def of(self, part: torch.Tensor) -> FloatArray:
+        """A copy of this one, contiguous, shape (1, elements)."""
+        if self._aside is not None:
+            self._aside.copy_(part.permute(self._order))
+            part = self._aside_in_order
+        self._copy.copy_(part)
+        return self._flat
 
 
 def _stacked(batch: Batch, scratch: Scratch, dtype: torch.dtype) -> FloatArray:

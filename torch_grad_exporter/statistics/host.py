@@ -90,6 +90,7 @@ def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _F
     mask: BoolArray = np.zeros((0, 0), dtype=np.bool_)
     for batch in batches:
         sums, zero_rows, count = squares.Sums(), [], 0
+        units, width = batch.units, batch.elements // batch.rows
         for flat in blocks(batch, scratch, wide=layout.float64):
             sums.add(flat)
             found.extremes.look(flat)
@@ -100,8 +101,8 @@ def _looked_at(batches: Sequence[Batch], scratch: Scratch, layout: Layout) -> _F
             np.equal(flat, _ZERO[flat.dtype], mask)
             zeros = int(np.count_nonzero(mask)) if mask.item(mask.argmax()) else 0  # `argmax` ends at the first zero
             found.zeros += _by_tensor(mask, zeros)
-            if batch.units:
-                zero_rows.append(_zero_rows(mask, batch, zeros))
+            if units:
+                zero_rows.append(_zero_rows(mask, width, zeros))
             count += 1
         found.counts += [count] * len(batch.tensors)
         found.squares += sums.total().tolist()
@@ -118,16 +119,12 @@ def _measure_apart(flat: FloatArray, layout: Layout, found: _Found) -> None:
             values.append(expected(one, one.host(guarded)))
 
 
-def _zero_rows(mask: BoolArray, batch: Batch, zeros: int) -> BoolArray:
-    width = _width(mask, batch)
+def _zero_rows(mask: BoolArray, width: int, zeros: int) -> BoolArray:
+    """Which rows of a block are all zero, or the part of one that it is; `width`: elements of a whole row."""
+    width = min(width, mask.shape[1])
     if zeros < width:  # fewer than a row has elements
         return _none(mask.size // width)
     return np.asarray(mask.reshape(-1, width).all(axis=1))
-
-
-def _width(mask: BoolArray, batch: Batch) -> int:
-    """Elements of a row in a block: those of a unit, or of the part of a unit that the block is."""
-    return min(batch.elements // batch.rows, int(mask.shape[1]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -143,12 +140,12 @@ def _count_nonfinite(batches: Sequence[Batch], scratch: Scratch, columns: FloatA
         if np.isfinite(columns[here, Column.MIN : Column.MAX + 1]).all():
             nan_rows.append(np.zeros(batch.rows * len(batch.tensors) if batch.units else 0, dtype=np.bool_))
             continue
-        parts = []
+        parts, width = [], batch.elements // batch.rows
         for flat in blocks(batch, scratch, wide=False):
             mask = scratch.mask(flat.shape)
             for column, test in ((Column.INFS, np.isinf), (Column.NANS, np.isnan)):
                 columns[here, column] += _by_tensor(mask, int(np.count_nonzero(test(flat, out=mask))))
-            parts.append(np.asarray(mask.reshape(-1, _width(mask, batch)).any(axis=1)))
+            parts.append(np.asarray(mask.reshape(-1, min(width, mask.shape[1])).any(axis=1)))
         nan_rows += _whole(batch, parts, np.logical_or)
     return np.concatenate(nan_rows)
 
