@@ -318,6 +318,7 @@ UNREACHED = {
     "statistics.reading.ByTorch.norms": "accelerators",
     "transfer.transfer.HostTransfer.post": "accelerators",
     "statistics.eager.EagerStatistics.measure": "tests call it",
+    "statistics.extremes._Ends.some_of_one_sign": "several gradients of one shape, tests/statistics/test_extremes.py",
     "statistics.layout.Layout.of": "the start",
     "statistics.layout.Layout.scaled": "accelerators, tests/statistics/test_device_chunks.py",
     "statistics.layout.homogeneous": "a statistic from outside, tests/statistics/test_toy_statistic.py",

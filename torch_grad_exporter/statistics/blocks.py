@@ -18,8 +18,11 @@ from torch_grad_exporter.metrics.families import BoolArray, FloatArray
 from torch_grad_exporter.model.units import UnitLayout
 from torch_grad_exporter.statistics.batches import STACKED_ELEMENTS, Batch
 
-BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block, and never twice as many: larger ones leave the cache, smaller ones cost more in calls than they save."""
+BLOCK_ELEMENTS = 1 << 17
+"""Elements of a block, and never twice as many: larger ones leave the cache, smaller ones cost more in calls than they save.
+
+512 KiB of float32; a core's own second cache is 1 or 2 MiB in most servers, and a mask of the block has to stay in it, too.
+"""
 
 _ALIGNED = 64
 """Bytes of a cache line: vectors that begin in one are read faster."""
@@ -56,32 +59,51 @@ class Scratch(threading.local):
 
 
 def blocks(batch: Batch, scratch: Scratch, *, wide: bool) -> Iterator[FloatArray]:
-    """The batch as contiguous arrays of shape (tensors, rows, columns), float32 or float64; `wide`: float64 in any case.
+    """The batch as contiguous arrays of shape (tensors, elements), float32 or float64; `wide`: float64 in any case.
 
-    A row is an output unit; one that is larger than a block comes in parts, as many for each.
-    Without units rows mean nothing. An array may be the gradient itself, and lasts only until the next one.
+    Elements of an output unit follow each other; a block of one tensor has whole units, or a part of one, as many for each unit.
+    An array may be the gradient itself, and lasts only until the next one.
     """
     first = batch.tensors[0]
     dtype = torch.float64 if wide or first.dtype is torch.float64 else torch.float32
     if batch.elements <= STACKED_ELEMENTS // 2:
-        yield _stacked(batch, scratch, dtype).reshape(len(batch.tensors), batch.rows, -1)
+        yield _stacked(batch, scratch, dtype).reshape(len(batch.tensors), -1)
         return
     memory = arranged(first.detach().resolve_neg(), batch.layout)
-    width = batch.elements // batch.rows if batch.units else BLOCK_ELEMENTS
-    parts = slices(memory.numpy()) if memory.dtype is dtype and memory.is_contiguous() else slices(memory)
-    for part in parts:
-        block = part if isinstance(part, np.ndarray) else _copied(part, scratch, dtype).numpy()
-        yield block.reshape(1, max(1, block.size // width), -1)
+    if memory.dtype is dtype and memory.is_contiguous():
+        for block in slices(memory.numpy()):
+            yield block.reshape(1, -1)
+        return
+    copy: _Copy | None = None
+    for part in slices(memory):
+        if copy is None or copy.shape != part.shape:
+            copy = _Copy(part, scratch, dtype)
+        yield copy.of(part)
 
 
-def _copied(part: torch.Tensor, scratch: Scratch, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy; of what lies in another order in two steps, as jumps within the cache cost a quarter of others."""
-    order = sorted(range(part.dim()), key=part.stride, reverse=True)
-    in_memory = part.permute(order)
-    if order != sorted(order) and in_memory.shape[-1] > 1:
-        in_memory = scratch.tensor(part.dtype, in_memory.shape, aside=True).copy_(in_memory)
-        part = in_memory.permute(sorted(order, key=order.__getitem__))
-    return scratch.tensor(dtype, part.shape).copy_(part)
+class _Copy:
+    """Memory that parts of this shape are copied to, in two steps if in another order: jumps within the cache cost a fourth.
+
+    Not to be kept for a later sample: its tensors may have been made in inference mode.
+    """
+
+    def __init__(self, part: torch.Tensor, scratch: Scratch, dtype: torch.dtype) -> None:
+        self.shape = part.shape
+        self._order = sorted(range(part.dim()), key=part.stride, reverse=True)
+        self._aside: torch.Tensor | None = None
+        if self._order != sorted(self._order) and part.shape[self._order[-1]] > 1:
+            self._aside = scratch.tensor(part.dtype, [part.shape[dim] for dim in self._order], aside=True)
+            self._aside_in_order = self._aside.permute(sorted(self._order, key=self._order.__getitem__))
+        self._copy = scratch.tensor(dtype, part.shape)
+        self._flat: FloatArray = self._copy.numpy().reshape(1, -1)
+
+    def of(self, part: torch.Tensor) -> FloatArray:
+        """A copy of this one, contiguous, shape (1, elements)."""
+        if self._aside is not None:
+            self._aside.copy_(part.permute(self._order))
+            part = self._aside_in_order
+        self._copy.copy_(part)
+        return self._flat
 
 
 def _stacked(batch: Batch, scratch: Scratch, dtype: torch.dtype) -> FloatArray:

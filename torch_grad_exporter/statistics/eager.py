@@ -45,7 +45,7 @@ class EagerStatistics:
     row it stands. `on_host`: kinds of devices whose data may be branched on. `wide`: the widest type that a device computes in.
     `chunk_elements`: elements that are measured at once on other devices. `kernels`: decides what measures there; `None`: torch.
 
-    No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**18 elements, however large the
+    No gradient is changed or kept. On the CPU the memory to work in is a few blocks of 2**17 elements, however large the
     gradients are, but for what has to be made dense or of another type first: sparse gradients, those of 8 bits. On other devices
     no temporary is larger than `device.TEMPORARY_BYTES`, but for sparse gradients.
     """

@@ -46,7 +46,7 @@ class Magnitudes:
         rows = np.zeros((len(batch.tensors), WIDTH))
         with np.errstate(all="ignore"):  # NaN and infinities are left out, a sum beyond the type is infinite
             for block in blocks(batch, self._scratch, wide=False):
-                rows += _rows(block.reshape(len(rows), -1))
+                rows += _rows(block)
         return rows
 
     def _on_device(self, flat: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:

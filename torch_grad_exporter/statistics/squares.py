@@ -14,18 +14,41 @@ from torch_grad_exporter.statistics.blocks import Scratch, blocks
 _PIECE = 1024
 """Elements that one sum of squares in the gradient's own precision runs over at most, so that no rounding piles up."""
 
+_HELD = 64
+"""Arrays of pieces that are added up in one call, at most: few calls are made, and they take little memory."""
+
 FAITHFUL = 1e-30
 """Mean square from which on it is nothing what float32 squares lose to underflow, 1.2e-38 each at most."""
 
 
+class Sums:
+    """The sums of squares of some tensors, block by block: of pieces in their own precision, and of these in float64."""
+
+    def __init__(self) -> None:
+        self._pieces: list[FloatArray] = []
+
+    def add(self, flat: FloatArray) -> None:
+        """Adds the next elements of each tensor, contiguous, shape (tensors, elements)."""
+        rows, size = flat.shape
+        piece, rest = _cut(size)
+        self._pieces.append(_dots((flat[:, :-rest] if rest else flat).reshape(rows, -1, piece)))
+        if rest:
+            self._pieces.append(_dots(flat[:, None, -rest:]))
+        if len(self._pieces) >= _HELD:
+            self._pieces = [self.total()[:, None]]
+
+    def total(self) -> FloatArray:
+        """The sum of all, shape (tensors,), float64."""
+        # Not `sum(dtype=float64)`, which works in chunks across the rows: a row's sum would depend on the others'.
+        found: FloatArray = np.add.reduce(np.concatenate(self._pieces, axis=1, dtype=np.float64), axis=1)
+        return found
+
+
 def squares(flat: FloatArray) -> FloatArray:
-    """The sum of squares of each row, shape (n, k) to (n,), float64: of pieces in their own precision, and of these in float64."""
-    rows, size = flat.shape
-    piece, rest = _cut(size)
-    pieces = _dots((flat[:, :-rest] if rest else flat).reshape(rows, -1, piece))
-    # Not `sum(dtype=float64)`, which works in chunks across the rows: a row's sum would depend on the others'.
-    found: FloatArray = np.add.reduce(pieces.astype(np.float64), axis=1)
-    return found + _dots(flat[:, -rest:]) if rest else found
+    """The sum of squares of each row, shape (n, k) to (n,), float64."""
+    sums = Sums()
+    sums.add(flat)
+    return sums.total()
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,13 +88,13 @@ def placed(batches: Sequence[Batch]) -> Iterator[tuple[Batch, slice]]:
 def _dots(vectors: FloatArray) -> FloatArray:
     """The product of each vector with itself, along the last dimension."""
     if hasattr(np, "vecdot"):  # from numpy 2 on
-        return np.asarray(np.vecdot(vectors, vectors))
-    return np.asarray(np.matmul(vectors[..., None, :], vectors[..., :, None])[..., 0, 0])
+        return np.vecdot(vectors, vectors)  # type: ignore[no-any-return]
+    return np.matmul(vectors[..., None, :], vectors[..., :, None])[..., 0, 0]  # type: ignore[no-any-return]
 
 
 def _magnitudes(batch: Batch, scratch: Scratch) -> FloatArray:
     """The largest magnitude of each tensor; NaN if there is a NaN."""
-    flat = (block.reshape(len(block), -1) for block in blocks(batch, scratch, wide=True))
+    flat = blocks(batch, scratch, wide=True)
     found: FloatArray = np.maximum.reduce([np.maximum(np.abs(f.min(axis=1)), np.abs(f.max(axis=1))) for f in flat])
     return found
 
@@ -79,6 +102,8 @@ def _magnitudes(batch: Batch, scratch: Scratch) -> FloatArray:
 def _scaled_norms(batch: Batch, scratch: Scratch, magnitudes: FloatArray) -> FloatArray:
     """The norm of each tensor in float64, scaled by a power of two so that no square over- or underflows."""
     scale = np.ldexp(1.0, np.frexp(magnitudes)[1] - 1)
-    flat = (block.reshape(len(block), -1) for block in blocks(batch, scratch, wide=True))
-    found: FloatArray = np.sqrt(np.add.reduce([squares(f / scale[:, None]) for f in flat])) * scale
+    sums = Sums()
+    for flat in blocks(batch, scratch, wide=True):
+        sums.add(flat / scale[:, None])
+    found: FloatArray = np.sqrt(sums.total()) * scale
     return found
