@@ -55,9 +55,8 @@ class _Held:
         """The parameters with their nodes."""
         return zip(self.tracked, self.nodes, strict=True)
 
-    def changed(self) -> set[TrackedParameter]:
-        """The parameters that are of another kind now. What is not in its place is left."""
-        parameters = self.tracked.parameters()
+    def changed(self, parameters: Sequence[torch.nn.Parameter | None]) -> set[TrackedParameter]:
+        """Which of these, which there are now, are of another kind. What is not in its place is left."""
         if types.NoneType not in map(type, parameters) and all(map(operator.eq, map(_kind, parameters), self.kinds)):  # type: ignore[arg-type]
             return set()
         rows = zip(self.tracked, parameters, self.kinds, strict=True)
@@ -99,12 +98,16 @@ class AccumulateGradNodes:
         """Whether any node is kept alive."""
         return bool(self._held.tracked)
 
-    def drop_changed(self) -> bool:
+    def drop_changed(self, table: ParameterTable | None = None, present: Sequence[torch.nn.Parameter | None] | None = None) -> bool:
         """Releases the nodes of parameters that have another shape, type or device than when the node was taken; whether any has.
 
-        What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward.
+        What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward. `present`: the
+        parameters of this table, where they were looked up already.
         """
-        changed = self._held.changed()
+        held = self._held
+        if present is None or table is None or table.tracked is not held.tracked:
+            present = held.tracked.parameters()
+        changed = held.changed(present)
         for tracked in changed:
             self._unhook(tracked)
         if changed:
