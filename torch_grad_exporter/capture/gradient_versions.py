@@ -66,9 +66,9 @@ class PresentGradients:
     gradients: list[torch.Tensor | None]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter]) -> PresentGradients:
-        """What there is now: no line of Python runs for each of them."""
-        parameters = parameters_of(tracked)
+    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> PresentGradients:
+        """What there is now: no line of Python runs for each of them. `parameters`: where they were looked up already."""
+        parameters = parameters_of(tracked) if parameters is None else parameters
         if types.NoneType in map(type, parameters):
             return cls(tracked, parameters, [None if p is None else p.grad for p in parameters])
         return cls(tracked, parameters, [*map(_gradient_of, parameters)])
@@ -95,9 +95,9 @@ class GradientVersions:
     versions: list[int]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
-        """The versions of the parameters' gradients as they are now."""
-        gradients = PresentGradients.of(tracked).gradients
+    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> GradientVersions:
+        """The versions of the parameters' gradients as they are now. `parameters`: where they were looked up already."""
+        gradients = PresentGradients.of(tracked, parameters).gradients
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class RoundPreparation:
             self._placed = table, first.device
             self._parts.clock.phases.on(device)
 
-    def _drop_changed(self, present: Sequence[torch.nn.Parameter | None] | None = None) -> bool:
+    def _drop_changed(self, present: list[torch.nn.Parameter | None] | None = None) -> bool:
         """No node that was taken before this forward may be used with data of another shape. Whether any was."""
         index, nodes = self._parts.index, self._parts.nodes
         changed = nodes.held and nodes.drop_changed(index.table, present)
@@ -184,7 +183,7 @@ class RoundPreparation:
             return True
         if self._may_arm and not parts.nodes.armed:
             parts.index.look_at_shapes()
-        before, table = parts.reader.table, parts.reader.renew_table()
+        before, table = parts.reader.table, parts.reader.renew_table(versions=self._may_arm)
         if table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}

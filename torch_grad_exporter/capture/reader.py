@@ -117,6 +117,8 @@ class GradientReader:
         self._early = StepsWithinBackward(self.statistics)
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table
+        self._before: GradientVersions | None = None
+        """The gradients when the table was renewed, until they are asked for."""
         self.divisor = 1.0
         """By what the loop divides the gradients of the next capture before it clips them."""
 
@@ -158,15 +160,24 @@ class GradientReader:
         """A backward begins: what was read within the one before is no part of it."""
         self._early.clear()
 
-    def renew_table(self, *, within_step: bool = True) -> ParameterTable:
-        """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
-        self.table = self.index.refresh(within_step=within_step)
+    def renew_table(self, *, within_step: bool = True, versions: bool = False) -> ParameterTable:
+        """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them. `versions`: will be asked for."""
+        present, self._before = self.index.present(), None
+        if present is None:
+            self.table = self.index.refresh(within_step=within_step)
+        else:
+            self.table = self.index.table
+            if versions:  # what is looked up for one serves the other
+                self._before = self._guards[BEFORE].result(GradientVersions.of, self.table.tracked, present)
         return self.table
 
     # Reading
 
     def versions(self) -> GradientVersions | None:
         """The gradients' versions before a backward of a sampled round; `None` if they cannot be had."""
+        before, self._before = self._before, None
+        if before is not None and before.tracked is self.table.tracked:
+            return before
         return self._guards[BEFORE].result(GradientVersions.of, self.table.tracked)
 
     def read(self, rounds: RoundTracker, step: OptimizerView | None = None, now: PresentGradients | None = None) -> bool:
@@ -249,7 +260,8 @@ class GradientReader:
         owners = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        now = PresentGradients.of(table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine])
+        tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
+        now = PresentGradients.of(tracked, self.optimizers.parameters_at(optimizer, mine))
         if not now.in_place:
             return
         gradients = table.tracked.own({i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None})

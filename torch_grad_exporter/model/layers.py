@@ -108,16 +108,18 @@ class LayerIndex:
         current = self.present() is not None
         return [] if current else [place.parameter for place in self._places() if _is_trained(place.parameter)]
 
-    def present(self) -> Sequence[torch.nn.Parameter | None] | None:
+    def present(self) -> list[torch.nn.Parameter | None] | None:
         """The table's parameters by position, to be dropped at once; `None` unless the models are as in a scan that found it."""
-        modules = [module for reference in self._scanned if (module := reference()) is not None]
-        if len(modules) < len(self._scanned):
+        modules = [*map(operator.call, self._scanned)]
+        if types.NoneType in map(type, modules):
             return None
-        columns, owned = _looked_at(modules)
+        columns, owned = _looked_at(modules)  # type: ignore[arg-type]  # none of them is `None`
         known = next((known for known in self._structures if known.columns == columns), None)
         if known is None:
             return None
-        return self._table.tracked.parameters() if known.places is None else [*map(owned.__getitem__, known.places)]
+        if known.places is None:
+            return self._table.tracked.parameters()
+        return owned if len(known.places) == len(owned) else [*map(owned.__getitem__, known.places)]
 
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
@@ -236,7 +238,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 class _Structure:
     """What modules were like when the table was found. `columns`: as of `_looked_at`.
 
-    `places`: where the table's parameters are among all that the modules own; `None` where one is not among them.
+    `places`: where the table's parameters are among all that the modules own, rising; `None` where one is not among them.
     """
 
     columns: _Columns
@@ -265,6 +267,8 @@ def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch
 
 
 def _places(tracked: TrackedParameters, owned: Sequence[torch.nn.Parameter | None]) -> list[int] | None:
-    place = {id(parameter): number for number, parameter in enumerate(owned)}
+    place: dict[int, int] = {}
+    for number, parameter in enumerate(owned):
+        place.setdefault(id(parameter), number)  # the first of tied ones
     found = [place.get(one.identity, -1) for one in tracked]
-    return None if -1 in found else found
+    return None if -1 in found or sorted(found) != found else found
