@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import norm
 from tests.support.scrape import errors, lost, mode, value
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.capture import accumulate_grad
+from torch_grad_exporter.capture.accumulate_grad import AccumulateGradNodes
 
 OFF = dict.fromkeys(("cuda_memory", "gpu", "process", "host", "container", "whole_run"), False)
 NORM = "torch_grad_global_norm"
@@ -296,21 +297,18 @@ def test_nodes_are_hooked_again_after_an_interruption(monkeypatch: pytest.Monkey
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    class Interrupted(accumulate_grad._Fired):
-        __slots__ = ()
-        made = 0
+    hook_on, hooked = AccumulateGradNodes._hook_on, itertools.count()
 
-        def __init__(self, *given: Any) -> None:  # noqa: ANN401 - handed on
-            Interrupted.made += 1
-            if Interrupted.made == 2:
-                raise InterruptedError
-            super().__init__(*given)
+    def interrupted(nodes: AccumulateGradNodes, *given: Any) -> None:  # noqa: ANN401 - handed on
+        if next(hooked) == 1:
+            raise InterruptedError
+        hook_on(nodes, *given)
 
     with watching(model, every=1) as exporter:
         parts = exporter._training.capture._parts
         parts.nodes.release()
         with monkeypatch.context() as patch:
-            patch.setattr(accumulate_grad, "_Fired", Interrupted)
+            patch.setattr(AccumulateGradNodes, "_hook_on", interrupted)
             with pytest.raises(InterruptedError):
                 parts.nodes.arm(parts.index.table, lambda _tracked: None)
         for _ in range(3):

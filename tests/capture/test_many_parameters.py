@@ -130,10 +130,10 @@ def for_each() -> dict[str, Work]:
 
 
 BOUNDS = {
-    "start": Work(calls=150, objects=8),
-    "first step": Work(calls=45, objects=6),
-    "second step": Work(calls=13, objects=1),
-    "later step": Work(calls=11, objects=1),
+    "start": Work(calls=145, objects=7.5),
+    "first step": Work(calls=44, objects=3.5),
+    "second step": Work(calls=12, objects=0.7),
+    "later step": Work(calls=9, objects=0.7),
 }
 """Of a plain step 7.7 calls and 1.5 objects for each parameter."""
 

@@ -11,10 +11,11 @@ later, and none outlives a change of its parameter's shape: that is looked at be
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, MutableMapping
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.compiler import is_compiling
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
 from torch_grad_exporter.torch_compat import graph_task, never_compile, nodes_of
@@ -24,44 +25,42 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device]
 NodeHook = Callable[[TrackedParameter], None]
 """Is called with the `TrackedParameter` whose node fired in a backward that is not the expected one; guarded."""
 
-
-class _Fired:
-    """The hook on one node. It is called for each parameter of each backward of a sampled round, so it does next to nothing.
-
-    It is its own handle: where there are thousands of nodes, what the garbage collector has to visit of each costs most.
-    """
-
-    __slots__ = ("_hook", "_nodes", "_number", "_registered", "_tracked")
-
-    def __init__(self, nodes: AccumulateGradNodes, tracked: TrackedParameter, hook: NodeHook) -> None:
-        self._nodes = nodes
-        self._tracked = tracked
-        self._hook = hook
-        self._registered: MutableMapping[int, object] | None = None
-        self._number = -1
-
-    def set_on(self, node: torch.autograd.graph.Node) -> _Fired:
-        """Hooks a node; itself."""
-        handle = node.register_hook(self)
-        self._registered, self._number = handle.hooks_dict_ref(), handle.id
-        return self
-
-    def remove(self) -> None:
-        """Takes the registration back; idempotent."""
-        registered, self._registered = self._registered, None
-        if registered is not None:
-            registered.pop(self._number, None)
-
-    def __call__(self, *_gradients: object) -> None:
-        if is_compiling():
-            return
-        nodes = self._nodes
-        if graph_task() != nodes.task:
-            self._hook(self._tracked)
-        nodes.fired.add(self._tracked)
+Node = torch.autograd.graph.Node
 
 
-never_compile(_Fired.__call__)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """Nodes that are kept alive, whose they are, and what these parameters were when the nodes were taken; all in one order."""
+
+    tracked: TrackedParameters
+    nodes: Sequence[Node] = ()
+    kinds: Sequence[_Kind] = ()
+
+    @classmethod
+    def of(cls, table: ParameterTable, trained: dict[TrackedParameter, torch.nn.Parameter], before: _Held) -> _Held:
+        """The nodes of what is trained of a table, and of the rest of it those that were held before."""
+        nodes, kinds = nodes_of(trained.values()), _shared(map(_kind, trained.values()))
+        if len(trained) == len(table.tracked):
+            return cls(table.tracked, nodes, kinds)
+        frozen = before.only({*table.tracked} - trained.keys())
+        return cls(TrackedParameters((*trained, *frozen.tracked)), [*nodes, *frozen.nodes], [*kinds, *frozen.kinds])
+
+    def only(self, wanted: Collection[TrackedParameter]) -> _Held:
+        """Those of some parameters."""
+        rows = zip(self.tracked, self.nodes, self.kinds, strict=True) if wanted else ()
+        found = [row for row in rows if row[0] in wanted]
+        return _Held(TrackedParameters(t for t, _, _ in found), [node for _, node, _ in found], [kind for _, _, kind in found])
+
+    def items(self) -> Iterator[tuple[TrackedParameter, Node]]:
+        """The parameters with their nodes."""
+        return zip(self.tracked, self.nodes, strict=True)
+
+    def changed(self, parameters: Sequence[torch.nn.Parameter | None]) -> set[TrackedParameter]:
+        """Which of these, which there are now, are of another kind. What is not in its place is left."""
+        if types.NoneType not in map(type, parameters) and all(map(operator.eq, map(_kind, parameters), self.kinds)):  # type: ignore[arg-type]
+            return set()
+        rows = zip(self.tracked, parameters, self.kinds, strict=True)
+        return {tracked for tracked, parameter, kind in rows if parameter is not None and _kind(parameter) != kind}
 
 
 class AccumulateGradNodes:
@@ -73,17 +72,16 @@ class AccumulateGradNodes:
     A parameter that is frozen has no node, and one that is thawed within the round is thawed too late to be hooked, as by a loop
     that trains two networks in turn. So the nodes of those that are frozen at times are held: a node outlives the freezing.
 
-    What a signal's handler raises may end any method here between two statements: what was taken of a node and is missing counts as
-    changed.
+    What a signal's handler raises may end any method here between two statements: what was hooked and is not held is hooked anew.
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[TrackedParameter, torch.autograd.graph.Node] = {}
-        self._taken = TrackedParameters()
-        """Whose nodes those are."""
-        self._handles: dict[TrackedParameter, _Fired] = {}
-        self._kinds: dict[TrackedParameter, _Kind] = {}
-        """What the parameters were when their nodes were taken."""
+        self._held = _Held(TrackedParameters())
+        self._hooks: dict[TrackedParameter, MutableMapping[int, object]] = {}
+        """The hooks of each node that is hooked."""
+        self._numbers: dict[TrackedParameter, int] = {}
+        """The number of ours among them."""
+        self._hook: NodeHook | None = None
         self._at_times: set[TrackedParameter] = set()
         """Those that were frozen at the end of a round, or thawed within one, as long as the table has them."""
         self.table: ParameterTable | None = None
@@ -98,24 +96,23 @@ class AccumulateGradNodes:
     @property
     def held(self) -> bool:
         """Whether any node is kept alive."""
-        return bool(self._nodes)
+        return bool(self._held.tracked)
 
-    def drop_changed(self) -> bool:
+    def drop_changed(self, table: ParameterTable | None = None, present: Sequence[torch.nn.Parameter | None] | None = None) -> bool:
         """Releases the nodes of parameters that have another shape, type or device than when the node was taken; whether any has.
 
-        What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward.
+        What is not in its place is left: `torch.func.functional_call` puts others there for the time of a forward. `present`: the
+        parameters of this table, where they were looked up already.
         """
-        pairs = zip(self._taken, self._taken.parameters(), strict=True)
-        changed = [t for t, p in pairs if p is not None and _kind(p) != self._kinds.get(t)]
+        held = self._held
+        if present is None or table is None or table.tracked is not held.tracked:
+            present = held.tracked.parameters()
+        changed = held.changed(present)
         for tracked in changed:
-            handle = self._handles.pop(tracked, None)
-            if handle is not None:
-                handle.remove()
-            self._nodes.pop(tracked, None)
-            self._kinds.pop(tracked, None)
-            self._at_times.discard(tracked)
+            self._unhook(tracked)
         if changed:
-            self._taken = TrackedParameters(self._nodes)
+            self._held = self._held.only({*self._held.tracked} - changed)
+            self._at_times -= changed
         return bool(changed)
 
     def arm(self, table: ParameterTable, hook: NodeHook, *, late: bool = False) -> None:
@@ -125,20 +122,19 @@ class AccumulateGradNodes:
         """
         self.drop_changed()
         trained = _trained(table.tracked)
-        found = dict(zip(trained, nodes_of(trained.values()), strict=True))
-        if late and self._nodes:  # else none was hooked before, as in a round that is sampled in addition
-            self._at_times |= found.keys() - self._nodes.keys()
-        frozen = {t: self._nodes[t] for t in table.tracked if t not in found and t in self._nodes}
-        nodes = {**found, **frozen}
-        for stale in [t for t in self._handles if t not in self._nodes or self._nodes[t] is not nodes.get(t)]:
-            self._handles.pop(stale).remove()
-        for tracked, node in nodes.items():
-            if tracked not in self._handles:
-                self._handles[tracked] = _Fired(self, tracked, hook).set_on(node)
-        kinds = {t: kind for t, kind in self._kinds.items() if t in frozen} | _kinds_of(trained)
-        taken = table.tracked if len(found) == len(table.tracked) else TrackedParameters(nodes)
-        self._nodes, self._taken, self._kinds, self.table = nodes, taken, kinds, table
-        self._at_times &= self._nodes.keys()
+        before, held = self._held, _Held.of(table, trained, self._held)
+        if late and before.tracked:  # else none was hooked before, as in a round that is sampled in addition
+            self._at_times |= trained.keys() - {*before.tracked}
+        self._hook = hook
+        hooked, told = dict(before.items()) if self._hooks else {}, self._accumulated
+        for stale in self._hooks.keys() - {*held.tracked}:
+            self._unhook(stale)
+        for tracked, node in held.items():
+            if tracked not in self._hooks or hooked.get(tracked) is not node:
+                self._unhook(tracked)
+                self._hook_on(node, tracked, told)
+        self._held, self.table = held, table
+        self._at_times &= {*held.tracked}
 
     def begin(self, task: int) -> None:
         """A backward begins, of this number."""
@@ -151,14 +147,19 @@ class AccumulateGradNodes:
 
     def hooks_all_of(self, table: ParameterTable) -> bool:
         """Whether every trained parameter of the table was hooked; its node may be another one by now."""
-        return self.table is not None and not _trained(t for t in table.tracked if t not in self._handles)
+        if self.table is None:
+            return False
+        return all(map(self._hooks.__contains__, table.tracked)) or not _trained(t for t in table.tracked if t not in self._hooks)
 
     def sees_all_of(self, table: ParameterTable) -> bool:
         """Whether the node of every trained parameter of the table is hooked, and is still the one that a backward runs through."""
         if not self.hooks_all_of(table):
             return False
         trained = _trained(table.tracked)
-        return all(map(operator.is_, map(self._nodes.get, trained), nodes_of(trained.values())))
+        now = nodes_of(trained.values())
+        if self._held.tracked == (*trained,):
+            return all(map(operator.is_, self._held.nodes, now))
+        return all(map(operator.is_, map(dict(self._held.items()).get, trained), now))
 
     def positions(self, table: ParameterTable) -> set[int]:
         """The positions in the table of the parameters that fired."""
@@ -168,24 +169,44 @@ class AccumulateGradNodes:
         """Removes the hooks and releases the nodes, but for those of parameters that are frozen at times; idempotent."""
         if not self.armed:  # as at the end of each round that was not sampled
             return
-        self._unhook()
-        pairs = zip(self._taken, self._taken.parameters(), strict=True)
-        held = [t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad) and t in self._nodes]
-        self._nodes = {t: self._nodes[t] for t in held}
-        self._taken, self._at_times = TrackedParameters(held), {*held}
-        self._kinds = {t: kind for t, kind in self._kinds.items() if t in self._nodes}
+        self._unhook_all()
+        pairs = zip(self._held.tracked, self._held.tracked.parameters(), strict=True)
+        self._at_times = {t for t, p in pairs if p is not None and (t in self._at_times or not p.requires_grad)}
+        self._held = self._held.only(self._at_times)
 
     def release(self) -> None:
         """Removes the hooks and releases all nodes; idempotent, from any thread."""
-        self._unhook()
-        self._nodes, self._taken, self._kinds, self._at_times = {}, TrackedParameters(), {}, set()
+        self._unhook_all()
+        self._held, self._at_times = _Held(TrackedParameters()), set()
 
-    def _unhook(self) -> None:
+    def _accumulated(self, tracked: TrackedParameter) -> None:
+        """A parameter has received a gradient. Called for each one of each backward of a sampled round: it does next to nothing."""
+        if graph_task() != self.task and self._hook is not None:
+            self._hook(tracked)
+        self.fired.add(tracked)
+
+    def _hook_on(self, node: Node, tracked: TrackedParameter, told: NodeHook) -> None:
+        tracked.told = told
+        handle = node.register_hook(tracked)
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None:
+            self._numbers[tracked] = handle.id
+            self._hooks[tracked] = hooks
+
+    def _unhook(self, tracked: TrackedParameter) -> None:
+        tracked.told = None
+        hooks = self._hooks.pop(tracked, None)
+        if hooks is not None:
+            hooks.pop(self._numbers.pop(tracked, -1), None)
+
+    def _unhook_all(self) -> None:
         self.table = None
-        handles, self._handles = self._handles, {}
-        for handle in handles.values():
-            handle.remove()
-        self.fired = set()
+        for tracked in [*self._hooks]:
+            self._unhook(tracked)
+        self._hook, self.fired = None, set()
+
+
+never_compile(AccumulateGradNodes._accumulated)
 
 
 def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torch.nn.Parameter]:
@@ -198,7 +219,7 @@ def _trained(tracked: Iterable[TrackedParameter]) -> dict[TrackedParameter, torc
 _kind: Callable[[torch.Tensor], _Kind] = operator.attrgetter("shape", "dtype", "device")
 
 
-def _kinds_of(parameters: dict[TrackedParameter, torch.nn.Parameter]) -> dict[TrackedParameter, _Kind]:
-    """What the parameters are, the same object for those that are of one kind."""
+def _shared(kinds: Iterable[_Kind]) -> list[_Kind]:
+    """The same object for those that are equal."""
     known: dict[_Kind, _Kind] = {}
-    return {tracked: known.setdefault(kind := _kind(parameter), kind) for tracked, parameter in parameters.items()}
+    return [known.setdefault(kind, kind) for kind in kinds]

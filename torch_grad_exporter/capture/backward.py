@@ -15,7 +15,7 @@ import logging
 from dataclasses import dataclass
 
 from torch_grad_exporter.capture.count_only.counting import CountOnly
-from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.module_outputs import differentiable
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, OUTSIDE
@@ -191,20 +191,22 @@ class BackwardWatch:
         current = self._rounds.current
         sampled = current.sampled
         self._parts.waits.end(current.number, start)
-        fired = reduced(self._parts.reader.table, self._fired(backward)) if sampled else set()
+        table = self._parts.reader.table
+        now = PresentGradients.of(table.tracked) if sampled and backward.before is not None else None
+        fired = reduced(table, self._fired(backward, now)) if sampled else set()
         written = self._written(backward, fired, sampled=sampled)
-        self._parts.reductions.end(current, self._parts.reader.table, fired, written=written)
+        self._parts.reductions.end(current, table, fired, written=written)
         if written:
             self._parts.ladder.seen()
             self._clock.backwards_passed(1)
             if self._clock.backward_passes == UNANSWERED and not self._clock.steps:
                 say(logger, logging.WARNING, NO_STEP, UNANSWERED)
-            may_read = not sampled or self._parts.by_hand.may_read(self._parts.reader.table)
+            may_read = not sampled or self._parts.by_hand.may_read(table)
             if self._rounds.backward_ended(fired, stepped_within=bool(self._parts.reader.found_early)) and may_read:
-                self.read()
+                self.read(now=now)
                 self._left = None
             elif self._rounds.behind:
-                self._left = self._parts.by_hand.left or GradientVersions.of(self._parts.reader.table.tracked)
+                self._left = self._parts.by_hand.left or GradientVersions.of(table.tracked)
             self._parts.probes.backward_over(current.models)
             self._parts.inspections.backward_ended(current.number, sampled=sampled)
         self._parts.cost.spent(start, sampled=sampled)
@@ -217,11 +219,11 @@ class BackwardWatch:
             return bool(fired) or (self._parts.index.fully_sharded and backward.certain)
         return backward.certain or bool(before is not None and before.moved())
 
-    def _fired(self, backward: _Backward) -> set[int]:
-        """The parameters whose gradient the backward wrote, on a sampled round."""
+    def _fired(self, backward: _Backward, now: PresentGradients | None) -> set[int]:
+        """The parameters whose gradient the backward wrote, on a sampled round. `now`: what there is of the table's."""
         early = self._parts.reader.found_early
         # A gradient that changed although its node did not fire was written by other code: DDP writes gradients of other ranks.
-        moved = set() if backward.before is None else backward.before.moved()
+        moved = set() if backward.before is None else backward.before.moved(now)
         at_start, self._at_start = self._at_start, None
         if at_start is not None and at_start.tracked is self._parts.reader.table.tracked:
             moved |= {position for position in at_start.moved() if at_start.numbers[position] is None}
@@ -241,11 +243,11 @@ class BackwardWatch:
         else:
             self._rounds.sample_read(taken=False, why=Lost.EDITED)
 
-    def read(self, step: OptimizerView | None = None) -> None:
-        """Reads the round's gradients, and chooses the probes until the next sample. `step`: the one that is about to use them."""
+    def read(self, step: OptimizerView | None = None, *, now: PresentGradients | None = None) -> None:
+        """Reads the round's gradients, and chooses the probes until the next sample. `step`, `now`: as of `GradientReader.read`."""
         parts, rounds = self._parts, self._rounds
         parts.reader.divisor = self.preparation.divisor if parts.ladder.sees_backwards else 1.0
-        taken = parts.reader.read(rounds, step)
+        taken = parts.reader.read(rounds, step, now)
         rounds.sample_read(taken=taken)
         if taken:
             parts.reductions.captured(rounds.current.number)

@@ -8,7 +8,9 @@ have been reused by another tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +54,38 @@ def _is_zero(gradient: torch.Tensor) -> bool | None:
     return not bool(found.view(-1)[:LOOKED_AT].any())
 
 
+_gradient_of: Callable[[torch.nn.Parameter | None], torch.Tensor | None] = operator.attrgetter("grad")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PresentGradients:
+    """Parameters and their gradients at one moment, in columns; `None` for what is not in its place. To be dropped at once."""
+
+    tracked: Sequence[TrackedParameter]
+    parameters: list[torch.nn.Parameter | None]
+    gradients: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> PresentGradients:
+        """What there is now: no line of Python runs for each of them. `parameters`: where they were looked up already."""
+        parameters = parameters_of(tracked) if parameters is None else parameters
+        if types.NoneType in map(type, parameters):
+            return cls(tracked, parameters, [None if p is None else p.grad for p in parameters])
+        return cls(tracked, parameters, [*map(_gradient_of, parameters)])
+
+    @property
+    def in_place(self) -> bool:
+        """Whether each parameter is in its place."""
+        return types.NoneType not in map(type, self.parameters)
+
+    def at(self, positions: Collection[int]) -> dict[int, torch.Tensor]:
+        """The gradients that are there at these positions, by position in rising order."""
+        found = self.gradients
+        if len(positions) == len(found) and types.NoneType not in map(type, found):
+            return dict(enumerate(found))  # type: ignore[arg-type]
+        return {i: gradient for i in sorted(positions) if (gradient := found[i]) is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class GradientVersions:
     """The versions of the gradients of many parameters at one moment, in columns."""
@@ -61,27 +95,30 @@ class GradientVersions:
     versions: list[int]
 
     @classmethod
-    def of(cls, tracked: Sequence[TrackedParameter]) -> GradientVersions:
-        """The versions of the parameters' gradients as they are now."""
-        gradients = [None if p is None else p.grad for p in parameters_of(tracked)]
+    def of(cls, tracked: Sequence[TrackedParameter], parameters: list[torch.nn.Parameter | None] | None = None) -> GradientVersions:
+        """The versions of the parameters' gradients as they are now. `parameters`: where they were looked up already."""
+        gradients = PresentGradients.of(tracked, parameters).gradients
         numbers = [None if g is None else _numbered(g) for g in gradients]
         return cls(tracked, numbers, [-1 if g is None else _version_of(g) for g in gradients])
 
-    def moved(self) -> set[int]:
-        """The positions of those that have a gradient now that is another tensor than then, or was written to."""
-        rows = zip(parameters_of(self.tracked), self.numbers, self.versions, strict=True)
+    def moved(self, now: PresentGradients | None = None) -> set[int]:
+        """The positions of those that have a gradient now that is another tensor than then, or was written to.
+
+        `now`: what there is of the same parameters, where that was looked up already.
+        """
+        if now is None or now.tracked is not self.tracked:
+            now = PresentGradients.of(self.tracked)
         return {
             position
-            for position, (parameter, number, version) in enumerate(rows)
-            if parameter is not None
-            and (gradient := parameter.grad) is not None
-            and (number is None or _number_of(gradient) != number or _version_of(gradient) != version)
+            for position, (gradient, number, version) in enumerate(zip(now.gradients, self.numbers, self.versions, strict=True))
+            if gradient is not None and (number is None or _number_of(gradient) != number or _version_of(gradient) != version)
         }
 
     def unchanged(self) -> bool:
         """Whether each parameter has that gradient, and nothing has written to it."""
-        now = zip(parameters_of(self.tracked), self.numbers, strict=True)
-        return not self.moved() and all((p is None or p.grad is None) == (number is None) for p, number in now)
+        now = PresentGradients.of(self.tracked)
+        rows = zip(now.gradients, self.numbers, strict=True)
+        return not self.moved(now) and all((gradient is None) == (number is None) for gradient, number in rows)
 
 
 def _values_of(versions: GradientVersions) -> list[int]:

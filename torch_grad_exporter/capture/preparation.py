@@ -54,7 +54,7 @@ class RoundPreparation:
                 parts.cost.of(parts.index.refresh)
         if not parts.rounds.next_is_sampled:
             parts.nodes.disarm()
-        elif self._may_arm:
+        elif self._may_arm and not self._follows_a_sample:
             parts.cost.of(self._arm)
 
     def hold_nodes(self) -> None:
@@ -66,6 +66,12 @@ class RoundPreparation:
     def _may_arm(self) -> bool:
         """Whether nodes show what comes into gradients; those of gathered parameters do not show it of the sharded ones."""
         return self._parts.ladder.sees_backwards and not self._parts.index.fully_sharded
+
+    @property
+    def _follows_a_sample(self) -> bool:
+        """Whether nodes are hooked since the round before, and a forward will come that looks for what has changed since."""
+        nodes = self._parts.nodes
+        return self._parts.ladder.announces and nodes.armed and nodes.table is self._parts.index.table
 
     def _arm(self, *, in_place: bool = False) -> None:
         """Hooks the nodes of all parameters that are trained now, until the round ends. `in_place`: as of `refresh`."""
@@ -81,13 +87,13 @@ class RoundPreparation:
         """A forward of a root with gradients begins. `args`, `kwargs`: what it is called with."""
         if graph_task() != -1:
             return
-        if self._parts.nodes.held:
-            self._parts.cost.of(self._drop_changed)
         if self._rounds.next_is_sampled:
             self.follow_device()
             self._parts.cost.of(self._prepare_for_thawed)
             self._parts.reductions.look(root)
             self.look_for_pipeline(sys._getframe(1))
+        elif self._parts.nodes.held:
+            self._parts.cost.of(self._drop_changed)
         if self._parts.index.fully_sharded:
             self._look_early()
         self._parts.inspections.forward_began(root, args, kwargs, sampled=self._rounds.next_is_sampled)
@@ -104,19 +110,26 @@ class RoundPreparation:
             self._placed = table, first.device
             self._parts.clock.phases.on(device)
 
-    def _drop_changed(self) -> None:
-        """No node that was taken before this forward may be used with data of another shape."""
-        if self._parts.nodes.drop_changed():
-            self._parts.index.look_at_shapes()
+    def _drop_changed(self, present: list[torch.nn.Parameter | None] | None = None) -> bool:
+        """No node that was taken before this forward may be used with data of another shape. Whether any was."""
+        index, nodes = self._parts.index, self._parts.nodes
+        changed = nodes.held and nodes.drop_changed(index.table, present)
+        if changed:
+            index.look_at_shapes()
+        return changed
 
     def _prepare_for_thawed(self) -> None:
         """Before the first forward of a sampled round: what was added or thawed since the step is hooked as well."""
-        current = self._rounds.current
+        index, nodes, current = self._parts.index, self._parts.nodes, self._rounds.current
+        if capturing_graph():
+            nodes.release()  # they were made for another stream
+            return
         first = bool(current.stepped) or not current.backwards
         # Within `torch.func.functional_call` others are in the parameters' places, and are not to be tracked.
-        if capturing_graph():
-            self._parts.nodes.release()  # they were made for another stream
-        elif first and self._may_arm and not within_transform():
+        looks = first and self._may_arm and not within_transform()
+        present = index.present() if looks and nodes.held else None
+        changed = self._drop_changed(present)
+        if looks and (changed or present is None or not nodes.hooks_all_of(index.table)):
             self._arm(in_place=True)
 
     def _look_early(self) -> None:
@@ -170,7 +183,7 @@ class RoundPreparation:
             return True
         if self._may_arm and not parts.nodes.armed:
             parts.index.look_at_shapes()
-        before, table = parts.reader.table, parts.reader.renew_table()
+        before, table = parts.reader.table, parts.reader.renew_table(versions=self._may_arm)
         if table is before or not current.fired:
             return True
         fired = {before.tracked[position] for position in current.fired}

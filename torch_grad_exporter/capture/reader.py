@@ -5,7 +5,6 @@ A failure costs one sample. When a reading is due, and which gradients count, is
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass
@@ -15,14 +14,14 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.capture.cost import SampleCost
-from torch_grad_exporter.capture.gradient_versions import GradientVersions
+from torch_grad_exporter.capture.gradient_versions import GradientVersions, PresentGradients
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.rounds import Round, RoundTracker
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import IntArray
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.model.parameters import ParameterTable, parameters_of
+from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.statistics.reading import Reading
@@ -118,6 +117,8 @@ class GradientReader:
         self._early = StepsWithinBackward(self.statistics)
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table
+        self._before: GradientVersions | None = None
+        """The gradients when the table was renewed, until they are asked for."""
         self.divisor = 1.0
         """By what the loop divides the gradients of the next capture before it clips them."""
 
@@ -159,42 +160,53 @@ class GradientReader:
         """A backward begins: what was read within the one before is no part of it."""
         self._early.clear()
 
-    def renew_table(self, *, within_step: bool = True) -> ParameterTable:
-        """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them."""
-        self.table = self.index.refresh(within_step=within_step)
+    def renew_table(self, *, within_step: bool = True, versions: bool = False) -> ParameterTable:
+        """Takes the parameters that are trained now. `within_step`: FSDP2 may have gathered them. `versions`: will be asked for."""
+        present, self._before = self.index.present(), None
+        if present is None:
+            self.table = self.index.refresh(within_step=within_step)
+        else:
+            self.table = self.index.table
+            if versions:  # what is looked up for one serves the other
+                self._before = self._guards[BEFORE].result(GradientVersions.of, self.table.tracked, present)
         return self.table
 
     # Reading
 
     def versions(self) -> GradientVersions | None:
         """The gradients' versions before a backward of a sampled round; `None` if they cannot be had."""
+        before, self._before = self._before, None
+        if before is not None and before.tracked is self.table.tracked:
+            return before
         return self._guards[BEFORE].result(GradientVersions.of, self.table.tracked)
 
-    def read(self, rounds: RoundTracker, step: OptimizerView | None = None) -> bool:
+    def read(self, rounds: RoundTracker, step: OptimizerView | None = None, now: PresentGradients | None = None) -> bool:
         """Measures the gradients of the round so far and hands them over, in place of an earlier capture; whether that was done.
 
-        `step`: the one that is about to use them, on the rung `optimizer`: a scaler has divided them, or leaves that to it.
+        `step`: the one that is about to use them, on the rung `optimizer`: a scaler has divided them, or leaves that to it. `now`:
+        what there is of the table's parameters, where that was looked up already.
         """
-        return self._guards[AFTER].result(self._read, rounds, step) or False
+        return self._guards[AFTER].result(self._read, rounds, step, now) or False
 
-    def _read(self, rounds: RoundTracker, step: OptimizerView | None) -> bool:
+    def _read(self, rounds: RoundTracker, step: OptimizerView | None, now: PresentGradients | None) -> bool:
         if len(self.mailbox) >= CROWDED:
             return False
         current, table, pattern, at = rounds.current, self.table, rounds.pattern, self.clock.now()
-        parameters = table.parameters()
-        if parameters is None:
+        if now is None or now.tracked is not table.tracked:
+            now = PresentGradients.of(table.tracked)
+        if not now.in_place:
             return False
         early, begun = self._early, self.cost.timer.begin(self._places)
-        fired = sorted(current.fired - early.fired)
-        gradients = table.tracked.own({i: g for i in fired if (g := parameters[i].grad) is not None})
+        gradients = table.tracked.own(now.at(current.fired - early.fired))
         readings = [*early.readings, *self.statistics.read(table, gradients)]
         loss_scale = self.scale if step is None else step.grad_scale
         parts, scale = self._sent(self.statistics.finish(readings, current.number), loss_scale)
         self.cost.timer.end(begun)
         if parts:
             # A gradient that a hook of the user removed at once counts as none.
-            there = early.fired.union(gradients)
-            missing = [i for i in range(len(parameters)) if i not in there and parameters[i].requires_grad]
+            there = early.fired | gradients.keys()
+            every = enumerate(now.parameters) if len(there) < len(now.parameters) else ()
+            missing = [i for i, parameter in every if i not in there and parameter is not None and parameter.requires_grad]
             owners = self.optimizers.owners(table)
             self.mailbox.append(
                 Captured(
@@ -248,11 +260,11 @@ class GradientReader:
         owners = self.optimizers.owners(table, {optimizer})
         fired = np.array(sorted(current.fired), dtype=np.int64)
         mine = fired[owners[fired] == optimizer].tolist()
-        parameters = parameters_of(table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine])
-        if types.NoneType in map(type, parameters):
+        tracked = table.tracked if len(mine) == len(table.tracked) else [table.tracked[i] for i in mine]
+        now = PresentGradients.of(tracked, self.optimizers.parameters_at(optimizer, mine))
+        if not now.in_place:
             return
-        pairs = zip(mine, parameters, strict=True)
-        gradients = table.tracked.own({i: g for i, p in pairs if p is not None and (g := p.grad) is not None})
+        gradients = table.tracked.own({i: g for i, g in zip(mine, now.gradients, strict=True) if g is not None})
         begun = self.cost.timer.begin(self._places)
         parts, scale = self._sent(self.statistics.norms(table, gradients), self.scale)
         self.cost.timer.end(begun)

@@ -13,16 +13,25 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from torch_grad_exporter.model.flat_parts import FlatParts, has_part
 from torch_grad_exporter.model.names import LayerFilter, LayerNames, Place, layers_of, parameters_within, places_of
-from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, are_gathered, make_table, parameters_of
+from torch_grad_exporter.model.parameters import (
+    ParameterTable,
+    TrackedParameter,
+    TrackedParameters,
+    are_gathered,
+    make_table,
+    parameters_of,
+)
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
 from torch_grad_exporter.torch_compat import children_in, is_managed, parameters_in
@@ -55,7 +64,7 @@ class LayerIndex:
         self._max_layers = max_layers
         self.replicas = replicas or Replicas()
         self._scanned: list[weakref.ref[torch.nn.Module]] = []
-        self._structures: deque[tuple[list[object], ...]] = deque(maxlen=STRUCTURES)
+        self._structures: deque[_Structure] = deque(maxlen=STRUCTURES)
         """Those of the modules under which the present table was found, the last one first."""
         self._known: dict[int, TrackedParameter] = {}
         self._frozen: dict[TrackedParameter, int] = {}
@@ -84,7 +93,7 @@ class LayerIndex:
         `within_step`: between the forward and the end of the backward, when FSDP shows other parameters. `in_place`: only if no
         tracked parameter is out of its place, as within a call with other parameters.
         """
-        if self._is_current() or ((within_step or are_gathered(self._table.tracked)) and self._is_fully_sharded()):
+        if self.present() is not None or ((within_step or are_gathered(self._table.tracked)) and self._is_fully_sharded()):
             return self._table
         return self._table if in_place and self._table.parameters() is None else self._scan()
 
@@ -96,18 +105,27 @@ class LayerIndex:
 
     def changed(self) -> list[torch.nn.Parameter]:
         """The parameters that `refresh` would track now, if the models have changed since; else none. Changes nothing."""
-        return [] if self._is_current() else [place.parameter for place in self._places() if _is_trained(place.parameter)]
+        current = self.present() is not None
+        return [] if current else [place.parameter for place in self._places() if _is_trained(place.parameter)]
 
-    def _is_current(self) -> bool:
-        """Whether the models are as in a scan that found the present table."""
-        modules = [module for reference in self._scanned if (module := reference()) is not None]
-        return len(modules) == len(self._scanned) and _structure(modules) in self._structures
+    def present(self) -> list[torch.nn.Parameter | None] | None:
+        """The table's parameters by position, to be dropped at once; `None` unless the models are as in a scan that found it."""
+        modules = [*map(operator.call, self._scanned)]
+        if types.NoneType in map(type, modules):
+            return None
+        columns, owned = _looked_at(modules)  # type: ignore[arg-type]  # none of them is `None`
+        known = next((known for known in self._structures if known.columns == columns), None)
+        if known is None:
+            return None
+        if known.places is None:
+            return self._table.tracked.parameters()
+        return owned if len(known.places) == len(owned) else [*map(owned.__getitem__, known.places)]
 
     def _scan(self) -> ParameterTable:
         """Walks all modules; returns a new table if anything changed."""
         self.fully_sharded = self._is_fully_sharded()
         modules = self._modules()
-        self._scanned, structure = [weakref.ref(module) for module in modules], _structure(modules)
+        self._scanned, (columns, owned) = [weakref.ref(module) for module in modules], _looked_at(modules)
         found: list[TrackedParameter] = []
         layers: set[str] = set()
         flat = self._flat.of(root for _, _, root in self._roots()) if self.fully_sharded else {}
@@ -135,7 +153,7 @@ class LayerIndex:
         if changed or frozen != self._table.frozen:
             self._table = self._planned(found, frozen)
             self._structures.clear()
-        self._structures.appendleft(structure)
+        self._structures.appendleft(_Structure(columns, _places(self._table.tracked, owned)))
         return self._table
 
     def _is_tracked(self, one: TrackedParameter, *, trained: bool) -> bool:
@@ -209,22 +227,48 @@ def _is_trained(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and not is_lazy(parameter)
 
 
+_Columns = tuple[list[object], ...]
+
 _values = operator.methodcaller("values")
 
+_requires_grad = operator.attrgetter("requires_grad")
 
-def _structure(modules: Sequence[torch.nn.Module]) -> tuple[list[object], ...]:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Structure:
+    """What modules were like when the table was found. `columns`: as of `_looked_at`.
+
+    `places`: where the table's parameters are among all that the modules own, rising; `None` where one is not among them.
+    """
+
+    columns: _Columns
+    places: Sequence[int] | None
+
+
+def _looked_at(modules: Sequence[torch.nn.Module]) -> tuple[_Columns, list[torch.nn.Parameter | None]]:
     """What changes when a child or a parameter of the modules comes, goes or moves, is frozen, or initialised at last.
 
-    In columns, without a Python call per module or parameter, since each sample compares it.
+    In columns, without a Python call per module or parameter, since each sample compares it. Besides, the parameters.
     """
     children, owned = [*map(children_in, modules)], [*map(parameters_in, modules)]
-    parameters = [*itertools.chain.from_iterable(map(_values, owned))]
-    return (
+    parameters: list[torch.nn.Parameter | None] = [*itertools.chain.from_iterable(map(_values, owned))]
+    kinds: list[object] = [*map(type, parameters)]
+    trained = [p for p in parameters if p is not None] if types.NoneType in kinds else parameters
+    columns: _Columns = (
         [*map(len, children)],
         [*map(len, owned)],
         [*map(id, itertools.chain.from_iterable(map(_values, children)))],
         [*map(id, parameters)],
-        [*map(type, parameters)],
-        [p is not None and p.requires_grad for p in parameters],
+        kinds,
+        [*map(_requires_grad, trained)],
         [*map(is_managed, modules)],
     )
+    return columns, parameters
+
+
+def _places(tracked: TrackedParameters, owned: Sequence[torch.nn.Parameter | None]) -> list[int] | None:
+    place: dict[int, int] = {}
+    for number, parameter in enumerate(owned):
+        place.setdefault(id(parameter), number)  # the first of tied ones
+    found = [place.get(one.identity, -1) for one in tracked]
+    return None if -1 in found or sorted(found) != found else found

@@ -55,6 +55,8 @@ class Optimizers:
         self._table: ParameterTable | None = None
         self._groups_seen = -1
         self._owners = np.zeros(0, dtype=np.int64)
+        self._places: dict[int, list[int]] = {}
+        """By optimizer the positions in the table of its parameters, in its own order; -1 of those that are not there."""
         for name, optimizer in (named or {}).items():
             self.names.append(name)
             self._numbers[optimizer] = len(self.names) - 1
@@ -163,17 +165,30 @@ class Optimizers:
         position = {t.identity: i for i, t in enumerate(table.tracked)}
         owners = np.full(len(table.tracked), -1, dtype=np.int64)
         overlap = False
-        for number, parameters in sorted(groups, key=lambda group: group[0] in stepped):
-            for parameter in parameters:
-                where = position.get(id(parameter))
-                if where is not None:
+        places: dict[int, list[int]] = {}
+        for number, parameters in groups:
+            places.setdefault(number, []).extend(position.get(id(parameter), -1) for parameter in parameters)
+        for number, owned in sorted(places.items(), key=lambda one: one[0] in stepped):
+            for where in owned:
+                if where != -1:
                     overlap |= bool(owners[where] not in (-1, number))
                     owners[where] = number
         if self._adopter is not None:
             owners[owners == -1] = self._adopter
         self._overlap = overlap
-        self._table, self._groups_seen, self._owners = table, seen, owners
+        self._table, self._groups_seen, self._owners, self._places = table, seen, owners, places
         return owners
+
+    def parameters_at(self, number: int, positions: Sequence[int]) -> list[torch.nn.Parameter | None] | None:
+        """The parameters at these positions of the table that `owners` was asked of last, as the optimizer itself has them.
+
+        `None` where these are not all that it owns, or in another order. To be called right after `owners`.
+        """
+        if self._places.get(number) != positions:
+            return None
+        return [
+            p for one, optimizer in self.numbered() if one == number for group in optimizer.param_groups for p in group["params"]
+        ]
 
     @property
     def _adopter(self) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from torch.compiler import is_compiling
 
 from torch_grad_exporter.metrics.families import BoolArray, IntArray
 from torch_grad_exporter.model.flat_parts import FlatPart
@@ -19,7 +20,7 @@ from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
 from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layout
-from torch_grad_exporter.torch_compat import local, parameters_in
+from torch_grad_exporter.torch_compat import local, never_compile, parameters_in
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -43,6 +44,15 @@ class TrackedParameter:
     """Whether another rank has the same part and counts it in sums over ranks."""
     flat: FlatPart | None = None
     """What this rank has of it, where `FullyShardedDataParallel` keeps it."""
+    told: Callable[[TrackedParameter], None] | None = None
+    """What is told that the parameter has received a gradient, while autograd's node for it has this object as a hook."""
+
+    def __call__(self, *_gradients: object) -> None:
+        """The hook itself: an object less for each parameter, which matters where there are thousands."""
+        if is_compiling():
+            return
+        if self.told is not None:
+            self.told(self)
 
     @classmethod
     def at(
@@ -99,7 +109,9 @@ class TrackedParameter:
         return self.module() is other.module() and _about(self) == _about(other)
 
 
-_about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name != "module"))
+never_compile(TrackedParameter.__call__)
+
+_about = operator.attrgetter(*(field.name for field in fields(TrackedParameter) if field.name not in ("module", "told")))
 
 
 _look_up: Callable[[Mapping[str, torch.nn.Parameter | None], str], torch.nn.Parameter | None] = dict.get  # type: ignore[assignment]
