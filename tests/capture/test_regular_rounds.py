@@ -129,6 +129,12 @@ class Odd:
         self.loop.add()
         self.loop.optimizer.step()
 
+    def longer_with_zeros(self) -> None:
+        self.loop.optimizer.zero_grad(**self.loop.clearing)
+        for _ in range(2):  # gradients that are zero by themselves were not cleared
+            (0 * self.loop.model(batch())).sum().backward()
+        self.loop.optimizer.step()
+
     def evaluation(self) -> None:
         self.loop.model.eval()
         with torch.no_grad():
