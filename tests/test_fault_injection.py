@@ -270,6 +270,17 @@ UNREACHED = {
     **dict.fromkeys((f"capture.cost.Pair.{name}" for name in ("passed", "seconds", "release")), "CUDA"),
     "outputs.prometheus.series.present_rows": "a registry of the user's, tests/outputs/prometheus/test_registry.py",
     "capture.local.LocalGradients.missed": "several ranks, tests/capture/test_local_norm.py",
+    **dict.fromkeys(
+        (f"capture.{name}" for name in (
+            *(f"regular_rounds.RegularRounds.{one}" for one in (
+                "begin", "forward_began", "backward_began", "backward_ended", "step_began", "step_ended", "norm_observed",
+            )),
+            *(f"progress.StepClock.{one}" for one in ("begin_alike", "forward_alike", "round_alike", "end_alike")),
+            "gradient_versions.GradientProbes.backwards_alike", "schedule.SamplingSchedule.followed",
+            "round_loss.RoundLoss.left_out", "inspections.Inspections.any",
+        )),
+        "rounds that are followed together, after hundreds of others, tests/capture/test_regular_rounds.py",
+    ),
     "capture.rounds.RoundTracker.backwards_counted": "a pause within an accumulation, tests/capture/test_count_only.py",
     "capture.steps.StepWatch.tool_steps": "an optimizer within the step of another, tests/matrix/optimizers.py",
     "capture.torch_hooks.GuardedHook.failed": "the guard itself",

@@ -233,9 +233,12 @@ def on_node_of(tensor: torch.Tensor, hook: Callable[[Sequence[torch.Tensor | Non
     return True
 
 
-def graph_is_kept() -> bool:
-    """Whether the running backward keeps its graph; true where torch cannot say."""
-    return _keeps_graph is None or bool(_keeps_graph())
+def _kept() -> bool:
+    return True
+
+
+graph_is_kept: Callable[[], bool] = _keeps_graph or _kept
+"""Whether the running backward keeps its graph; true where torch cannot say."""
 
 
 def node_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:

@@ -2,8 +2,8 @@
 
 Steps of one arm alternate with those of the others, single steps at a time, each after one step that is not timed; what is
 compared is neighbours. Everything is repeated with new models, whose places in memory are others. Arms: plain training, a
-second plain one as control, PyTorch's own hooks at the same places that do nothing, and the exporter with the longest interval
-there is. Blocks in which it took a sample are left out.
+second plain one as control, PyTorch's own hooks at the same places that do nothing, the exporter with the longest interval
+there is, which only counts most of so short steps, and the same where it follows each of them. Blocks with a sample are left out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ BLOCK_SECONDS = 0.25
 """Between two looks at the counter of samples."""
 
 BAR = 8e-6
+
+SETTLED = 700
+"""Steps after which the exporter follows rounds together that are alike."""
+
+FOLLOWED_UP_TO = 400
+"""Parameters that take part in a step, up to which so many steps take no minutes."""
 
 SAMPLES = "torch_grad_exporter_captures_total"
 OWN_SECONDS = "torch_grad_exporter_overhead_seconds_total"
@@ -132,6 +138,20 @@ def watched(arm: Arm) -> Arm:
     return arm
 
 
+def followed(arm: Arm) -> Arm:
+    """The same where no step is only counted, since the model has a hook of others."""
+
+    def nothing(*_: object) -> None:
+        return
+
+    arm.model.register_forward_hook(nothing)
+    watched(arm)
+    with arm.hooks.there():
+        for _ in range(SETTLED):
+            arm.step()
+    return arm
+
+
 @dataclass(slots=True)
 class Turns:
     """What one repeat saw.
@@ -144,9 +164,9 @@ class Turns:
     counted: float = 0.0
     background: float = 0.0
 
-    def beyond(self, arm: str) -> list[float]:
-        """What an arm's step took beyond the plain one of the same turn."""
-        return [one - plain for one, plain in zip(self.seconds[arm], self.seconds["plain"], strict=True)]
+    def beyond(self, arm: str, other: str = "plain") -> list[float]:
+        """What an arm's step took beyond that of another arm in the same turn."""
+        return [one - less for one, less in zip(self.seconds[arm], self.seconds[other], strict=True)]
 
 
 MAKERS: dict[str, Callable[[Arm], Arm]] = {
@@ -154,6 +174,7 @@ MAKERS: dict[str, Callable[[Arm], Arm]] = {
     "control": lambda arm: arm,
     "no-op hooks": hooked,
     "exporter": watched,
+    "followed": followed,
 }
 
 
@@ -161,7 +182,7 @@ def repeat(parameters: int, taking_part: int, seconds: float, seed: int) -> Turn
     """One repeat with new models."""
     torch.manual_seed(seed)
     chance = random.Random(seed)  # noqa: S311 - an order, no secret
-    names = list(MAKERS)
+    names = [name for name in MAKERS if name != "followed" or taking_part <= FOLLOWED_UP_TO]
     chance.shuffle(names)  # who is made first lies elsewhere in memory
     arms = {name: MAKERS[name](new_arm(parameters, taking_part)) for name in names}
     for arm in arms.values():
@@ -179,11 +200,11 @@ def _run(arms: dict[str, Arm], seconds: float, chance: random.Random, turns: Tur
     exporter, end = arms["exporter"], time.monotonic() + seconds
     own = wall = other = 0.0
     while not turns.seconds["plain"] or time.monotonic() < end:
-        samples, before = exporter.counter(SAMPLES), exporter.counter(OWN_SECONDS)
+        samples, before = sum(arm.counter(SAMPLES) for arm in arms.values()), exporter.counter(OWN_SECONDS)
         others, start = time.process_time() - time.thread_time(), time.monotonic()
         block = _block(arms, chance)
         others, passed = time.process_time() - time.thread_time() - others, time.monotonic() - start
-        if exporter.counter(SAMPLES) == samples:
+        if sum(arm.counter(SAMPLES) for arm in arms.values()) == samples:
             own, wall, other = own + exporter.counter(OWN_SECONDS) - before, wall + passed, other + others
             for name, values in block.items():
                 turns.seconds[name] += values
@@ -212,7 +233,7 @@ def measure(seconds: float) -> record.Table:
         print(rows[-1], flush=True)
     columns = (
         "parameters", "taking part", "plain step us", *(f"{arm} us" for arm in ARMS), "exporter, median us", "own count us",
-        "background ms/s", "within the bar",
+        "background ms/s", "within the bar", "followed, beyond no-op hooks us",
     )  # fmt: skip
     return record.table("A step without a sample, by number of parameters", columns, rows, NOTES)
 
@@ -226,6 +247,7 @@ NOTES = [
     "No-op hooks: PyTorch's own price for being called at the same places. Own count: what the exporter says it took.",
     "Background: processor time of all other threads. It is not in the columns before, but in those of `benchmarks.scraped`.",
     f"Bar: {1e6 * BAR:.0f} us for the exporter, with its whole interval.",
+    f"Followed: the exporter where a hook of others keeps it from only counting steps, after {SETTLED} of them.",
 ]
 
 
@@ -239,4 +261,13 @@ def _cells(repeats: list[Turns]) -> list[record.Cell]:
     cells.append(round(1e6 * fmean(median(turns.beyond("exporter")) for turns in repeats), 1))
     cells.append(round(1e6 * fmean(turns.counted for turns in repeats), 1))
     cells.append(round(1e3 * fmean(turns.background for turns in repeats), 2))
-    return [*cells, verdict(low, high, 1e6 * BAR)]
+    return [*cells, verdict(low, high, 1e6 * BAR), _followed(repeats)]
+
+
+def _followed(repeats: list[Turns]) -> str:
+    """What the exporter takes beyond PyTorch's own price for hooks, where it follows each step."""
+    values = [1e6 * trimmed_mean(turns.beyond("followed", "no-op hooks")) for turns in repeats if "followed" in turns.seconds]
+    if not values:
+        return "not measured"
+    low, high = interval(values, fmean)
+    return f"{fmean(values):.1f} [{low:.1f}, {high:.1f}]"

@@ -63,6 +63,7 @@ class BackwardWatch:
 
     def __init__(self, parts: Parts, count_only: CountOnly) -> None:
         self._parts = parts
+        self._regular = count_only.regular
         self._count_only = count_only
         self._clock = parts.clock
         self._rounds = parts.rounds
@@ -86,9 +87,10 @@ class BackwardWatch:
 
     def forward_ended(self, model: int, output: object) -> None:
         """A forward of the root of this number is over: hooks its output."""
-        if not self._parts.ladder.announces or within_transform():
+        if self._parts.ladder.mode is not Mode.OUTPUT or within_transform():
             return
-        self.abandoned()
+        if self._running.task != -1:
+            self.abandoned()
         for tensor in differentiable(output):
             on_gradient(tensor, self._output_hooks[model])
 
@@ -144,6 +146,12 @@ class BackwardWatch:
         Asks to be called at its end, where the two are distinguished.
         """
         start = self._clock.clock()
+        if self._regular.active and self._running.task == -1 and not unannounced and self._regular.backward_began(start):
+            self._running.task, self._running.certain = task, True
+            self._parts.waits.saw(task)
+            (at_end_of_backward if self._regular.wrapped else after_backward)(self._end_hook)
+            self._clock.spent(self._clock.clock() - start)
+            return
         self._count_only.settle()
         # First: what fails below must not begin it again at each hook.
         self._running = running = _Backward(task, unannounced=unannounced and self._parts.ladder.announces)
@@ -185,6 +193,10 @@ class BackwardWatch:
         if self._running.task == -1:
             return
         start = self._clock.clock()
+        if self._regular.active and self._regular.backward_ended(start):
+            self._running.task = -1
+            self._clock.spent(self._clock.clock() - start)
+            return
         backward, self._running = self._running, _Backward(certain=self._running.certain)
         self._parts.nodes.end()
         self._clock.switch(OUTSIDE)

@@ -92,6 +92,11 @@ class SampleCost:
         self._unsettled: deque[tuple[float, list[Pair]]] = deque()
         """What samples cost on the host, and the events of what they cost on devices, which may be behind."""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether it is not known yet what some sample has cost on devices."""
+        return bool(self._unsettled)
+
     def now(self) -> float:
         """The clock that `spent` asks."""
         return self._clock.clock()

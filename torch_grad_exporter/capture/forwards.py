@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from torch_grad_exporter.capture.backward import BackwardWatch
 from torch_grad_exporter.capture.count_only.counting import CountOnly
+from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE
@@ -24,6 +24,7 @@ class ForwardWatch:
         self, parts: Parts, backward: BackwardWatch, steps: StepWatch, count_only: CountOnly, observations: Observations
     ) -> None:
         self._parts = parts
+        self._regular = count_only.regular
         self._count_only = count_only
         self._clock = parts.clock
         self._backward = backward
@@ -33,6 +34,8 @@ class ForwardWatch:
 
     def began(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A root's forward begins; outside of training it only shows that the loop is alive."""
+        if self._regular.active and self._regular.forward_began(module, args, kwargs):
+            return
         self._count_only.settle()
         clock = self._clock
         start = clock.clock()
@@ -63,11 +66,11 @@ class ForwardWatch:
         start = clock.clock()
         if graph_task() != -1:
             return
-        clock.switch(OUTSIDE)
+        clock.switch(OUTSIDE, start)
         if torch.is_grad_enabled():
             self._backward.forward_ended(model, output)
             if module.training and not isinstance(output, torch.Tensor):
-                self._observations.forward_over(model, output, kwargs)
+                self._observations.forward_over(model, output, kwargs, regular=self._regular.active)
         if self._parts.periodic is not None and not module.training:
             self._parts.periodic()
         clock.spent(clock.clock() - start)
@@ -84,11 +87,3 @@ class ForwardWatch:
     def step_over(self) -> None:
         """A step is over."""
         self._clock.forward_came = False
-
-
-def batch_size(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
-    """The first dimension of the first tensor input; `None` if other tensors disagree or there is none."""
-    sizes = [value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0]
-    if any(type(size) is not int for size in sizes):
-        return 0  # a tracer's symbols: this forward is no training
-    return sizes[0] if len(set(sizes)) == 1 else None

@@ -51,6 +51,11 @@ class Inspections:
         self._cost = cost
         self._all: list[tuple[Guard, Inspection]] = []
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one to be told of rounds."""
+        return bool(self._all)
+
     def add(self, inspection: Inspection, guard: Guard) -> None:
         """Adds one before the training begins; `guard`: its boundary."""
         self._all.append((guard, inspection))

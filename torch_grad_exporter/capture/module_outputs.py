@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,15 +14,18 @@ VISITED = 64
 """Tensors of an output that are hooked, and items that are visited, at most: it may be a cache of thousands."""
 
 
-def differentiable(output: object) -> Iterator[torch.Tensor]:
+def differentiable(output: object) -> Iterable[torch.Tensor]:
     """The tensors of a module's output that a backward can start from; containers are searched level by level.
 
-    Yields `OUTPUTS` at most and visits `VISITED` items at most, so that an output may hold anything.
+    These are `OUTPUTS` at most, and `VISITED` items at most are visited, so that an output may hold anything.
     """
     if isinstance(output, torch.Tensor):
-        if _in_a_graph(output):
-            yield output
-        return
+        return (output,) if output.requires_grad and output.grad_fn is not None else ()
+    return _within(output)
+
+
+def _within(output: object) -> Iterator[torch.Tensor]:
+    """Those of an output that is no tensor."""
     found = 0
     # An output may be an object of the user's own; its attributes are searched, but not those of what is in it.
     known = isinstance(output, dict | list | tuple) or dataclasses.is_dataclass(output)

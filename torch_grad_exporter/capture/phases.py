@@ -66,11 +66,11 @@ class PhaseTimes:
         self._on_device, self.device = None if events is None else Timeline(events), device
         self.restart(self.current)
 
-    def enter(self, phase: str) -> None:
-        """The time from now on belongs to this phase."""
+    def enter(self, phase: str, moment: float | None = None) -> None:
+        """The time from now on belongs to this phase. `moment`: what the clock has just said."""
         self.seen.add(phase)
         if self._on_device is None:
-            moment = self._clock()
+            moment = self._clock() if moment is None else moment
             self.seconds[self.current] += moment - self._since
             self.current, self._since = phase, moment
         elif phase != self.current:

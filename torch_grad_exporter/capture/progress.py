@@ -114,6 +114,11 @@ class StepClock:
         """Steps of the training before those that are counted here, as the loop told; `None` where it told none."""
         self._owed: dict[int, int] = {}
         self._uncommitted: _CountedRounds | None = None
+        self._alike: tuple[int, list[float]] | None = None
+        """The number of the rounds in a row that are alike, and the seconds from step to step, until they are handed over.
+
+        One value, for the reason that `_CountedRounds` is one.
+        """
         self._stretch = 0
         self._placed = 0
         """Of how many rounds the step was told."""
@@ -123,10 +128,13 @@ class StepClock:
 
     # Phases
 
-    def switch(self, phase: str) -> None:
-        """Enters a phase, unless an optimizer is stepping: with a closure everything is `optimizer`."""
-        if self.phases.current != OPTIMIZER:
-            self._enter(phase)
+    def switch(self, phase: str, moment: float | None = None) -> None:
+        """Enters a phase, unless an optimizer is stepping: with a closure everything is `optimizer`.
+
+        `moment`: what the clock has just said.
+        """
+        if self.phases.current != OPTIMIZER and self._uncommitted is None:
+            self.phases.enter(phase, moment)
 
     @property
     def stepping(self) -> bool:
@@ -155,7 +163,7 @@ class StepClock:
 
     def step_done(self, optimizer: int, times: int = 1) -> None:
         """Counts steps of an optimizer."""
-        owed = min(self._owed.get(optimizer, 0), times)
+        owed = min(self._owed.get(optimizer, 0), times) if self._owed else 0
         if owed:
             self._owed[optimizer] -= owed
         if times > owed:
@@ -236,6 +244,11 @@ class StepClock:
         return max(times, default=None)
 
     @property
+    def tells_steps(self) -> bool:
+        """Whether the step of the next round is still to be told, see `PLACED`."""
+        return self._placed <= PLACED
+
+    @property
     def last_moment(self) -> float:
         """When the last step was over, in seconds of `clock`; 0 before the first."""
         uncommitted = self._uncommitted
@@ -255,11 +268,58 @@ class StepClock:
         seconds = None if self._round_at is None else moment - self._round_at
         self._round_at = moment
         step = None
-        if self._placed <= PLACED:  # the first one has no duration
+        if self.tells_steps:  # the first one has no duration
             self._placed, step = self._placed + 1, self.number
         self._mailbox.append(Stepped(seconds, self.own_seconds + self.device_seconds, now, trace, step))
         self.own_seconds = self.device_seconds = 0.0
         return seconds
+
+    # Rounds that are alike
+
+    def begin_alike(self) -> None:
+        """From now on, right after a round, rounds are alike, and their durations are handed over together."""
+        self._stretch += 1
+        self._alike = self._stretch, []
+
+    def forward_alike(self, examples: int | None) -> None:
+        """A training forward of such a round has begun, of so many examples; `None` if that cannot be seen."""
+        if examples is None:
+            self.examples_known = False
+        else:
+            self.examples += examples
+        self._last_activity = self.now()
+        self.evaluating, self.forward_came = False, True
+
+    def round_alike(self, optimizer: int, moment: float) -> None:
+        """Such a round is over at this moment of the clock, with the one step of this optimizer."""
+        self.phases.enter(OUTSIDE, moment)
+        if self.phases.by_events:
+            self.phases.round_over()
+        self.step_done(optimizer)
+        self._last_step = self._last_activity = self.now()
+        self.forward_came = self.evaluating = False
+        if self._alike is not None and self._round_at is not None:
+            self._alike[1].append(moment - self._round_at)
+        self._round_at = moment
+
+    def end_alike(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
+        """Hands those rounds over; returns as `commit`."""
+        stretch, seconds = self._alike or (0, ())
+        durations = tuple(seconds)
+        own = self._hand_over(durations, stretch, own_to_a_round)
+        self._alike = None
+        return durations, own
+
+    def _hand_over(self, durations: tuple[float, ...], stretch: int, own_to_a_round: float) -> float:
+        """Posts rounds together; returns what the exporter took in all of them.
+
+        Comes before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
+        """
+        if not durations:
+            return 0.0
+        own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
+        self._mailbox.append(Counted(durations, own, stretch))
+        return own
 
     # Rounds that something else counts
 
@@ -274,9 +334,11 @@ class StepClock:
         self._uncommitted = _CountedRounds(self._stretch, before, at, offset, optimizer, moments, backwards, examples)
 
     def counting(self) -> Counting | None:
-        """The rounds that something else counts, as far as they have come; `None` where there are none. From any thread."""
-        uncommitted = self._uncommitted
-        return None if uncommitted is None else Counting(uncommitted.durations(), uncommitted.stretch)
+        """The rounds that are to be handed over together, as far as they have come; `None` without any. From any thread."""
+        uncommitted, alike = self._uncommitted, self._alike
+        if uncommitted is not None:
+            return Counting(uncommitted.durations(), uncommitted.stretch)
+        return None if alike is None else Counting(tuple(alike[1]), alike[0])
 
     def commit(self, own_to_a_round: float) -> tuple[tuple[float, ...], float]:
         """Takes over what was counted; returns the seconds from step to step of those rounds, and what the exporter took in all.
@@ -287,9 +349,7 @@ class StepClock:
         durations = () if uncommitted is None else uncommitted.durations()
         own = 0.0
         if uncommitted is not None and durations:
-            own, self.own_seconds = self.own_seconds + len(durations) * own_to_a_round, 0.0
-            # Before `counting` says nothing of them any more: who asks it and then takes what was posted misses none.
-            self._mailbox.append(Counted(durations, own, uncommitted.stretch))
+            own = self._hand_over(durations, uncommitted.stretch, own_to_a_round)
             self._round_at = uncommitted.moments[-1]
         self._last_step, self._last_activity = self.last_step, self.last_activity
         counts = self.counts()

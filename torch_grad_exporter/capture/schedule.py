@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, CountingBudget, StepTimes
+from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, STEPS_REMEMBERED, CountingBudget, StepTimes
 
 FIRST_SAMPLES = 10
 FIRST_SECONDS = 2.0
@@ -159,6 +159,13 @@ class SamplingSchedule:
         self._account.stepped(1, seconds)
         if floor is not None:
             self.counting.followed(floor)
+
+    def followed(self, seconds: Sequence[float], own: float) -> None:
+        """Learns how long rounds took that were followed and not sampled, and what they cost together, which is in those times."""
+        each = own / len(seconds)
+        self._steps.extend([one - each for one in seconds[-STEPS_REMEMBERED:]])
+        self._account.stepped(len(seconds), sum(seconds) - own)
+        self.counting.followed(each, len(seconds))
 
     def counted(self, seconds: Sequence[float], own: float) -> None:
         """Learns how long rounds took that were only counted, and what they cost together."""

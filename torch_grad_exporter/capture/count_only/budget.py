@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from statistics import median
@@ -22,7 +23,9 @@ COUNTING_SECONDS = 0.5
 PATIENCE = 8
 """Rounds, or blocks of counted ones, between two judgements of how many to follow."""
 
-_STEPS_REMEMBERED = 32
+STEPS_REMEMBERED = 32
+"""Whose durations are known."""
+
 _FLOORS_REMEMBERED = 256
 _ROUNDS_REMEMBERED = 1024
 
@@ -31,7 +34,7 @@ class StepTimes(deque[float]):
     """Seconds of the last rounds, in their order."""
 
     def __init__(self) -> None:
-        super().__init__(maxlen=_STEPS_REMEMBERED)
+        super().__init__(maxlen=STEPS_REMEMBERED)
 
     @property
     def typical(self) -> float:
@@ -59,10 +62,10 @@ class CountingBudget:
         """Of how many rounds that are not sampled one was followed by hooks lately."""
         return round(1 / self._followed)
 
-    def followed(self, own: float) -> None:
-        """Learns what a round cost that was followed by hooks and not sampled."""
-        self._floors.append(own)
-        self._note(followed=1)
+    def followed(self, own: float, rounds: int = 1) -> None:
+        """Learns what each of some rounds in a row cost that were followed by hooks and not sampled."""
+        self._floors.extend(itertools.repeat(own, rounds))
+        self._note(followed=rounds)
 
     def counted(self, rounds: int, own: float) -> None:
         """Learns what rounds cost together that were only counted."""

@@ -18,6 +18,7 @@ import torch
 from torch_grad_exporter.capture.count_only.budget import COUNTED_SECONDS, COUNTING_SECONDS
 from torch_grad_exporter.capture.count_only.hook import CountingHook, Witness
 from torch_grad_exporter.capture.parts import Parts
+from torch_grad_exporter.capture.regular_rounds import RegularRounds
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.transfer.events import OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
@@ -33,10 +34,14 @@ SIZES = 8
 
 
 class CountOnly:
-    """Belongs to the training thread, but for `look` and `release`."""
+    """Belongs to the training thread, but for `look` and `release`.
+
+    `regular`: follows rounds together that are not counted.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self.regular = RegularRounds(parts)
         self._clock = parts.clock
         self._rounds = parts.rounds
         self._sizes: deque[float] = deque(maxlen=SIZES)
@@ -52,8 +57,10 @@ class CountOnly:
         self._norm_at: tuple[int, int] | None = None
         """Steps and backwards when the user gave a global norm whose outcome is not reported yet."""
 
-    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, resume: Callable[[], None]) -> None:
+    def round_over(self, regular: Callable[[], int | None], over: GuardedHook, resume: Callable[[], None]) -> bool:
         """A round that was followed closely is over; begins to only count, or a witness' trial, if the next ones need not be.
+
+        Returns whether it did.
 
         `regular`: the number of the only optimizer that ever steps, where all rounds lately were alike. `over`: is called with the
         step that ends the counting, and with that of another optimizer. `resume`: prepares the round after it.
@@ -69,6 +76,7 @@ class CountOnly:
         elif self._on_trial(backwards):
             self._resume = resume
             self._begin(found[0], rounds, over)
+        return self._witness is not None
 
     def _backwards_of_round(self) -> int:
         """How many backwards the round had that is over; takes in their size."""
@@ -131,12 +139,13 @@ class CountOnly:
         return mine
 
     def settle(self, *, after_step: bool = False) -> None:
-        """Ends the counting, if there is any, and leaves everything as if the rounds had been followed; idempotent.
+        """Ends the counting, or regular rounds, and leaves everything as if each round had been followed by itself; idempotent.
 
         `after_step`: a step is just over, so that no round is under way.
         """
         counting = self._counting
         if counting is None:
+            self.regular.settle()
             return
         self._parts.hooks.wake()
         durations, own = self._clock.commit(COUNTED_SECONDS)  # with what the user's calls meanwhile have cost
@@ -200,7 +209,9 @@ class CountOnly:
     def norm_observed(self) -> None:
         """The norm of a round was posted: where it is only counted, of one that is not over, or of the one before."""
         counting = self._counting
-        if counting is None or not (counting.moments or counting.backwards):
+        if self.regular.active:
+            self.regular.norm_observed()
+        elif counting is None or not (counting.moments or counting.backwards):
             self._rounds.norm_observed()
         elif counting.surplus > 0:
             self._norm_at = len(counting.moments), len(counting.backwards)
