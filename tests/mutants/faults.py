@@ -1,4 +1,4 @@
-"""127 small faults of the kind that a careless move makes, 83 of them spread over the folders of the package.
+"""128 small faults of the kind that a careless move makes, 83 of them spread over the folders of the package.
 
 They were written down from the code alone, before anybody looked whether a test finds them: a reset that is dropped, two calls in
 the wrong order, `=` for `|=`, `or` for `and`, a guard that is left out, a unit that is missing. Each changes what a user sees; none
@@ -361,8 +361,8 @@ MODEL = (
     Fault(
         "a parameter that is initialised at last is not seen",
         "model/layers.py",
-        "        [*map(type, parameters)],\n",
-        "",
+        "        kinds,\n        [*map(_requires",
+        "        [*map(_requires",
         ("model/test_layers.py",),
         ("capture/test_ordinary_model.py", "matrix/test_matrix.py"),
     ),
@@ -758,6 +758,13 @@ MECHANISMS = (
         ("inspection/test_layer_times.py",),
     ),
     Fault(
+        "the backwards of a regular round that comes to nothing are forgotten",
+        "capture/regular_rounds.py",
+        "            self._rounds.backwards_counted(self.backwards)\n",
+        "            pass\n",
+        ("capture/test_regular_rounds.py",),
+    ),
+    Fault(
         "nodes that are only held are not looked at",
         "capture/preparation.py",
         "if self._parts.nodes.held:",
@@ -768,16 +775,16 @@ MECHANISMS = (
     Fault(
         "only what is frozen at the end of a round is held",
         "capture/accumulate_grad.py",
-        "if p is not None and (t in self._at_times or not p.requires_grad) and t in self._nodes]",
-        "if p is not None and not p.requires_grad and t in self._nodes]",
+        "if p is not None and (t in self._at_times or not p.requires_grad)}",
+        "if p is not None and not p.requires_grad}",
         ("capture/test_late_backwards.py", "capture/test_shapes_that_change.py"),
         ("capture/test_capture.py", "capture/test_net_capture.py"),
     ),
     Fault(
         "what is thawed within a round is not held",
         "capture/accumulate_grad.py",
-        "        if late and self._nodes:  # else none was hooked before, as in a round that is sampled in addition\n"
-        "            self._at_times |= found.keys() - self._nodes.keys()\n",
+        "        if late and before.tracked:  # else none was hooked before, as in a round that is sampled in addition\n"
+        "            self._at_times |= trained.keys() - {*before.tracked}\n",
         "",
         ("capture/test_late_backwards.py", "capture/test_shapes_that_change.py"),
         ("capture/test_capture.py", "capture/test_net_capture.py"),
@@ -809,8 +816,8 @@ MECHANISMS = (
     Fault(
         "gradients that are gone are unchanged",
         "capture/gradient_versions.py",
-        "return not self.moved() and all((p is None or p.grad is None) == (number is None) for p, number in now)",
-        "return not self.moved()",
+        "return not self.moved(now) and all((gradient is None) == (number is None) for gradient, number in rows)",
+        "return not self.moved(now)",
         ("capture/test_net_capture.py", "capture/test_late_backwards.py"),
         ("capture/test_capture.py", "capture/test_net_rounds.py", "capture/test_ordinary_model.py"),
     ),

@@ -202,6 +202,23 @@ def test_a_sample_in_inference_mode_does_no_harm(shape: tuple[int, int]) -> None
     assert all(np.array_equal(first[position], second[position]) for position in first)
 
 
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [*((change, (2, 3)) for change in CHANGES), *((change, (600, 700)) for change in CHANGES if "uncoalesced" not in change)],
+    ids=str,
+)
+def test_where_new_tensors_are_made_does_not_matter(change: str, shape: tuple[int, int]) -> None:
+    """In a loop that makes tensors elsewhere by default, as for weights that come later, a sample is what it is in any other."""
+    gradient, table = CHANGES[change](some(shape)), plan_of(Bare(shape))
+    expected = rows_of(EagerStatistics(1, WITH_MOMENTS), table, [gradient])[0]
+    statistics = EagerStatistics(1, WITH_MOMENTS)
+    with torch.device("meta"):
+        (measured,) = statistics.measure(table, [(0, gradient)], 1)
+        (norms,) = statistics.norms(table, [(0, gradient)])
+    np.testing.assert_array_equal(measured.packing.rows(measured.vector.numpy(), 1)[0], expected)
+    assert norms.packing.rows(norms.vector.numpy(), 1)[0, 0] == pytest.approx(expected[Column.NORM], rel=0, abs=0, nan_ok=True)
+
+
 def test_norms_do_not_need_the_newest_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where numpy has no `vecdot`, norms and squares are those of the reference all the same."""
     monkeypatch.delattr(np, "vecdot", raising=False)

@@ -109,6 +109,6 @@ def sums(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def sums_on_host(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The same on the CPU, in a tenth of the time, and in less where no flag is set."""
     if not flags.numpy().any():
-        return torch.zeros((2, len(ends)), dtype=torch.int64)
+        return torch.zeros((2, len(ends)), dtype=torch.int64, device=ends.device)
     starts = np.concatenate([[0], ends.numpy()[:-1] + 1])
     return torch.from_numpy(np.add.reduceat(flags.numpy().view(np.int8), starts, axis=1, dtype=np.int64))
