@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tests.support.loops import PlainLoop
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, lost, value
 from torch_grad_exporter import Exporter, start_exporter
@@ -44,28 +45,8 @@ def watching(model: torch.nn.Module, **options: object) -> Iterator[Exporter]:
         assert not errors(exporter)
 
 
-class Loop:
+class Loop(PlainLoop):
     """A plain loop: `step` trains once; `rest` trains on until rounds are only counted."""
-
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        self.model = model or Perceptron()
-        self.optimizer = sgd(self.model)
-        self.steps = 0
-
-    def backward(self, size: int = 5, **clearing: bool) -> None:
-        """Clears, and runs one backward."""
-        self.optimizer.zero_grad(**clearing)
-        self.add(size)
-
-    def add(self, size: int = 5) -> None:
-        """Runs one backward on top of what is there."""
-        self.model(batch(size)).square().mean().backward()
-
-    def step(self, size: int = 5, **clearing: bool) -> None:
-        """One step of training."""
-        self.backward(size, **clearing)
-        self.optimizer.step()
-        self.steps += 1
 
     def rest(self, exporter: Exporter, rounds: int = 3, one: Callable[[], None] | None = None) -> None:
         """Trains until at least so many rounds in a row were only counted, and more will be."""
@@ -342,19 +323,11 @@ def test_one_backward_more_now_and_then_is_no_skipped_step(set_to_none: bool) ->
 def test_a_shorter_round_is_what_it_is() -> None:
     """An accumulation that ends early, at the end of an epoch, is counted with the backwards that it had."""
     loop = Loop()
-
-    def accumulated(backwards: int = 4) -> None:
-        loop.backward()
-        for _ in range(backwards - 1):
-            loop.add()
-        loop.optimizer.step()
-        loop.steps += 1
-
     with watching(loop.model) as exporter:
-        loop.rest(exporter, one=accumulated)
+        loop.rest(exporter, one=lambda: loop.accumulated(4))
         whole = loop.steps
-        accumulated(2)
-        accumulated()
+        loop.accumulated(2)
+        loop.accumulated(4)
         exporter._training.capture._count_only.settle()
         assert value(exporter, BACKWARDS) == 4 * whole + 2 + 4
         assert value(exporter, SKIPPED) == 0

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.support.models import Perceptron, batch, sgd
+from tests.support.loops import PlainLoop
+from tests.support.models import Perceptron, sgd
 from tests.support.scrape import errors, key, value, values
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.capture.count_only import budget, counting
@@ -49,28 +50,8 @@ def watching(model: torch.nn.Module, **options: object) -> Iterator[Exporter]:
         assert not errors(exporter)
 
 
-class Loop:
+class Loop(PlainLoop):
     """A plain loop: `step` trains once."""
-
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        self.model = model or Perceptron()
-        self.optimizer = sgd(self.model)
-        self.steps = 0
-
-    def add(self) -> None:
-        """Runs one backward on top of what is there."""
-        self.model(batch()).square().mean().backward()
-
-    def backward(self) -> None:
-        """Clears, and runs one backward."""
-        self.optimizer.zero_grad()
-        self.add()
-
-    def step(self) -> None:
-        """One step of training."""
-        self.backward()
-        self.optimizer.step()
-        self.steps += 1
 
     def is_counted(self, exporter: Exporter, one: Callable[[], None] | None = None) -> bool:
         """Trains once; whether that round was only counted, as its backward was not timed."""

@@ -15,6 +15,7 @@ from types import FrameType
 import pytest
 import torch
 
+from tests.support.loops import PlainLoop
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, lost, value
 from torch_grad_exporter import Exporter, start_exporter
@@ -58,29 +59,8 @@ def regular(exporter: Exporter) -> bool:
     return exporter._training.capture._count_only.regular.active
 
 
-class Loop:
+class Loop(PlainLoop):
     """A plain loop: `step` trains once; `settle_in` trains until rounds are followed together."""
-
-    def __init__(self, model: torch.nn.Module | None = None, **clearing: bool) -> None:
-        self.model = model or Perceptron()
-        self.optimizer = sgd(self.model)
-        self.clearing = clearing
-        self.steps = 0
-
-    def add(self) -> None:
-        """Runs one backward on top of what is there."""
-        self.model(batch()).square().mean().backward()
-
-    def backward(self) -> None:
-        """Clears, and runs one backward."""
-        self.optimizer.zero_grad(**self.clearing)
-        self.add()
-
-    def step(self) -> None:
-        """One step of training."""
-        self.backward()
-        self.optimizer.step()
-        self.steps += 1
 
     def settle_in(self, exporter: Exporter, one: Callable[[], None] | None = None) -> None:
         """Trains until some rounds were followed together, and more will be."""
@@ -309,21 +289,13 @@ def test_odd_things_by_chance_are_counted_as_by_themselves(seed: int, set_to_non
 def test_an_accumulation_is_regular() -> None:
     """Rounds of three backwards each are followed together as well, and a shorter one is what it is."""
     loop = Loop()
-
-    def accumulated(backwards: int = 3) -> None:
-        loop.backward()
-        for _ in range(backwards - 1):
-            loop.add()
-        loop.optimizer.step()
-        loop.steps += 1
-
     with watching(loop.model) as exporter:
-        loop.settle_in(exporter, accumulated)
-        accumulated(2)
+        loop.settle_in(exporter, lambda: loop.accumulated(3))
+        loop.accumulated(2)
         assert not regular(exporter)
         whole = loop.steps - 1
         for _ in range(40):
-            accumulated()
+            loop.accumulated(3)
         assert regular(exporter)
         assert value(exporter, BACKWARDS) == 3 * (whole + 40) + 2
         assert value(exporter, SKIPPED) == 0
@@ -446,7 +418,7 @@ def entered(parameters: int, *, watched: bool) -> float:
     """Python functions that are entered in a step."""
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(parameters // 2)))
     loop = Loop(model)
-    loop.add = lambda: model(torch.ones(1, 4)).sum().backward()  # type: ignore[method-assign]
+    loop.add = lambda _size=5: model(torch.ones(1, 4)).sum().backward()  # type: ignore[method-assign]
     found = Counter[str]()
 
     def called(frame: FrameType, event: str, _argument: object) -> None:

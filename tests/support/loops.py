@@ -1,0 +1,38 @@
+"""A plain training loop, step by step."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.models import Perceptron, batch, sgd
+
+
+class PlainLoop:
+    """One model and its optimizer; `clearing`: how gradients are cleared. `steps`: those that were taken."""
+
+    def __init__(self, model: torch.nn.Module | None = None, **clearing: bool) -> None:
+        self.model = model or Perceptron()
+        self.optimizer = sgd(self.model)
+        self.clearing = clearing
+        self.steps = 0
+
+    def add(self, size: int = 5) -> None:
+        """Runs one backward on top of what is there."""
+        self.model(batch(size)).square().mean().backward()
+
+    def backward(self, size: int = 5, **clearing: bool) -> None:
+        """Clears, and runs one backward."""
+        self.optimizer.zero_grad(**self.clearing | clearing)
+        self.add(size)
+
+    def step(self, size: int = 5, **clearing: bool) -> None:
+        """One step of training."""
+        self.accumulated(1, size, **clearing)
+
+    def accumulated(self, backwards: int, size: int = 5, **clearing: bool) -> None:
+        """One step of training after so many backwards."""
+        self.backward(size, **clearing)
+        for _ in range(backwards - 1):
+            self.add(size)
+        self.optimizer.step()
+        self.steps += 1
