@@ -216,7 +216,7 @@ def weather(training: Training) -> None:
 class Kind:
     """A run: what it does after it has trained well, with how many ranks, which model, how fast, and the exporter's options.
 
-    `acts`: rules and conditions, and what is to be done on them.
+    `acts`: rules and conditions, and what is to be done on them. `unseen`: no scrape sees its end.
     """
 
     then: Callable[[Training], None] = well
@@ -226,6 +226,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     hardware: bool = False
     acts: tuple[tuple[Any, Any], ...] = ()
+    unseen: bool = False
 
 
 def exploded(m: Measurements) -> bool:
@@ -238,7 +239,11 @@ def broken(event: Event) -> None:
     raise OSError(event.name)
 
 
-ANSWERS = (("GradientExploding", ScaleLearningRate(0.5)), ("GradientExploding", broken), (exploded, Freeze(layers=r"^second$")))
+ANSWERS = (
+    ("GradientExploding", ScaleLearningRate(0.5)),
+    ("GradientExploding", broken),
+    (exploded, Freeze(layers=r"^second$", revive=None)),
+)
 LOCAL = {"local_norm": True}
 RUNS: Mapping[str, Kind] = {
     "healthy": Kind(
@@ -256,10 +261,10 @@ RUNS: Mapping[str, Kind] = {
     "dead-layer": Kind(dead),
     "two-ranks": Kind(ranks=2, options=LOCAL),
     "four-ranks": Kind(ranks=4, options=LOCAL),
-    "raises": Kind(failing),
+    "raises": Kind(failing, unseen=True),
     "raises-lingers": Kind(failing, options={"linger": PATIENCE}),
     "killed": Kind(),
-    "ends": Kind(finishing),
+    "ends": Kind(finishing, unseen=True),
     "deep": Kind(model=Deep, pace=0.6),
     "gpu": Kind(warming_up, hardware=True, options={"every": "auto", "overhead_budget": 0.05}),
 }
@@ -287,7 +292,9 @@ def _main(name: str, rank: int, folder: str, begin: Begin) -> None:
                 training.step()
                 if training.hardware is not None:
                     weather(training)
-            kind.then(training)
+            served = contextlib.closing(training.exporter._outputs._server)  # type: ignore[union-attr,type-var]
+            with served if kind.unseen else contextlib.nullcontext():
+                kind.then(training)
 
 
 @dataclass(frozen=True, slots=True)
