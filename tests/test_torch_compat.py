@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_grad_exporter
-from torch_grad_exporter import torch_compat
+from torch_grad_exporter.torch_compat import autograd, fsdp, lost, optimizers, pipelines, replicas, tensors
 
 PACKAGE = Path(torch_grad_exporter.__file__).parent
+COMPAT = PACKAGE / "torch_compat"
 
 RUNG = {
     "torch._C._current_graph_task_id": "torch._C._current_graph_task_id",
@@ -96,10 +97,10 @@ def test_only_names_that_see_backwards_cost_the_rung(name: str) -> None:
 def test_what_is_lost_is_said_once(name: str) -> None:
     """A name whose loss the user notices is named once with what follows, though two exporters start; others are not mentioned."""
     said = [line for line in trainings()[name]["said"] if "this version of PyTorch" in line]
-    lost = TOLD.get(name)
-    assert len(said) == (lost is not None)
-    if lost is not None:
-        assert f" has no {lost}: {torch_compat.LOST[lost]}" in said[0]
+    told = TOLD.get(name)
+    assert len(said) == (told is not None)
+    if told is not None:
+        assert f" has no {told}: {lost.LOST[told]}" in said[0]
 
 
 def test_the_oldest_version_allowed_is_tried() -> None:
@@ -141,12 +142,12 @@ def rooted_in_torch(path: Path) -> set[str]:
     return found
 
 
-def test_private_names_are_in_one_module() -> None:
+def test_private_names_are_in_one_folder() -> None:
     """No other file of the package uses a private name of PyTorch, but for modules' tables of hooks, which are checked for."""
-    known = private_names(PACKAGE / "torch_compat.py")
+    known = {name for path in COMPAT.rglob("*.py") for name in private_names(path)}
     hooks = {f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")}
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "torch_compat.py":
+        if path.is_relative_to(COMPAT):
             continue
         allowed = hooks if path.name == "torch_hooks.py" else set()
         assert rooted_in_torch(path) - allowed == set(), path
@@ -156,17 +157,17 @@ def test_private_names_are_in_one_module() -> None:
 def test_the_number_of_the_next_node_is_known_without_the_private_name() -> None:
     """A node that is made for it has the number, and the one after that is the next."""
     parameter = torch.ones((), requires_grad=True)
-    torch_compat._sequence_of_a_new_node()
-    before = torch_compat._sequence_of_a_new_node()
-    found = torch_compat.number_of((parameter * 2).grad_fn)
+    autograd._sequence_of_a_new_node()
+    before = autograd._sequence_of_a_new_node()
+    found = autograd.number_of((parameter * 2).grad_fn)
     assert before == found
-    assert torch_compat.next_sequence() == found + 1
+    assert autograd.next_sequence() == found + 1
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What was logged of names that are gone; as if nothing had been missed before."""
-    monkeypatch.setattr(torch_compat, "missing", {})
+    monkeypatch.setattr(lost, "missing", {})
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
         yield lambda: [record.getMessage() for record in caplog.records]
 
@@ -179,28 +180,28 @@ def test_gradients_of_outputs_are_hooked_by_the_public_method(shown: str) -> Non
     tensor: Any = types.SimpleNamespace(grad_fn=node, register_hook=hooked.append)
     if shown == "_backward_hooks":
         tensor._backward_hooks = None
-    torch_compat.on_gradient(tensor, print)
+    autograd.on_gradient(tensor, print)
     assert hooked == [print]
 
 
 def test_an_optimizer_that_shows_no_hooks_may_have_some() -> None:
     """Where an optimizer has no table of hooks before its step, they are assumed to be there."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    assert not torch_compat.has_step_hooks(optimizer)
+    assert not optimizers.has_step_hooks(optimizer)
     del optimizer._optimizer_step_pre_hooks
-    assert torch_compat.has_step_hooks(optimizer)
+    assert optimizers.has_step_hooks(optimizer)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_step_is_found_among_the_callers(monkeypatch: pytest.MonkeyPatch, *, by_name: bool) -> None:
     """Within an optimizer's step the step is found, by PyTorch's wrapper or else by the method's name; outside it is not."""
     if by_name:
-        monkeypatch.setattr(torch_compat, "_STEP", None)
+        monkeypatch.setattr(optimizers, "_STEP", None)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     found: list[bool] = []
 
     def closure() -> float:
-        found.append(torch_compat.called_from_step(sys._getframe()))
+        found.append(optimizers.called_from_step(sys._getframe()))
         return 0.0
 
     closure()
@@ -227,18 +228,18 @@ class PublicScaler:
 def test_the_scale_is_asked_for_where_it_is_not_shown(said: Callable[[], list[str]]) -> None:
     """Without `_scale` an enabled scaler is asked for its scale, which is said once; a disabled one has none."""
     for _ in range(2):
-        scale = torch_compat.scale_of(PublicScaler())
+        scale = optimizers.scale_of(PublicScaler())
         assert scale is not None
         assert scale.item() == 8.0
-    assert torch_compat.scale_of(PublicScaler(enabled=False)) is None
-    assert torch_compat.scale_of(None) is None
+    assert optimizers.scale_of(PublicScaler(enabled=False)) is None
+    assert optimizers.scale_of(None) is None
     assert len(said()) == 1
-    assert torch_compat.LOST["torch.amp.GradScaler._scale"] in said()[0]
+    assert lost.LOST["torch.amp.GradScaler._scale"] in said()[0]
 
 
 def test_a_scaler_that_was_never_used_has_no_scale(said: Callable[[], list[str]]) -> None:
     """Of a scaler before its first use there is no scale, and nothing to be said."""
-    assert torch_compat.scale_of(torch.amp.GradScaler("cpu")) is None
+    assert optimizers.scale_of(torch.amp.GradScaler("cpu")) is None
     assert said() == []
 
 
@@ -258,24 +259,24 @@ class Whole(torch.Tensor):
 def test_the_local_part_is_asked_for_where_it_is_not_shown() -> None:
     """Without `_local_tensor` a DTensor's public method gives this rank's part; a plain tensor is its own."""
     plain = torch.arange(3.0)
-    assert torch_compat.local(plain) is plain
-    assert torch_compat.local(plain.as_subclass(Part)).tolist() == [0.0]
+    assert tensors.local(plain) is plain
+    assert tensors.local(plain.as_subclass(Part)).tolist() == [0.0]
     subclass = plain.as_subclass(Whole)
-    assert torch_compat.local(subclass) is subclass
+    assert tensors.local(subclass) is subclass
 
 
 def test_a_mesh_that_cannot_be_asked_has_no_root(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
     """Where a mesh does not know what it was sliced from, there is no root, and the user learns what follows."""
     monkeypatch.delitem(sys.modules, "torch.distributed.device_mesh", raising=False)
-    assert torch_compat.root_mesh(object()) is None
-    assert torch_compat.LOST["torch.distributed.device_mesh.DeviceMesh._get_root_mesh"] in said()[0]
+    assert replicas.root_mesh(object()) is None
+    assert lost.LOST["torch.distributed.device_mesh.DeviceMesh._get_root_mesh"] in said()[0]
 
 
 def test_a_composed_wrapper_that_is_not_shown_is_none(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
     """Where `replicate` hides its state, no wrapper is found, and the user learns what follows."""
     monkeypatch.setitem(sys.modules, "torch.distributed._composable.replicate", types.ModuleType("replicate"))
-    assert torch_compat.composed_wrapper(torch.nn.Linear(1, 1)) is None
-    assert torch_compat.LOST["torch.distributed._composable.replicate"] in said()[0]
+    assert replicas.composed_wrapper(torch.nn.Linear(1, 1)) is None
+    assert lost.LOST["torch.distributed._composable.replicate"] in said()[0]
 
 
 @pytest.fixture
@@ -290,9 +291,9 @@ def wrapper(tmp_path: Path) -> Iterator[DistributedDataParallel]:
 
 def test_reduced_parameters_are_found_by_the_public_method(wrapper: DistributedDataParallel) -> None:
     """Without the wrapper's own list, the parameters that require a gradient are the same ones."""
-    shown = list(torch_compat.reduced_parameters(wrapper))
+    shown = list(replicas.reduced_parameters(wrapper))
     del wrapper._module_parameters
-    found = list(torch_compat.reduced_parameters(wrapper))
+    found = list(replicas.reduced_parameters(wrapper))
     assert len(found) == 1
     assert found[0] is shown[0] is wrapper.module.weight
 
@@ -302,18 +303,18 @@ def test_a_wrapper_that_hides_its_hooks_need_not_take_the_mean(
     wrapper: DistributedDataParallel, said: Callable[[], list[str]], name: str
 ) -> None:
     """Where it is not shown what communicates, the mean is not assumed, and the user learns what follows."""
-    assert torch_compat.takes_the_mean(wrapper)
+    assert replicas.takes_the_mean(wrapper)
     delattr(wrapper, name)
-    assert not torch_compat.takes_the_mean(wrapper)
-    assert torch_compat.LOST["torch.nn.parallel.DistributedDataParallel._comm_hooks"] in said()[0]
+    assert not replicas.takes_the_mean(wrapper)
+    assert lost.LOST["torch.nn.parallel.DistributedDataParallel._comm_hooks"] in said()[0]
 
 
 def test_a_running_wrapper_that_is_not_shown_is_none(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
     """Where PyTorch does not say whose forward is running, no wrapper is found, and the user learns what follows."""
-    assert torch_compat.active_wrapper() is None
+    assert replicas.active_wrapper() is None
     assert said() == []
     monkeypatch.delattr(DistributedDataParallel, "_get_active_ddp_module")
-    assert torch_compat.active_wrapper() is None
+    assert replicas.active_wrapper() is None
     assert "DistributedDataParallel._get_active_ddp_module" in said()[0]
 
 
@@ -322,16 +323,16 @@ def test_a_groups_store_that_is_not_shown_is_none(
 ) -> None:
     """Where the process group hides its store there is none, and the user learns what follows."""
     assert wrapper is not None
-    assert isinstance(torch_compat.default_store(), dist.Store)
+    assert isinstance(replicas.default_store(), dist.Store)
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    assert torch_compat.default_store() is None
-    assert torch_compat.LOST["torch.distributed.distributed_c10d._get_default_store"] in said()[0]
+    assert replicas.default_store() is None
+    assert lost.LOST["torch.distributed.distributed_c10d._get_default_store"] in said()[0]
 
 
 def test_a_store_that_hides_what_it_is_around_is_itself() -> None:
     """A store whose prefixes cannot be taken off is returned as it is."""
     store = object()
-    assert torch_compat.without_prefix(store) is store
+    assert replicas.without_prefix(store) is store
 
 
 class Schedule:
@@ -340,15 +341,15 @@ class Schedule:
     def __init__(self, **shown: object) -> None:
         vars(self).update(shown)
 
-    def _step_microbatches(self) -> torch_compat.Pipeline | None:
-        return torch_compat.calling_pipeline(sys._getframe(0))
+    def _step_microbatches(self) -> pipelines.Pipeline | None:
+        return pipelines.calling_pipeline(sys._getframe(0))
 
 
 def schedules(monkeypatch: pytest.MonkeyPatch, **names: object) -> types.ModuleType:
     """A module of schedules in the place of PyTorch's, in which `Schedule` runs."""
     module = types.ModuleType("schedules")
     run = types.FunctionType(Schedule._step_microbatches.__code__, vars(module))
-    vars(module).update(names, torch_compat=torch_compat, sys=sys)
+    vars(module).update(names, pipelines=pipelines, sys=sys)
     monkeypatch.setattr(Schedule, "_step_microbatches", run)
     monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.schedules", module)
     return module
@@ -374,24 +375,24 @@ def test_a_schedule_says_by_what_it_divides(
     """Before stages could divide none does; where a schedule hides what it does, that is not known, and the user learns it."""
     schedules(monkeypatch, PipelineScheduleSingle=Schedule, _PipelineStageBase=type("Stage", (), stage))
     found = Schedule(**shown)._step_microbatches()
-    assert found == torch_compat.Pipeline(expected, piecewise=False)
-    lost = torch_compat.LOST["torch.distributed.pipelining.schedules._PipelineSchedule"]
-    assert [lost in line for line in said()] == [True] * (expected is None)
+    assert found == pipelines.Pipeline(expected, piecewise=False)
+    told = lost.LOST["torch.distributed.pipelining.schedules._PipelineSchedule"]
+    assert [told in line for line in said()] == [True] * (expected is None)
 
 
 def test_no_schedule_among_the_callers() -> None:
     """A function that no schedule has called."""
-    assert torch_compat.calling_pipeline(sys._getframe(0)) is None
+    assert pipelines.calling_pipeline(sys._getframe(0)) is None
 
 
 @pytest.mark.parametrize("shown", [{}, {"_handle": object()}, {"_handle": types.SimpleNamespace(flat_param=torch.ones(2))}])
 def test_fsdp1_that_hides_its_parts_has_none(said: Callable[[], list[str]], shown: dict[str, object]) -> None:
     """Where FullyShardedDataParallel does not show what it keeps, nothing is taken for known, and the user learns what follows."""
-    assert torch_compat.flat_of(types.SimpleNamespace(**shown)) is None
-    assert torch_compat.LOST["torch.distributed.fsdp.FullyShardedDataParallel._handle"] in said()[0]
+    assert fsdp.flat_of(types.SimpleNamespace(**shown)) is None
+    assert lost.LOST["torch.distributed.fsdp.FullyShardedDataParallel._handle"] in said()[0]
 
 
 def test_an_fsdp1_module_without_parameters_has_no_part(said: Callable[[], list[str]]) -> None:
     """A module whose parameters are all those of modules within."""
-    assert torch_compat.flat_of(types.SimpleNamespace(_handle=None)) is None
+    assert fsdp.flat_of(types.SimpleNamespace(_handle=None)) is None
     assert said() == []

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 import torch
 
-from torch_grad_exporter import lifecycle, torch_compat
+from torch_grad_exporter import lifecycle
 from torch_grad_exporter.aggregation.watched import WatchTotals
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.collectors.gradients import dead_from
@@ -42,6 +42,7 @@ from torch_grad_exporter.stages import (
     notifying,
     scrape,
 )
+from torch_grad_exporter.torch_compat import lost
 from torch_grad_exporter.version import __version__
 
 logger = logging.getLogger("torch_grad_exporter")
@@ -189,7 +190,7 @@ class Composition:
         self._training.capture.watch(checked.models.values())
         if self._clip is not None:
             self._clip.start()
-        torch_compat.tell()
+        lost.tell()
         if self.url is not None:
             say(logger, logging.INFO, "serving metrics at %s", self.url)
 

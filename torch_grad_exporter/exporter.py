@@ -28,7 +28,7 @@ from torch_grad_exporter.metrics.families import Family
 from torch_grad_exporter.outputs.flat import flat
 from torch_grad_exporter.rules import Problem
 from torch_grad_exporter.stages import watching
-from torch_grad_exporter.torch_compat import is_tracing
+from torch_grad_exporter.torch_compat.compiler import is_tracing
 
 _Batch = TypeVar("_Batch")
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])

@@ -23,9 +23,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.tools import FOREVER, PATIENCE, eventually
-from torch_grad_exporter import torch_compat
 from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import Connection, JobStore, NoStoreError, StoreError, connected, run_name
+from torch_grad_exporter.torch_compat import replicas
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
     assert client.agree("run", "a", seconds=PATIENCE / 2) == "a"
     client.close()
     assert waiting.is_alive()
-    other = torch_compat.own_connection(store, PATIENCE)
+    other = replicas.own_connection(store, PATIENCE)
     other.set("late", "1")
     waiting.join(PATIENCE)
     assert found == [b"1"]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.torch_versions import fully_shard
 from torch_grad_exporter import record
 from torch_grad_exporter.inspection import record as room
-from torch_grad_exporter.torch_compat import local
+from torch_grad_exporter.torch_compat.tensors import local
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 

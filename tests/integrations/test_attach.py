@@ -19,7 +19,7 @@ from torch_grad_exporter import Exporter
 from torch_grad_exporter.composition import open_exporters
 from torch_grad_exporter.integrations import attach, roots
 from torch_grad_exporter.integrations.attach import Attachment
-from torch_grad_exporter.torch_compat import forward_under_way
+from torch_grad_exporter.torch_compat.modules import forward_under_way
 
 
 class Told:

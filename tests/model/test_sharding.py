@@ -22,7 +22,7 @@ from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.replicas import Ranks, Replicas
 from torch_grad_exporter.model.sharding import is_behind, is_copy, is_partial, is_sharded, split_dims
 from torch_grad_exporter.model.units import unit_layout
-from torch_grad_exporter.torch_compat import root_mesh
+from torch_grad_exporter.torch_compat.replicas import root_mesh
 
 WORLD = 8
 

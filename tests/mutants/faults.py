@@ -598,9 +598,12 @@ ROOT = (
         ("test_lifecycle.py",),
         ("test_extensions.py", "collectors/test_scrape.py", "distributed/test_whole_run.py", "distributed/test_job.py"),
     ),
+)
+
+TORCH_COMPAT = (
     Fault(
         "what PyTorch lacks is told with each start",
-        "torch_compat.py",
+        "torch_compat/lost.py",
         "            missing[name] = True\n",
         "",
         ("test_torch_compat.py",),
@@ -738,6 +741,7 @@ BY_FOLDER = {
     "gate": GATE,
     "integrations": INTEGRATIONS,
     "": ROOT,
+    "torch_compat": TORCH_COMPAT,
 }
 """Faults of each folder of the package; those of the files in its root under the empty name."""
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, TrackedParameters, parameters_of
-from torch_grad_exporter.torch_compat import graph_task, never_compile, nodes_of
+from torch_grad_exporter.torch_compat.autograd import graph_task, nodes_of
+from torch_grad_exporter.torch_compat.compiler import never_compile
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 

@@ -23,14 +23,14 @@ from torch_grad_exporter.capture.preparation import RoundPreparation
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.model.parameters import TrackedParameter, reduced
-from torch_grad_exporter.torch_compat import (
+from torch_grad_exporter.torch_compat.autograd import (  # fmt: skip
     after_backward,
     at_end_of_backward,
     graph_is_kept,
     graph_task,
     on_gradient,
     within_transform,
-)  # fmt: skip
+)
 from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 logger = logging.getLogger("torch_grad_exporter")

@@ -14,7 +14,8 @@ from torch_grad_exporter.capture.observations import Observations
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import FORWARD, OUTSIDE
 from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.torch_compat import called_from_step, graph_task
+from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.optimizers import called_from_step
 
 
 class ForwardWatch:

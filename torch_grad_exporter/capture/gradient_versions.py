@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.model.parameters import ParameterTable, TrackedParameter, parameters_of
-from torch_grad_exporter.torch_compat import local, parameters_in, version_of
+from torch_grad_exporter.torch_compat.autograd import version_of
+from torch_grad_exporter.torch_compat.modules import parameters_in
+from torch_grad_exporter.torch_compat.tensors import local
 
 PROBES = 4
 """Parameters per model whose gradient is checked for whether it was cleared."""

@@ -25,7 +25,7 @@ from torch_grad_exporter.model.parameters import ParameterTable, TrackedParamete
 from torch_grad_exporter.model.reduction import Reduction
 from torch_grad_exporter.statistics import single
 from torch_grad_exporter.statistics.blocks import Scratch
-from torch_grad_exporter.torch_compat import nodes_of
+from torch_grad_exporter.torch_compat.autograd import nodes_of
 from torch_grad_exporter.transfer.events import Local, LocalPart, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 

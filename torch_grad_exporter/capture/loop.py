@@ -21,7 +21,8 @@ from torch_grad_exporter.capture.reader import OptimizerView, Scaler
 from torch_grad_exporter.capture.steps import StepWatch
 from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.capture.weights import WeightProbe
-from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
+from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
+from torch_grad_exporter.torch_compat.optimizers import called_from_step
 from torch_grad_exporter.transfer.tracing import active_trace
 
 NEAREST = 12

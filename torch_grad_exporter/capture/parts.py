@@ -26,7 +26,7 @@ from torch_grad_exporter.capture.waits import GradientWaits
 from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import Optimizers
-from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN
 from torch_grad_exporter.transfer.events import Mailbox, OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Mode, Outcome
 

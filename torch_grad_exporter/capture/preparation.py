@@ -19,7 +19,8 @@ from torch_grad_exporter.capture.phases import main_device
 from torch_grad_exporter.capture.round_pattern import ClearingEvidence
 from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import calling_pipeline, graph_task, within_transform
+from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
+from torch_grad_exporter.torch_compat.pipelines import calling_pipeline
 from torch_grad_exporter.transfer.outcomes import Lost, Mode
 
 PIECEWISE = "a pipeline schedule changes gradients between backwards; norms are those after clipping"

@@ -25,7 +25,7 @@ from torch_grad_exporter.model.parameters import ParameterTable
 from torch_grad_exporter.statistics.device import capturing_graph
 from torch_grad_exporter.statistics.eager import EagerStatistics, Measurement
 from torch_grad_exporter.statistics.reading import Reading
-from torch_grad_exporter.torch_compat import scale_of
+from torch_grad_exporter.torch_compat.optimizers import scale_of
 from torch_grad_exporter.transfer.events import AfterClip, Captured, Closed, Mailbox, Part, Withdrawn
 from torch_grad_exporter.transfer.outcomes import Outcome
 from torch_grad_exporter.transfer.transfer import HostTransfer, Tail, Ticket

@@ -23,7 +23,7 @@ from torch_grad_exporter.capture.count_only.budget import COUNTED_ROUNDS, COUNTI
 from torch_grad_exporter.capture.examples import batch_size
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.phases import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE
-from torch_grad_exporter.torch_compat import graph_is_kept, graph_task
+from torch_grad_exporter.torch_compat.autograd import graph_is_kept, graph_task
 from torch_grad_exporter.transfer.events import OutcomeResolved
 from torch_grad_exporter.transfer.outcomes import Outcome
 

@@ -18,7 +18,8 @@ from torch.compiler import is_compiling
 
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import is_tracing, never_compile, on_gradient, within_transform
+from torch_grad_exporter.torch_compat.autograd import on_gradient, within_transform
+from torch_grad_exporter.torch_compat.compiler import is_tracing, never_compile
 
 READ_SECONDS = 0.5
 """Losses that models return, and learning rates, are read in sampled rounds and otherwise this often at most."""

@@ -14,7 +14,7 @@ from torch_grad_exporter.capture.by_hand import WHY
 from torch_grad_exporter.capture.parts import Parts
 from torch_grad_exporter.capture.reader import OptimizerView
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import compiled_backwards
+from torch_grad_exporter.torch_compat.compiler import compiled_backwards
 from torch_grad_exporter.transfer.outcomes import Mode
 
 

@@ -20,15 +20,9 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_grad_exporter.errors import LIMIT, ErrorLog
-from torch_grad_exporter.torch_compat import (
-    MODULE_HOOKS,
-    STEP_HOOKS,
-    compile_again,
-    has_step_hooks,
-    is_tracing,
-    never_compile,
-    stop_compiling,
-)
+from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
+from torch_grad_exporter.torch_compat.modules import MODULE_HOOKS
+from torch_grad_exporter.torch_compat.optimizers import STEP_HOOKS, has_step_hooks
 
 
 class Handle(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch_grad_exporter.capture.progress import StepClock
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Hooks
-from torch_grad_exporter.torch_compat import after_backward
+from torch_grad_exporter.torch_compat.autograd import after_backward
 
 
 class GradientWaits:

@@ -20,7 +20,7 @@ from torch_grad_exporter.capture.reader import Scaler
 from torch_grad_exporter.collectors import REGISTRY
 from torch_grad_exporter.config.option import Kind
 from torch_grad_exporter.model import given as model_given
-from torch_grad_exporter.torch_compat import has_scale
+from torch_grad_exporter.torch_compat.optimizers import has_scale
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 _Value = TypeVar("_Value")

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_grad_exporter import torch_compat
 from torch_grad_exporter.distributed.identity import Identity, new_run_name
 from torch_grad_exporter.errors import say
 from torch_grad_exporter.lifecycle import BackgroundThread
+from torch_grad_exporter.torch_compat import replicas
 
 logger = logging.getLogger("torch_grad_exporter")
 
@@ -182,7 +182,7 @@ def _broken() -> tuple[type[Exception], ...]:
 
 def groups_store() -> Connection:
     """The default process group's store, with the group's prefix; `None` if there is no group."""
-    return torch_compat.default_store() if dist.is_initialized() else None
+    return replicas.default_store() if dist.is_initialized() else None
 
 
 def connected(environment: Mapping[str, str], *, group: Callable[[], Connection] = groups_store) -> Connection:
@@ -199,13 +199,13 @@ def connected(environment: Mapping[str, str], *, group: Callable[[], Connection]
     store = group()
     if store is None:
         raise NoStoreError("there is no torchrun, and no process group yet")
-    connection: Connection = torch_compat.own_connection(store, timedelta(seconds=START_SECONDS))
+    connection: Connection = replicas.own_connection(store, timedelta(seconds=START_SECONDS))
     return connection
 
 
 def _knock(connection: Connection) -> None:
     """Raises `OSError` where the host of a connection is gone. For each new connection the host looks up who that is: not often."""
-    bare = torch_compat.without_prefix(connection)
+    bare = replicas.without_prefix(connection)
     host, port = getattr(bare, "host", None), getattr(bare, "port", None)
     if host is not None and port is not None:
         socket.create_connection((host, port), timeout=SECONDS).close()

@@ -27,15 +27,8 @@ from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import UnitDims, dense, first_of
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import (
-    BACKWARDS_ARE_SEEN,
-    called_from_compiled,
-    compiles_backwards,
-    graph_task,
-    on_node_of,
-    something_is_compiled,
-    within_transform,
-)
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, on_node_of, within_transform
+from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
 from torch_grad_exporter.transfer.events import Mailbox
 
 logger = logging.getLogger("torch_grad_exporter")

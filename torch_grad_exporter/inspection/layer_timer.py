@@ -30,15 +30,9 @@ from torch_grad_exporter.inspection.modules import InnerModules
 from torch_grad_exporter.inspection.own_nodes import own_nodes
 from torch_grad_exporter.inspection.round_hooks import Hooked, Moments, RoundHooks
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import (
-    BACKWARDS_ARE_SEEN,
-    called_from_compiled,
-    compiles_backwards,
-    next_sequence,
-    parameters_in,
-    something_is_compiled,
-    within_transform,
-)
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, next_sequence, within_transform
+from torch_grad_exporter.torch_compat.compiler import called_from_compiled, compiles_backwards, something_is_compiled
+from torch_grad_exporter.torch_compat.modules import parameters_in
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
 
 logger = logging.getLogger("torch_grad_exporter")

@@ -12,7 +12,8 @@ import torch
 
 from torch_grad_exporter.model.folding import WHOLE, fold
 from torch_grad_exporter.model.names import LayerFilter, clean
-from torch_grad_exporter.torch_compat import children_in, is_compiled, parameters_in
+from torch_grad_exporter.torch_compat.compiler import is_compiled
+from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 WITHOUT_PARTS: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
 """Modules that use their children without calling them, so that they count as a leaf."""

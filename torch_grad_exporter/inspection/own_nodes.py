@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_grad_exporter.torch_compat import number_of
+from torch_grad_exporter.torch_compat.autograd import number_of
 
 VISITED = 1 << 12
 """Nodes that are visited for one call, at most."""

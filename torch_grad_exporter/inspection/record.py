@@ -23,7 +23,7 @@ from torch_grad_exporter.errors import ErrorLog, say
 from torch_grad_exporter.inspection.recorded import Call, Calls, Slot, mapped
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import WRAPPER_PARTS, clean
-from torch_grad_exporter.torch_compat import BACKWARDS_ARE_SEEN, graph_task, version_of, within_transform
+from torch_grad_exporter.torch_compat.autograd import BACKWARDS_ARE_SEEN, graph_task, version_of, within_transform
 
 logger = logging.getLogger("torch_grad_exporter")
 

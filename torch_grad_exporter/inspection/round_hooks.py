@@ -11,7 +11,7 @@ import torch
 
 from torch_grad_exporter.capture.torch_hooks import Hooks, InnerHooks
 from torch_grad_exporter.inspection.modules import Chosen, InnerModules
-from torch_grad_exporter.torch_compat import graph_task
+from torch_grad_exporter.torch_compat.autograd import graph_task
 
 
 @dataclass(frozen=True, slots=True, eq=False)

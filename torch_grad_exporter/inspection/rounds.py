@@ -15,7 +15,7 @@ from torch_grad_exporter.capture.cost import SampleCost
 from torch_grad_exporter.capture.reader import GradientReader
 from torch_grad_exporter.inspection.tallies import Packed, Tally, packed
 from torch_grad_exporter.metrics.families import FloatArray
-from torch_grad_exporter.torch_compat import graph_task
+from torch_grad_exporter.torch_compat.autograd import graph_task
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 

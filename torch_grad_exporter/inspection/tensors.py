@@ -10,7 +10,7 @@ import torch
 
 from torch_grad_exporter.capture.module_outputs import VISITED
 from torch_grad_exporter.model.sharding import is_partial
-from torch_grad_exporter.torch_compat import local
+from torch_grad_exporter.torch_compat.tensors import local
 
 _SPATIAL: dict[type[torch.nn.Module], int] = {
     kind: dims

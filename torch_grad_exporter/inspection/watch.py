@@ -23,15 +23,8 @@ from torch_grad_exporter.inspection.tallies import Tally, measuring
 from torch_grad_exporter.inspection.tensors import dense
 from torch_grad_exporter.statistics.blocks import Scratch
 from torch_grad_exporter.statistics.device import capturing_graph, wide
-from torch_grad_exporter.torch_compat import (
-    compile_again,
-    graph_task,
-    is_tracing,
-    never_compile,
-    on_node_of,
-    stop_compiling,
-    within_transform,
-)
+from torch_grad_exporter.torch_compat.autograd import graph_task, on_node_of, within_transform
+from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 

@@ -23,7 +23,7 @@ from torch_grad_exporter.errors import Guard, raised_by_handler, say
 from torch_grad_exporter.integrations.caller import calling
 from torch_grad_exporter.integrations.requirement import require
 from torch_grad_exporter.integrations.session import MayStop, Models, Session
-from torch_grad_exporter.torch_compat import compile_again, is_tracing, never_compile, stop_compiling
+from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
 
 require("accelerate", "1.8", extra="accelerate")
 

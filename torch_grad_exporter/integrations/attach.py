@@ -26,16 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_grad_exporter.errors import Guard, caught, raised_by_handler
 from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines, living_engines, optimizer_of
 from torch_grad_exporter.integrations.roots import living, named, parameters_of, trained_roots, wants_gradients
-from torch_grad_exporter.torch_compat import (
-    compile_again,
-    forward_under_way,
-    graph_task,
-    is_tracing,
-    never_compile,
-    optimizers_made,
-    step_under_way,
-    stop_compiling,
-)
+from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, never_compile, stop_compiling
+from torch_grad_exporter.torch_compat.modules import forward_under_way
+from torch_grad_exporter.torch_compat.optimizers import optimizers_made, step_under_way
 
 if TYPE_CHECKING:
     from torch_grad_exporter.exporter import Exporter

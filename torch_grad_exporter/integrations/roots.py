@@ -14,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 import torch
 
 from torch_grad_exporter.errors import Guard, raised_by_handler
-from torch_grad_exporter.torch_compat import children_in
+from torch_grad_exporter.torch_compat.modules import children_in
 
 _Arguments = TypeVarTuple("_Arguments")
 _Found = TypeVar("_Found")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_grad_exporter.torch_compat import Flat, awaits_reduction, flat_of, flat_wrapper, is_flattened
+from torch_grad_exporter.torch_compat.fsdp import Flat, awaits_reduction, flat_of, flat_wrapper, is_flattened
 
 
 @dataclass(frozen=True, slots=True)

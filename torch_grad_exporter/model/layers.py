@@ -34,7 +34,8 @@ from torch_grad_exporter.model.parameters import (
 )
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_behind
-from torch_grad_exporter.torch_compat import children_in, is_managed, parameters_in
+from torch_grad_exporter.torch_compat.fsdp import is_managed
+from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
 
 IN_TURN = 8
 """Scans at most for which a parameter was frozen that is taken for one which is frozen and thawed in turn."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_grad_exporter.torch_compat import parameters_in
+from torch_grad_exporter.torch_compat.modules import parameters_in
 
 WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Name parts that DataParallel and DDP, `torch.compile`, FSDP1 and checkpoint wrappers put before the user's."""

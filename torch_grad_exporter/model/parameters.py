@@ -20,7 +20,9 @@ from torch_grad_exporter.model.folding import fold
 from torch_grad_exporter.model.replicas import Replicas
 from torch_grad_exporter.model.sharding import is_copy, is_sharded
 from torch_grad_exporter.model.units import UnitLayout, one_of_equal, unit_layout
-from torch_grad_exporter.torch_compat import local, never_compile, parameters_in
+from torch_grad_exporter.torch_compat.compiler import never_compile
+from torch_grad_exporter.torch_compat.modules import parameters_in
+from torch_grad_exporter.torch_compat.tensors import local
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

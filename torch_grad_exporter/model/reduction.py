@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_grad_exporter.model.names import uncompiled
-from torch_grad_exporter.torch_compat import active_wrapper, composed_wrapper, reduced_parameters, takes_the_mean
+from torch_grad_exporter.torch_compat.replicas import active_wrapper, composed_wrapper, reduced_parameters, takes_the_mean
 
 MOST = 64
 """Forwards that are remembered without a backward."""

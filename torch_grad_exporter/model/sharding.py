@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from torch_grad_exporter.torch_compat import is_plain, root_mesh
+from torch_grad_exporter.torch_compat.replicas import root_mesh
+from torch_grad_exporter.torch_compat.tensors import is_plain
 
 PIPELINE = ("pp", "pipe", "stage")
 """How names of mesh dimensions begin along which ranks have different layers, and not copies of the same ones."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_grad_exporter.model.sharding import split_dims
-from torch_grad_exporter.torch_compat import TRANSPOSED, local
+from torch_grad_exporter.torch_compat.modules import TRANSPOSED
+from torch_grad_exporter.torch_compat.tensors import local
 
 SIZES = (
     ("in_features", "out_features"), ("_in_feats", "_out_feats"), ("in_dim", "out_dim"), ("input_dim", "output_dim"),

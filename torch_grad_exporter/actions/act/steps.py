@@ -25,7 +25,8 @@ from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreE
 from torch_grad_exporter.errors import ErrorLog, Guard, caught
 from torch_grad_exporter.rules import Rule
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import at_end_of_backward, called_from_step, graph_task
+from torch_grad_exporter.torch_compat.autograd import at_end_of_backward, graph_task
+from torch_grad_exporter.torch_compat.optimizers import called_from_step
 
 HOOK_SECONDS = 2e-6
 """What a call of the hook takes before and after what a clock inside of it measures."""

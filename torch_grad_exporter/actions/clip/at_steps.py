@@ -31,14 +31,9 @@ from torch_grad_exporter.capture.torch_hooks import Handle
 from torch_grad_exporter.collectors.clip_reports import ClipReports
 from torch_grad_exporter.errors import ErrorLog, Guard, raised_by_handler
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import (
-    compile_again,
-    graph_task,
-    hooked_last,
-    is_tracing,
-    stepping_around,
-    stop_compiling,
-)
+from torch_grad_exporter.torch_compat.autograd import graph_task
+from torch_grad_exporter.torch_compat.compiler import compile_again, is_tracing, stop_compiling
+from torch_grad_exporter.torch_compat.optimizers import hooked_last, stepping_around
 
 SOURCE, TRIED, SHOWN = SOURCES = "clip", "clip_dry_run", "clip_report"
 """Of its failures: of steps that were not clipped, of policies that are only tried, and of what is told of them."""

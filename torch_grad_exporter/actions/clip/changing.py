@@ -9,7 +9,7 @@ import torch
 from torch_grad_exporter.actions.clip.measuring import Gradients
 from torch_grad_exporter.actions.clip.policy import Decision, Scope
 from torch_grad_exporter.actions.clip.table import ParameterGroups
-from torch_grad_exporter.torch_compat import multiply_
+from torch_grad_exporter.torch_compat.tensors import multiply_
 
 DOUBLE = (torch.float64, torch.complex128)
 

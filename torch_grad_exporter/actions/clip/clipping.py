@@ -14,7 +14,7 @@ from torch_grad_exporter.actions.clip.policy import Decision, Groups, Policy
 from torch_grad_exporter.actions.clip.running import Candidate, Measurements, RunningPolicy
 from torch_grad_exporter.actions.clip.table import ParameterGroups
 from torch_grad_exporter.errors import Guard
-from torch_grad_exporter.torch_compat import local
+from torch_grad_exporter.torch_compat.tensors import local
 
 
 class ParameterSource(Protocol):

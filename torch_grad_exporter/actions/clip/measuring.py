@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torch_grad_exporter.actions.clip.policy import Measured, Scope
 from torch_grad_exporter.actions.clip.table import Entry, ParameterGroups
-from torch_grad_exporter.torch_compat import TensorGroup, by_device_and_dtype, can_foreach, local, norms_of
+from torch_grad_exporter.torch_compat.tensors import TensorGroup, by_device_and_dtype, can_foreach, local, norms_of
 
 HALF = (torch.float16, torch.bfloat16)
 

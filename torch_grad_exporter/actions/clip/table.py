@@ -18,7 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch_grad_exporter.model.names import places_of
 from torch_grad_exporter.model.sharding import is_sharded
 from torch_grad_exporter.model.units import UnitLayout, unit_layout
-from torch_grad_exporter.torch_compat import children_in, is_flattened, local, parameters_in
+from torch_grad_exporter.torch_compat.fsdp import is_flattened
+from torch_grad_exporter.torch_compat.modules import children_in, parameters_in
+from torch_grad_exporter.torch_compat.tensors import local
 
 EXPECTED = "expected a module, its parameters, or pairs of names and parameters, such as model.named_parameters()"
 

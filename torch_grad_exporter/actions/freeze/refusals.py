@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_grad_exporter.model import reduction
 from torch_grad_exporter.model.layers import LayerIndex
 from torch_grad_exporter.model.optimizers import owned_by
-from torch_grad_exporter.torch_compat import follows_freezing
+from torch_grad_exporter.torch_compat.fsdp import follows_freezing
 
 
 def refusal(index: LayerIndex, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:

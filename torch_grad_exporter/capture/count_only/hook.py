@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch_grad_exporter.capture.gradient_versions import GradientVersions
 from torch_grad_exporter.capture.torch_hooks import GuardedHook, Handle
 from torch_grad_exporter.model.parameters import TrackedParameter
-from torch_grad_exporter.torch_compat import never_compile
+from torch_grad_exporter.torch_compat.compiler import never_compile
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

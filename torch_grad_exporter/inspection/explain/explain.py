@@ -19,7 +19,9 @@ from torch_grad_exporter.inspection.explain.watch import Watch
 from torch_grad_exporter.model import given
 from torch_grad_exporter.model.names import LayerNames, clean
 from torch_grad_exporter.model.optimizers import has_copies
-from torch_grad_exporter.torch_compat import is_managed, parameters_in, runs_compiled, uncompiled
+from torch_grad_exporter.torch_compat.compiler import runs_compiled, uncompiled
+from torch_grad_exporter.torch_compat.fsdp import is_managed
+from torch_grad_exporter.torch_compat.modules import parameters_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 

@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 
 from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.explain.graph import REENTRANT, Graph, is_accumulator
-from torch_grad_exporter.torch_compat import local, node_of
+from torch_grad_exporter.torch_compat.autograd import node_of
+from torch_grad_exporter.torch_compat.tensors import local
 
 
 class State(enum.IntEnum):

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_grad_exporter.model.optimizers import owned_by
-from torch_grad_exporter.torch_compat import local
+from torch_grad_exporter.torch_compat.tensors import local
 
 
 @dataclass(slots=True)

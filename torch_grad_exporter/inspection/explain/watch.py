@@ -25,7 +25,7 @@ from torch_grad_exporter.errors import Guard
 from torch_grad_exporter.inspection.explain.graph import Graph, union
 from torch_grad_exporter.inspection.explain.places import Places, Where
 from torch_grad_exporter.inspection.explain.values import Outside, leaves
-from torch_grad_exporter.torch_compat import graph_task
+from torch_grad_exporter.torch_compat.autograd import graph_task
 
 CUTS = 4096
 """Cuts that are told apart; later ones of the same line and operation are one."""

@@ -16,7 +16,7 @@ import torch
 from torch_grad_exporter.capture.torch_hooks import GuardedHook
 from torch_grad_exporter.inspection.nan_origin.forward import Recording, value_of
 from torch_grad_exporter.inspection.nan_origin.tape import LEAF, MOVES, Event, Node, Value, operation
-from torch_grad_exporter.torch_compat import graph_task, number_of, started_from
+from torch_grad_exporter.torch_compat.autograd import graph_task, number_of, started_from
 
 NODES = 1 << 15
 """Nodes of one recording, at most."""

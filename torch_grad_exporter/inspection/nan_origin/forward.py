@@ -16,14 +16,9 @@ import torch
 from torch_grad_exporter.inspection.nan_origin.flags import Flags, tensors_in
 from torch_grad_exporter.inspection.nan_origin.tape import Call, Event, Held, Node, Place, Tape, Value
 from torch_grad_exporter.model.names import clean, uncompiled
-from torch_grad_exporter.torch_compat import (
-    children_in,
-    compiles_its_call,
-    next_sequence,
-    number_of,
-    parameters_in,
-    version_of,
-)  # fmt: skip
+from torch_grad_exporter.torch_compat.autograd import next_sequence, number_of, version_of
+from torch_grad_exporter.torch_compat.compiler import compiles_its_call
+from torch_grad_exporter.torch_compat.modules import children_in, parameters_in  # fmt: skip
 
 CALLS = 1 << 14
 """Calls of modules in one recording, at most."""

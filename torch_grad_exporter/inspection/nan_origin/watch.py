@@ -16,7 +16,8 @@ from torch_grad_exporter.inspection.nan_origin.backward import Graph
 from torch_grad_exporter.inspection.nan_origin.forward import Inside, Recording
 from torch_grad_exporter.inspection.nan_origin.origins import Origins
 from torch_grad_exporter.statistics.device import capturing_graph
-from torch_grad_exporter.torch_compat import compiles_its_call, graph_task, within_transform
+from torch_grad_exporter.torch_compat.autograd import graph_task, within_transform
+from torch_grad_exporter.torch_compat.compiler import compiles_its_call
 from torch_grad_exporter.transfer.events import Inspected, Mailbox
 from torch_grad_exporter.transfer.transfer import HostTransfer
 

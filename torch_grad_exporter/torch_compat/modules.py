@@ -1,0 +1,77 @@
+"""What modules own, their hooks, and a forward that has begun."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.torch_compat.lost import find, missing
+
+_OWN = vars(torch.nn.Module())
+
+MODULE_HOOKS = _OWN.keys() >= {f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")}
+"""Whether modules show their hooks around forwards."""
+if not MODULE_HOOKS:
+    missing["torch.nn.Module._forward_hooks"] = False
+
+
+def _parameters_in(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _children_in(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    return dict(module.named_children())
+
+
+Parameters = Callable[[torch.nn.Module], Mapping[str, torch.nn.Parameter | None]]
+
+parameters_in: Parameters = operator.attrgetter("_parameters") if "_parameters" in _OWN else _parameters_in
+"""The parameters that a module owns itself, by attribute."""
+
+children_in: Callable[[torch.nn.Module], Mapping[str, torch.nn.Module | None]] = (
+    operator.attrgetter("_modules") if "_modules" in _OWN else _children_in
+)
+"""The modules that a module owns itself, by attribute."""
+
+TRANSPOSED: tuple[type[torch.nn.Module], ...] = (
+    find("torch.nn.modules.conv._ConvTransposeNd") or torch.nn.ConvTranspose1d,
+    torch.nn.ConvTranspose2d,
+    torch.nn.ConvTranspose3d,
+)
+"""The classes of transposed convolutions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardUnderWay:
+    """A module's forward, of which only the hooks before it have begun. `known`: those that PyTorch is about to call."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+    known: frozenset[Any]
+
+    def begins_anew(self) -> None:
+        """Calls the hooks that were set since: PyTorch has made its list of them before."""
+        if self.kwargs is None:
+            return
+        for key, hook in [*self.module._forward_pre_hooks.items()]:
+            if key not in self.known:
+                hook(self.module, self.args, self.kwargs)
+
+
+def forward_under_way(frame: types.FrameType, module: torch.nn.Module, args: tuple[Any, ...]) -> ForwardUnderWay:
+    """The forward whose global hooks `frame` is calling. Without its keyword arguments, its beginning is not seen."""
+    # Not the variables of any other function: before Python 3.13 they are one dictionary, which the function itself may have.
+    if not MODULE_HOOKS or frame.f_globals is not vars(torch.nn.modules.module):
+        return ForwardUnderWay(module, args, None, frozenset())
+    variables = frame.f_locals
+    kwargs = variables.get("kwargs") if variables.get("self") is module else None
+    if sys.version_info < (3, 13):
+        variables.clear()  # a copy that the frame would keep
+    return ForwardUnderWay(module, args, kwargs if isinstance(kwargs, dict) else None, frozenset(module._forward_pre_hooks))

@@ -1,0 +1,116 @@
+"""Hooks of optimizers, steps among the callers, the scale of a gradient scaler."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_grad_exporter.torch_compat.lost import find, gone
+
+_step_hooks = tuple(find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post"))
+STEP_HOOKS: tuple[dict[int, Any], ...] = () if None in _step_hooks else _step_hooks
+"""The hooks before and after every optimizer's step by their numbers; empty where they are not shown."""
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has hooks of its own before its step; true where it cannot say."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+
+
+def hooked_last(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Whether this is the last of the optimizer's own hooks before its step; false where it cannot say."""
+    return next(reversed(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()), None) is hook
+
+
+def _step_code() -> types.CodeType | None:
+    """The code of the function in which PyTorch wraps an optimizer's `step`."""
+    wrap = find("torch.optim.Optimizer.profile_hook_step")
+    return None if wrap is None else getattr(wrap(lambda: None), "__code__", None)
+
+
+_STEP = _step_code()
+
+
+def called_from_step(frame: types.FrameType | None) -> bool:
+    """Whether an optimizer's step is among the callers: else one that had begun has raised."""
+    return _step_around(frame) is not None
+
+
+def stepping_around(frame: types.FrameType | None) -> torch.optim.Optimizer | None:
+    """The optimizer within whose step the nearest step among the callers runs, `None` if that one runs by itself."""
+    own = _step_around(frame)
+    around = None if own is None else _step_around(own.f_back)
+    return None if around is None else around.f_locals.get("self")
+
+
+def _step_around(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None:
+        if frame.f_code is _STEP if _STEP is not None else _is_step(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_step(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:  # noqa: ANN401 - an object that may be a gradient scaler
+    """The loss scale now, `None` before the scaler's first use, and of one that is disabled."""
+    if hasattr(scaler, "_scale"):
+        scale: torch.Tensor | None = scaler._scale
+        return scale
+    if scaler is None or not scaler.is_enabled():
+        return None
+    gone("torch.amp.GradScaler._scale")
+    return torch.tensor(scaler.get_scale(), device=getattr(scaler, "_device", "cuda"))
+
+
+def has_scale(scaler: object) -> bool:
+    """Whether it is a gradient scaler, or has the interface of one."""
+    # A disabled one has no scale.
+    return hasattr(scaler, "_scale") or isinstance(scaler, torch.amp.GradScaler)
+
+
+_STEPS_ARE_MARKED = find("torch.optim.Optimizer._patch_step_function") is not None
+
+
+def optimizers_made() -> bool:
+    """Whether an optimizer has ever been made in this process; true where that cannot be known. Takes microseconds."""
+    kinds = [torch.optim.Optimizer]
+    for kind in kinds:  # which grows meanwhile
+        kinds += kind.__subclasses__()
+    return not _STEPS_ARE_MARKED or any(getattr(vars(kind).get("step"), "hooked", False) for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnderWay:
+    """An optimizer's step, of which the last of the hooks before all optimizers' steps is being called. `known`: all of those."""
+
+    arguments: tuple[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]
+    known: frozenset[int]
+
+    def begins_anew(self) -> None:
+        """Calls the hooks that were set since: PyTorch's iteration over them is at its end."""
+        for key, hook in [*STEP_HOOKS[0].items()]:
+            if key not in self.known:
+                hook(*self.arguments)
+
+
+def step_under_way(
+    handle: Any,  # noqa: ANN401 - a handle of a hook
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StepUnderWay | None:
+    """The step before which the hook of `handle` is being called; `None` where it is not the last one, or that cannot be known.
+
+    Within the last one hooks may be set and removed; within any other one PyTorch's iteration over them would raise.
+    """
+    if not STEP_HOOKS or next(reversed(STEP_HOOKS[0]), None) != handle.id:
+        return None
+    return StepUnderWay((optimizer, args, kwargs), frozenset(STEP_HOOKS[0]))
