@@ -6,6 +6,10 @@ DIST ?= dist
 # Programs that the tests run against; a Debian package each, as PACKAGE or PACKAGE=PROGRAM. Chromium alone is installed.
 TOOLS ?= prometheus promtool prometheus-alertmanager prometheus-alertmanager=amtool victoria-metrics docker-compose chromium
 
+# The one pin of pyproject.toml, given to pip by name besides: it would first download the newest torch, which the package itself
+# allows, and only then read the pin among the extra's requirements.
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml | sort -u)
+
 BIN := .venv/bin
 STAMP := .venv/installed
 
@@ -49,7 +53,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'make: $(PYTHON) cannot create virtual environments; on Debian and Ubuntu install python3-venv' >&2; exit 1; }
 	$(BIN)/python -m pip install 'pip>=23'
-	$(BIN)/python -m pip install --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --editable '.[demo,dev]' '$(TORCH)'
 	@touch $@
 
 demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inject nan@100')
@@ -93,7 +97,7 @@ trainers: $(TRAINERS_STAMP) ## train by Transformers, Lightning, Ignite, DeepSpe
 $(TRAINERS_STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv-trainers
 	$(TRAINERS)/python -m pip install 'pip>=23'
-	$(TRAINERS)/python -m pip install --editable '.[trainers]'
+	$(TRAINERS)/python -m pip install --editable '.[trainers]' '$(TORCH)'
 	@touch $@
 
 # A test that needs a newer torch skips itself (tests/support/torch_versions.py).
@@ -138,7 +142,7 @@ bench-cuda: venv ## measure the same on a GPU (5 min)
 $(BENCH_STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv-bench
 	$(BENCH)/python -m pip install 'pip>=23'
-	$(BENCH)/python -m pip install --editable '.[bench]'
+	$(BENCH)/python -m pip install --editable '.[bench]' '$(TORCH)'
 	$(BENCH)/python -m pip install --no-deps '$(COMPOSER)'
 	@touch $@
 
