@@ -116,7 +116,7 @@ compat: $(COMPAT:%=.venv-torch-%/installed) ## run the tests that concern PyTorc
 	.venv-torch-$*/bin/python -m pip install $(COMPAT_PIP) --editable '.[compat]' 'torch==$*' $(COMPAT_NEEDS)
 	@touch $@
 
-mutants: venv tools ## plant 128 faults and see which the tests find (50 min; ARGS="'rank 0'" plants some)
+mutants: venv tools ## plant 128 faults and see which the tests find (20 min; ARGS="'rank 0'" plants some)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: venv tools ## abuse the server, train 1,000,000 steps, look for leaks and false alarms, into docs/benchmarks.md (55 min)

@@ -66,7 +66,7 @@ CAPTURE = (
         "capture/gradient_versions.py",
         "return bool(self._after_backward.tracked) and self._after_backward.unchanged()",
         "return bool(self._after_backward.tracked) and not self.gone()",
-        ("capture/test_net_capture.py", "capture/test_capture.py"),
+        ("capture/test_local_norm.py", "capture/test_net_capture.py", "capture/test_capture.py"),
         ("capture/test_ordinary_model.py", "capture/test_net_rounds.py"),
     ),
     Fault(
