@@ -293,6 +293,7 @@ UNREACHED = {
     "capture.torch_hooks.Hooks.on_optimizers": "the start",
     "aggregation.worker.HostSide.start": "the start",
     "transfer.events.Mailbox.on_backlog": "the start",
+    "transfer.events.Mailbox.press": "accelerators, tests/test_full_stages.py",
     **dict.fromkeys(
         (f"aggregation.{one}" for one in (
             "gradients.GradientAggregation.follow", "gradients.GradientAggregation.use", "layer_totals.LayerTotals.follow",

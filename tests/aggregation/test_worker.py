@@ -355,7 +355,7 @@ def test_who_reads_each_second_spares_the_worker(monkeypatch: pytest.MonkeyPatch
     assert (rest.drains, len(rest.post)) == (1, 0)
 
 
-@pytest.mark.parametrize("why", ["backlog", "under way", "somebody waits"])
+@pytest.mark.parametrize("why", ["backlog", "under way", "somebody waits", "a ring fills"])
 def test_the_worker_is_not_spared_what_cannot_wait(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the mailbox was drained a moment ago."""
     rest = Resting(monkeypatch, hurried=why == "somebody waits")
@@ -364,8 +364,11 @@ def test_the_worker_is_not_spared_what_cannot_wait(why: str, monkeypatch: pytest
         rest.side._waiting.append((NOW, Closed(1, Outcome.STEPPED, OWNED, frozenset({0}), {0: 1})))
     for _ in range(BACKLOG if why == "backlog" else 1):
         rest.post.append(Stepped(0.25, 0.0))
+    if why == "a ring fills":
+        rest.post.press()
     rest.side._work()
     assert (rest.drains, len(rest.post)) == (1, 0)
+    assert not rest.post.pressing
 
 
 def test_a_sample_that_is_pending_is_counted_though_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:

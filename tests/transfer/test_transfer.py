@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from torch_grad_exporter.transfer import transfer as module
 from torch_grad_exporter.transfer.transfer import (
+    FEW,
     RING,
     SENTINEL,
     SENTINEL_OF_FLOAT32,
@@ -237,6 +239,44 @@ def test_a_ring_may_be_larger() -> None:
     transfer = FakeDevice(ring=20)
     assert len({id(transfer.launch(1).buffer) for _ in range(20)}) == 20
     assert transfer.try_to_send(1) is None
+
+
+def test_a_ring_tells_when_half_of_it_is_taken() -> None:
+    """From the first vector that finds half of the buffers taken, until they are read."""
+    told: list[int] = []
+    launched: list[Launched] = []
+    transfer = FakeDevice(ring=6, pressed=lambda: told.append(len(launched)))
+    launched += [transfer.launch(1) for _ in range(3)]
+    assert told == []
+    launched += [transfer.launch(1) for _ in range(3)]
+    assert told == [3, 3, 3]
+    assert transfer.try_to_send(1) is None
+    assert told == [3, 3, 3, 6]
+    for sent in launched:
+        sent.fill([1.0])
+        sent.ticket.ready()
+        sent.event.done = True
+    transfer.launch(1)
+    assert told == [3, 3, 3, 6]
+
+
+@pytest.mark.parametrize(("size", "buffers"), [(100, 12), (1000, FEW)])
+def test_long_vectors_have_fewer_buffers(size: int, buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a bounded memory holds, but a few at least."""
+    monkeypatch.setattr(module, "HELD_BYTES", 8 * 1200)
+    transfer = FakeDevice()
+    assert sum(transfer.try_to_send(size) is not None for _ in range(RING)) == buffers
+
+
+def test_short_buffers_are_replaced_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the model has grown, only a few of many short buffers become long ones."""
+    monkeypatch.setattr(module, "HELD_BYTES", 8 * 1200)
+    transfer = FakeDevice()
+    for sent in [transfer.launch(1) for _ in range(15)]:
+        sent.fill([1.0])
+        sent.ticket.ready()
+        sent.event.done = True
+    assert sum(transfer.try_to_send(1000) is not None for _ in range(RING)) == FEW
 
 
 def test_a_longer_vector_gets_a_longer_buffer() -> None:

@@ -251,7 +251,7 @@ class HostSide:
 
     def _work(self) -> None:
         """Takes in what there is, if it is not clear that there is nothing, or that who reads each second takes it in."""
-        waits = self._waiting or self._observed or len(self._mailbox) >= BACKLOG
+        waits = self._waiting or self._observed or self._mailbox.pressing or len(self._mailbox) >= BACKLOG
         rests = self._clock() - self._drained < IDLE_SECONDS and not waits and not self._guard.result(self._hurried)
         if not rests and (self.changes is None or self._gradients.pending):
             self.drain()
@@ -289,6 +289,8 @@ class HostSide:
         for line in (self._waiting, self._observed):
             while line and self._guard.result(self._take, line, now) is not False:
                 pass  # an event that fails is gone: those behind it are taken
+        if not self._waiting and not self._observed:
+            self._mailbox.pressing = False  # else it is looked at again in a moment, and need not be asked for
         if not self._waiting:
             self._guard(self._gradients.expire, now)
 

@@ -53,7 +53,7 @@ class LocalGradients:
         self._clock = clock
         self._hook = hooks.guarded("backward_hook", self._arrives)
         self._mailbox = mailbox
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=mailbox.press)
         self._scratch = Scratch()
         self._handles: list[Handle] = []
         self._sum = _Sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ Number = float | int | torch.Tensor | np.number[Any]
 class _Ring(threading.local):
     """The buffers of copies to the host: each thread has its own, since a ring has no lock."""
 
-    def __init__(self) -> None:
-        self.transfer = HostTransfer(ring=64)
+    def __init__(self, pressed: Callable[[], object]) -> None:
+        self.transfer = HostTransfer(pressed=pressed)
 
 
 class Observations:
@@ -42,7 +42,7 @@ class Observations:
         self._clock = parts.clock
         self._regular = count_only.regular
         self._count_only = count_only
-        self._ring = _Ring()
+        self._ring = _Ring(parts.mailbox.press)
         self._losses = RoundLoss(parts)
         self._settings_read = float("-inf")
         self._placed = {"loss": 0, "grad_norm": 0}

@@ -113,7 +113,7 @@ class GradientReader:
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._steps_seen = False
         """Whether the callers of a step were searched for a gradient scaler."""
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=self.mailbox.press)
         self._early = StepsWithinBackward(self.statistics)
         self._places: frozenset[torch.device] = frozenset()
         self.table: ParameterTable = self.index.table

@@ -32,7 +32,7 @@ class WeightProbe:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._guard = parts.errors.boundary("weights")
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=parts.mailbox.press)
         self._magnitudes = Magnitudes()
         self._next: dict[int, int] = {}
         self._copies: dict[int, tuple[ParameterTable, list[tuple[int, torch.nn.Parameter, torch.Tensor]]]] = {}

@@ -70,7 +70,7 @@ class RoundTallies:
 
     def __init__(self, reader: GradientReader, cost: SampleCost, mailbox: Mailbox) -> None:
         self._reader, self._cost, self._mailbox = reader, cost, mailbox
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=mailbox.press)
         self._backwards: dict[int, Backward] = {}
         """By autograd's number, those that are not over."""
         self._round = _Round()

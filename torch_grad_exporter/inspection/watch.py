@@ -58,7 +58,7 @@ class Watch:
         self._guard = errors.boundary(SOURCE, "gradients of watched tensors are no longer clipped")
         self._measuring = errors.boundary(SOURCE, "gradients of watched tensors are no longer measured")
         self._tallies = RoundTallies(reader, cost, mailbox)
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=mailbox.press)
         self._on_gradient = hooks.guarded(SOURCE, self._gradient_came)
         self._scratch = Scratch()
         self._sampled = sampled

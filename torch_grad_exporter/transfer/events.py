@@ -228,18 +228,26 @@ ROOM = 1 << 13
 class Mailbox(deque[Event]):
     """The queue; bounded, so that a dead worker cannot fill the memory. What comes when it is full is left out and counted."""
 
-    __slots__ = ("_backlog", "_on_backlog", "left_out")
+    __slots__ = ("_backlog", "_on_backlog", "left_out", "pressing")
 
     def __init__(self) -> None:
         super().__init__()
         self.left_out = 0
         """Records for which there was no room. Belongs to the training thread; it only grows."""
+        self.pressing = False
+        """Whether a sender of vectors has asked for a drain; cleared by who drains and waits for none."""
         self._backlog = ROOM
         self._on_backlog: Callable[[], object] = lambda: None
 
     def on_backlog(self, records: int, tell: Callable[[], object]) -> None:
         """Calls `tell` on the thread that appends, whenever so many records have come to wait."""
         self._backlog, self._on_backlog = records, tell
+
+    def press(self) -> None:
+        """Asks for a drain at once: places for vectors run short. Tells once, until `pressing` is cleared."""
+        if not self.pressing:
+            self.pressing = True
+            self._on_backlog()
 
     def append(self, event: Event) -> None:
         """Takes a record, if there is room."""

@@ -6,6 +6,9 @@ done. So a value arrives even if the training loop hangs right after it. A buffe
 its event has completed, which is queried on the training thread. Vectors that are on the CPU already are
 handed over as they are.
 
+A ring that fills says so: `pressed` is called when half of it is taken, so that a training with many short sampled steps need
+not wait for the reader's next look.
+
 Both kinds are bounded: while the vectors are not taken, no more are sent. A vector that can no longer be taken, because its
 ticket is gone, does not count.
 """
@@ -29,11 +32,14 @@ SENTINEL = np.uint64(0x7FF8_7047_5244_4558)
 SENTINEL_OF_FLOAT32 = np.uint32(0x7FC7_4758)
 """Quiet NaNs with a payload; the hardware's own NaNs have the payload 0."""
 
-RING = 8
+RING = 64
 """Buffers per device unless said otherwise: vectors that may be under way at once."""
 
+FEW = 8
+"""Buffers that a device may have however long the vectors are."""
+
 HELD_BYTES = 1 << 26
-"""Of vectors that were on the CPU, at most, and one vector at least, until they are taken."""
+"""Of vectors that were on the CPU, at most, and one vector at least, until they are taken; of a ring that has more than a few."""
 
 
 class Ticket(Protocol):
@@ -131,11 +137,13 @@ class _UnderWay:
 class HostTransfer:
     """Sends vectors to the host. `send` belongs to the training thread, the tickets to the worker.
 
-    `wide`: the widest type that a device has: vectors travel in it.
+    `wide`: the widest type that a device has: vectors travel in it. `pressed`: called by `send` while half of a ring is taken or
+    more, until somebody reads.
     """
 
     ring: int = RING
     wide: Wide = wide
+    pressed: Callable[[], object] = lambda: None
     _rings: dict[torch.device, list[_Buffer]] = field(default_factory=dict)
     _held: weakref.WeakSet[Arrived] = field(default_factory=weakref.WeakSet)
     """Vectors that were on the CPU and are still referenced."""
@@ -177,18 +185,19 @@ class HostTransfer:
         return ticket
 
     def _free(self, device: torch.device, size: int) -> _Buffer | None:
+        """The first buffer that is free, or a new one: so those before it are taken."""
         ring = self._rings.setdefault(device, [])
-        for position, buffer in enumerate(ring):
-            if not buffer.free():
-                continue
-            buffer.clear()
-            if buffer.bits.size < size:
-                ring[position] = _allocate(device, size, self.wide(device))
-            return ring[position]
-        if len(ring) == self.ring:
+        position = next((place for place, buffer in enumerate(ring) if buffer.free()), len(ring))
+        if position >= self.ring // 2:
+            self.pressed()
+        if position < len(ring):
+            ring[position].clear()
+            if ring[position].bits.size >= size:
+                return ring[position]
+        if position == self.ring or (position >= FEW and sum(buffer.bits.nbytes for buffer in ring) + 8 * size > HELD_BYTES):
             return None
-        ring.append(_allocate(device, size, self.wide(device)))
-        return ring[-1]
+        ring[position : position + 1] = [_allocate(device, size, self.wide(device))]
+        return ring[position]
 
 
 def _allocate(device: torch.device, size: int, dtype: torch.dtype) -> _Buffer:

@@ -50,7 +50,7 @@ class NanOrigin:
         self._names = [(weakref.ref(module), name) for name, module in models.items()]
         self.origins = make_origins(self.arm)
         self._steps, self._scaled, self._always = steps, scaled, always
-        self._transfer = HostTransfer()
+        self._transfer = HostTransfer(pressed=mailbox.press)
         self._inner = InnerHooks(hooks, SOURCE, self._entered, self._left)
         self._graph = Graph(hooks.guarded(SOURCE, self._arrived), hooks.guarded(SOURCE, self._passed))
         self._recording: Recording | None = None
