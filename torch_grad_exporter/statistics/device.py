@@ -163,3 +163,33 @@ def _norms(flat: torch.Tensor, scale: torch.Tensor | None, accumulate: torch.dty
         rest = torch.linalg.vector_norm(found[:, whole:], dim=1, keepdim=True)
         found = torch.cat((pieces, rest), dim=1)
     return found[:, 0].abs(), scale
+
+
+class StreamOrder:
+    """Keeps tensors right that stay on a device from one sample to the next, where samples come on different CUDA streams.
+
+    The stream of a sample waits for that of the one before, on the device; the host waits for nothing. Elsewhere it does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def begin(self, *kept: torch.Tensor) -> None:
+        """What was `kept` by the sample before is going to be read, and perhaps dropped, on the current stream."""
+        if self._done is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._last:
+            stream.wait_event(self._done)
+            for tensor in kept:
+                # So that its memory is not used again on its own stream before this one has read it.
+                tensor.record_stream(stream)
+
+    def end(self) -> None:
+        """All that reads or writes it was put onto the current stream."""
+        if self._device.type == "cuda":
+            self._last = torch.cuda.current_stream(self._device)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(self._last)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.model.parameters import TrackedParameter
+from torch_grad_exporter.statistics.device import StreamOrder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,7 @@ class UnitState:
         """The counts of parameters that were members before, and may be again."""
         none = torch.zeros(0, dtype=torch.int32, device=device)
         self._counts = _Counts((), none.long(), none, none, -1)
+        self._streams = StreamOrder(device)
 
     def update(
         self, members: Sequence[tuple[TrackedParameter, int]], zero: torch.Tensor, alive: torch.Tensor, sample: int
@@ -56,6 +58,7 @@ class UnitState:
         (units,), bool, are concatenated. `sample`: a number that changes from sample to sample.
         """
         last = self._counts
+        self._streams.begin(last.before, last.after, last.ends, *self._kept.values())
         before, ends, known = last.before if sample == last.sample else last.after, last.ends, last.members
         if known != tuple(members):
             before, ends, known = self._arranged(before, known, members)
@@ -63,6 +66,7 @@ class UnitState:
         flags = torch.stack((zero, after >= self._window))
         found = (sums_on_host if self._device.type == "cpu" else sums)(flags, ends)
         self._counts = _Counts(known, ends, before, after, sample)
+        self._streams.end()
         return found
 
     def forget(self, foreign: Collection[TrackedParameter], sample: int) -> None:
@@ -102,8 +106,9 @@ class UnitState:
 
 def sums(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The sums of consecutive parts of bools, shape (2, n) to (2, parts), int64; `ends`: the index of each part's last one."""
-    counts = flags.cumsum(dim=1, dtype=torch.int64)
-    return counts.index_select(1, ends).diff(dim=1, prepend=counts.new_zeros((2, 1)))
+    # In one row: on a GPU only that is scanned by more than one block of threads a row.
+    counts = flags.reshape(-1).cumsum(dim=0, dtype=torch.int64)
+    return counts.index_select(0, torch.cat((ends, ends + flags.shape[1]))).diff(prepend=counts.new_zeros(1)).view(2, -1)
 
 
 def sums_on_host(flags: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

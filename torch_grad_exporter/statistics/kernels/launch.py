@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torch_grad_exporter.statistics import Column, moments
-from torch_grad_exporter.statistics.device import joined
+from torch_grad_exporter.statistics.device import StreamOrder, joined
 from torch_grad_exporter.statistics.kernels import tables
 from torch_grad_exporter.statistics.layout import Layout
 
@@ -72,6 +72,7 @@ class Launcher:
         self._same: object = None
         self._sent: list[_Sent] = []
         self._forms: tuple[object, list[int]] = None, []
+        self._streams = StreamOrder(device)
 
     def readable(self, gradients: Sequence[tables.Read], same: object) -> list[bool]:
         """Which of them the programs can read. As long as `same` is the same object, only their memory may be another one."""
@@ -88,12 +89,14 @@ class Launcher:
 
     def __call__(self, gradients: Sequence[tables.Read], same: object = None) -> Found:
         """Reads all of them; they are `readable`, on the device, and not empty. `same`: as there, and all are contiguous."""
+        self._streams.begin(*(table for sent in self._sent for table in (sent.owners, sent.entries, sent.addresses)))
         if same is None or same is not self._same:
             self._tell(gradients)
         self._same = same
         at = [gradient.data_ptr() for gradient, _ in gradients]
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             found = [self._flight(sent, at[sent.gradients]) for sent in self._sent]
+        self._streams.end()
         return Found(*(joined(parts) for parts in zip(*((one.rows, one.zero, one.alive) for one in found), strict=True)))
 
     def _tell(self, gradients: Sequence[tables.Read]) -> None:
