@@ -167,7 +167,7 @@ def packed_sequences(run: Run, to_root: bool) -> None:
         def forward(self, x: PackedSequence | torch.Tensor) -> PackedSequence | torch.Tensor:
             if isinstance(x, PackedSequence):
                 return self.layers(x)[0]
-            packed = pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
+            packed = pack_padded_sequence(x, [5, 3, 2], batch_first=True)
             return pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
 
     model = Packed()
@@ -176,7 +176,7 @@ def packed_sequences(run: Run, to_root: bool) -> None:
         for _ in range(5):
             x = torch.randn(3, 5, 6)
             optimizer.zero_grad()
-            packed = pack_padded_sequence(x, torch.tensor([4, 4, 1]), batch_first=True)
+            packed = pack_padded_sequence(x, [4, 4, 1], batch_first=True)
             out = model(packed).data if to_root else model(x)
             run.backward(out.square().mean())
             run.step(optimizer)

@@ -946,7 +946,8 @@ def saved_tensors_offloaded(run: Run) -> None:
     with run.watching(model, optimizer):
         for _ in range(6):
             optimizer.zero_grad()
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True), torch.from_numpy):
+            pack, unpack = lambda t: (t.device, t.numpy(force=True)), lambda kept: torch.from_numpy(kept[1]).to(kept[0])
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = model(batch())
             run.backward(out.square().mean())
             run.step(optimizer)
