@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.models import Perceptron, batch, sgd
-from tests.support.scrape import errors, lost, value, values
+from tests.support.scrape import Key, errors, key, lost, value, values
 from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.aggregation import worker as host
@@ -282,13 +282,13 @@ def test_a_model_of_2000_layers(blocks: int, layers: int, shown: int, caplog: py
         loop.optimizer.add_param_group({"params": list(loop.model[-1].parameters())})
         loop.model(torch.randn(3, 2)).square().mean().backward()
         loop.optimizer.step()
-        found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        found: dict[Key, float] = {}
 
         def tells_its_own_size() -> bool:
             """What a scrape tells of is the one before, and the thread that judges each second may bring another series."""
             found.clear()
             found.update(values(exporter))
-            return found["torch_grad_exporter_series", ()] == len(found)
+            return found.get(key("torch_grad_exporter_series")) == len(found)
 
         assert eventually(tells_its_own_size)
         by_name = {name: one for (name, labels), one in found.items() if not labels}
