@@ -38,7 +38,7 @@ COMPAT_TESTS ?= tests/test_torch_compat.py tests/matrix tests/capture tests/stat
 	tests/test_exits.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full trainers kernels compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
+.PHONY: help venv demo quick quick-tests test test-full trainers kernels compat mutants soak bench bench-cuda bench-frameworks lint type golden dashboards gallery pictures docs tools build image clean
 
 help: ## list what can be done
 	@echo 'make TARGET'
@@ -65,10 +65,19 @@ demo: venv ## train a small model with the exporter on (ARGS='--steps 300 --inje
 WORKERS ?= $(shell echo $$((2 * $$(nproc 2>/dev/null || echo 2))))
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: venv tools ## run the tests (ARGS='-k demo')
+# Without -m the options of pyproject.toml leave out the marker `full`.
+QUICK = not full and not server and not process and not slow
+
+quick: venv ## check style, types, and all that one process can test, in a minute
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target type quick-tests lint
+
+quick-tests: venv
+	$(PYTEST) -m '$(QUICK)' $(ARGS)
+
+test: venv tools ## run the tests that a change needs, in five minutes (ARGS='-k demo')
 	$(PYTEST) $(ARGS)
 
-test-full: venv tools $(TRAINERS_STAMP) $(TRITON) ## run the tests that `make test` leaves out: variants, alerts end to end, tests of the tests, and trainers
+test-full: venv tools $(TRAINERS_STAMP) $(TRITON) ## run the tests that `make test` leaves out: variants, alerts end to end, trainers
 	@failed=0; \
 	$(PYTEST) -m full $(ARGS) || failed=1; \
 	$(PYTEST_TRAINERS) $(ARGS) || failed=1; \
@@ -116,8 +125,16 @@ compat: $(COMPAT:%=.venv-torch-%/installed) ## run the tests that concern PyTorc
 	.venv-torch-$*/bin/python -m pip install $(COMPAT_PIP) --editable '.[compat]' 'torch==$*' $(COMPAT_NEEDS)
 	@touch $@
 
-mutants: venv tools ## plant 128 faults and see which the tests find (20 min; ARGS="'rank 0'" plants some)
-	$(BIN)/python -m tests.mutants $(ARGS)
+FOLDER ?= torch_grad_exporter/statistics
+TESTS ?= tests
+COUNT ?= 40
+
+mutants: .venv/mutants ## change code in small ways and print what no test notices (FOLDER=... TESTS='...' COUNT=40)
+	$(BIN)/python scripts/mutants.py $(FOLDER) --tests $(TESTS) --count $(COUNT) $(ARGS)
+
+.venv/mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[mutants]' '$(TORCH)'
+	@touch $@
 
 soak: venv tools ## abuse the server, train 1,000,000 steps, look for leaks and false alarms, into docs/benchmarks.md (55 min)
 	@failed=0; \

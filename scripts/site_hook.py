@@ -21,7 +21,6 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
-    "tests/mutants/README.md": "mutants.md",
 }
 """Pages from outside of docs/, and their places in the site."""
 

@@ -1,21 +1,24 @@
-"""What holds for all tests: the order of their files, and that what has been imported is no work for the garbage collector."""
+"""What holds for all tests: the order of their files, the servers they need, and that each begins alike."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.compiled import forget_what_was_compiled
 from tests.support.programs import Starter
+from tests.support.tools import is_there
 
-HERE = Path(__file__).parent
+PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager", "amtool", "victoria-metrics", "docker-compose", "chromium")
+"""What tests with the marker `server` run."""
 
 TRAINERS = (
     "transformers", "lightning", "accelerate", "peft", "timm", "mmengine", "ignite", "ray", "deepspeed", "tensorboard",
@@ -25,40 +28,22 @@ collect_ignore = [] if all(map(importlib.util.find_spec, TRAINERS)) else ["train
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     collect_ignore.append("kernels")  # what `make kernels` runs, with Triton, whose interpreter is no part of other tests
 
-LONG = (
-    "matrix/test_random_loops.py",
-    "rules/test_alerts_end_to_end.py",
-    "dashboards/test_nine_runs.py",
-    "test_fault_injection.py",
-    "matrix/test_matrix.py",
-    "test_exits.py",
-    "outputs/otlp/test_push.py",
-    "matrix/test_distributed.py",
-    "capture/test_local_norm.py",
-    "capture/test_ordinary_model.py",
-    "dashboards/test_dashboard_queries.py",
-    "distributed/test_job.py",
-    "statistics/test_device_chunks.py",
-    "capture/test_count_only.py",
-    "test_traps.py",
-    "test_lifecycle.py",
-    "outputs/http/test_tls.py",
-    "distributed/test_discovery.py",
-    "capture/test_compile.py",
-    "test_torch_compat.py",
-)
-"""The files that take longest. They come first, so that no worker is left with one of them at the end."""
+LONG = {"slow", "process", "server"}
+"""Markers of tests that take long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the long files first."""
-    places = {HERE / name: place for place, name in enumerate(LONG)}
-    assert all(path.is_file() for path in places)
-    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+    """Put the files with the most long tests first, so that no worker is left with one of them at the end."""
+    long = Counter(item.path for item in items if LONG & {marker.name for marker in item.iter_markers()})
+    items.sort(key=lambda item: -long[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """A full collection looks at all of torch otherwise, a second each time."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for the servers before the first test, and keep torch out of garbage collections, which take a second with it."""
+    missing = [name for name in PROGRAMS if not is_there(name)]
+    is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist, which `make test` starts after `make tools`
+    if missing and not is_worker and any(item.get_closest_marker("server") for item in session.items):
+        pytest.exit(f"{', '.join(missing)} not found: run `make tools`, or select -m 'not server'", returncode=3)
     gc.collect()
     gc.freeze()
 
@@ -66,17 +51,13 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     """One for all tests of a worker."""
-    one = Starter(tmp_path_factory.mktemp("programs"))
-    yield one
-    one.close()
+    with contextlib.closing(Starter(tmp_path_factory.mktemp("programs"))) as programs:
+        yield programs
 
 
 @pytest.fixture(autouse=True)
 def _each_by_itself() -> Iterator[None]:
-    """What came before has no part in a test: torch's random numbers begin anew, and nothing is compiled.
-
-    Where there is something compiled, a model is looked into from its second round on.
-    """
+    """Seed torch, and forget what an earlier test compiled, which would change what the exporter sees in a first round."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
     yield

@@ -1,4 +1,4 @@
-"""A made driver library under the real `pynvml`, so that its names, argument orders and units are those of the real thing."""
+"""A fake driver library under the real `pynvml`, whose names, argument orders and units stay in use."""
 # ruff: noqa: ANN401 - what ctypes hands over has no types.
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIG_ENABLED = pynvml.NVML_DEVICE_MIG_ENABLE
 
 @dataclass
 class FakeGpu:
-    """A GPU or, not `listed`, a MIG device, with raw values in NVML's units."""
+    """A GPU, or a MIG device if not `listed`, with raw values in NVML's units."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -35,7 +35,7 @@ class FakeGpu:
     errors: dict[str, int] = field(default_factory=dict)
     """Return codes by the name of the C function; those that are not here succeed."""
     lost: int = 0
-    """Return code of every function that is about this one, the look for its handle too."""
+    """Return code of every function that is about this GPU, the search for its handle included."""
 
 
 @dataclass
@@ -50,12 +50,19 @@ class FakeDriver:
     opened: int = 0
     calls: list[str] = field(default_factory=list)
     before: Callable[[str], None] = lambda name: None
+    known: dict[str, object] = field(default_factory=dict)
+    """The functions that `pynvml` has looked up."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-        """Makes `pynvml` call this instead of the library of the machine, until the test is over."""
+        """Make `pynvml` call this instead of the library of the machine, until the test is over."""
         monkeypatch.setattr(pynvml, "nvmlLib", self)
-        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", self.known)
         return self
+
+    def lack(self, function: str) -> None:
+        """Remove a function, as in another version of the driver."""
+        self.missing.add(function)
+        self.known.clear()
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("nvml") or name in self.missing:
@@ -78,7 +85,7 @@ class FakeDriver:
         return gpu.lost or gpu.errors.get(name, 0) or getattr(self, f"_{name}")(gpu, *arguments[1:]) or pynvml.NVML_SUCCESS
 
     def _nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = sum(gpu.listed for gpu in self.gpus)
+        target(count).value = sum(gpu.listed for gpu in self.gpus)
         return pynvml.NVML_SUCCESS
 
     def _nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
@@ -100,41 +107,46 @@ class FakeDriver:
         text.value = gpu.name.encode()
 
     def _nvmlDeviceGetMigMode(self, gpu: FakeGpu, current: Any, pending: Any) -> None:
-        current._obj.value = MIG_ENABLED if gpu.partitioned else 0
+        target(current).value = MIG_ENABLED if gpu.partitioned else 0
 
     def _nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu, rates: Any) -> None:
-        rates._obj.gpu, rates._obj.memory = gpu.utilization, 99
+        target(rates).gpu, target(rates).memory = gpu.utilization, 99
 
     def _nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, memory: Any) -> None:
-        memory._obj.used = gpu.used + gpu.reserved
+        target(memory).used = gpu.used + gpu.reserved
 
     def _nvmlDeviceGetMemoryInfo_v2(self, gpu: FakeGpu, memory: Any) -> int:
-        if memory._obj.version != pynvml.nvmlMemory_v2:
+        if target(memory).version != pynvml.nvmlMemory_v2:
             return pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
-        memory._obj.used, memory._obj.reserved = gpu.used, gpu.reserved
+        target(memory).used, target(memory).reserved = gpu.used, gpu.reserved
         return pynvml.NVML_SUCCESS
 
     def _nvmlDeviceGetPowerUsage(self, gpu: FakeGpu, value: Any) -> None:
-        value._obj.value = gpu.milliwatts
+        target(value).value = gpu.milliwatts
 
     def _nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: Any, value: Any) -> int:
-        value._obj.value = gpu.celsius
+        target(value).value = gpu.celsius
         return pynvml.NVML_SUCCESS if sensor.value == pynvml.NVML_TEMPERATURE_GPU else pynvml.NVML_ERROR_INVALID_ARGUMENT
 
     def _nvmlDeviceGetTemperatureV(self, gpu: FakeGpu, temperature: Any) -> None:
-        temperature._obj.temperature = gpu.celsius
+        target(temperature).temperature = gpu.celsius
 
     def _nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: Any, value: Any) -> None:
-        value._obj.value = gpu.clocks[kind.value]
+        target(value).value = gpu.clocks[kind.value]
 
     def _nvmlDeviceGetTotalEnergyConsumption(self, gpu: FakeGpu, value: Any) -> None:
-        value._obj.value = gpu.millijoules
+        target(value).value = gpu.millijoules
 
     def _nvmlDeviceGetViolationStatus(self, gpu: FakeGpu, policy: Any, status: Any) -> None:
-        status._obj.violationTime, status._obj.referenceTime = gpu.nanoseconds[policy.value], 5
+        target(status).violationTime, target(status).referenceTime = gpu.nanoseconds[policy.value], 5
 
     def _nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: Any, counter: Any, value: Any) -> None:
-        value._obj.value = gpu.ecc[kind.value, counter.value]
+        target(value).value = gpu.ecc[kind.value, counter.value]
+
+
+def target(reference: Any) -> Any:
+    """Return what `ctypes.byref` points to."""
+    return reference._obj  # private: ctypes has no other way back from a reference
 
 
 def older(*missing: str) -> ModuleType:

@@ -258,7 +258,8 @@ def close(found: float, expected: float, rel: float, absolute: float = 0.0) -> b
 def bits(tensor: torch.Tensor) -> list[np.ndarray]:
     """All that a tensor holds, to the last bit."""
     if tensor.is_sparse:
-        return [*bits(tensor._indices()), *bits(tensor._values())]
+        indices, values = tensor._indices(), tensor._values()  # private: torch offers them coalesced only
+        return [*bits(indices), *bits(values)]
     plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).resolve_neg()
     packed = plain.new_empty(plain.numel()).copy_(plain.reshape(-1))
     return [packed.view(torch.uint8).numpy()]

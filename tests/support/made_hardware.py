@@ -1,4 +1,4 @@
-"""A GPU and a container's limits that are made up, under the real collectors of a real exporter."""
+"""A fake GPU and fake limits of a container under the real collectors of a real exporter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Hardware:
-    """A GPU at work with memory to spare, and a container that uses half of its memory."""
+    """A busy GPU with free memory, and a container that uses half of its memory."""
 
     def __init__(self, root: Path) -> None:
         sizes = (60, 90, 61, 20, 59, 70, 91, 140)
@@ -37,14 +37,14 @@ class Hardware:
         self.container(0.5)
 
     def container(self, used: float) -> None:
-        """The container uses that share of its memory."""
+        """Let the container use this share of its memory."""
         size = 8 * GIB
         files = group_2("job", memory_max=size, memory_current=int(used * size), cpu_max="200000 100000")
         write(self._root, {"proc/self/cgroup": "0::/job", "proc/self/mountinfo": V2})
         write(self._root / "sys/fs/cgroup", files)
 
     def worsen(self) -> None:
-        """Another look at a GPU that is short of memory, throttled for heat, idle and has errors, in a container that is full."""
+        """Make the GPU short of memory, hot, idle and faulty, and the container full."""
         counted = {"retries": (self.memory.retries or 0) + 1, "ooms": (self.memory.ooms or 0) + 1}
         self.memory = replace(self.memory, reserved=139 * GIB, inactive_split=60 * GIB, **counted)
         self.gpu.utilization = 3
@@ -53,7 +53,7 @@ class Hardware:
         self.container(0.97)
 
     def collectors(self) -> dict[str, Collector]:
-        """Those that read from it."""
+        """Return the collectors that read from it."""
         return {
             "gpu": GpuCollector(lambda: (self.memory,), nvml=lambda: pynvml, environment={}),
             "cuda_memory": CudaMemoryCollector(lambda: (self.memory,)),
@@ -63,7 +63,7 @@ class Hardware:
 
 @contextlib.contextmanager
 def installed() -> Iterator[Hardware]:
-    """Exporters that are started in this process see this hardware."""
+    """Show this hardware to exporters that are started in this process."""
     with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         hardware = Hardware(Path(root))
         stack.enter_context(mock.patch.multiple(pynvml, nvmlLib=FakeDriver([hardware.gpu]), _nvmlGetFunctionPointer_cache={}))

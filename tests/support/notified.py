@@ -1,4 +1,4 @@
-"""A receiver of notifications over HTTP that answers as it is told: refuses, hangs, drips, redirects, dies."""
+"""A receiver of notifications over HTTP that refuses, hangs, drips, redirects or dies, and runs that notify it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "T0KEN-that-nothing-shows"  # noqa: S105 - what tests look for
 
 
 def notification(**changed: Any) -> Notification:  # noqa: ANN401 - of each field its own
-    """A notification with usual values."""
+    """Return a notification with usual values."""
     usual: dict[str, Any] = {
         "timestamp": 1_700_000_000.0, "started": 1_700_000_000.0, "status": "firing", "alert": "LossSpike", "severity": "warning",
         "summary": "The loss jumped 3 times.", "layer": None, "value": 3.0, "step": 7, "run": "r", "rank": 0,
@@ -45,13 +45,13 @@ class Asked:
 
     @property
     def json(self) -> Any:  # noqa: ANN401 - whatever was sent
-        """What is in it."""
+        """Decode the body."""
         return json.loads(self.body)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gets. `drips`: it never comes to its end; `dies`: the connection ends without an answer."""
+    """The answer to a request. `drips`: it never ends; `dies`: the connection ends without an answer."""
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ OK = Answer()
 
 
 class Receiver:
-    """Takes what is posted. The first answers are those given, all others `then`."""
+    """Takes posts. The first answers are those given, all others `then`."""
 
     def __init__(self, *answers: Answer, then: Answer = OK) -> None:
         self.asked: list[Asked] = []
@@ -75,7 +75,7 @@ class Receiver:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                outer._answer(self)
+                outer.answer(self)
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -87,7 +87,7 @@ class Receiver:
         self.root = f"http://127.0.0.1:{self._server.server_port}"
         self.url = f"{self.root}/{SECRET}?key={SECRET}"
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers["Content-Length"]))
         answer = self._answers.pop(0) if self._answers else self._then
         self.asked.append(Asked(request.path, dict(request.headers), body))
@@ -109,11 +109,11 @@ class Receiver:
         request.end_headers()
 
     def got(self, count: int) -> bool:
-        """Whether so many requests come."""
+        """Wait until this many requests came."""
         return eventually(lambda: len(self.asked) >= count)
 
     def close(self) -> None:
-        """Dies: nothing listens any more."""
+        """Stop listening."""
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()
@@ -121,13 +121,13 @@ class Receiver:
 
 @contextlib.contextmanager
 def receiver(*answers: Answer, then: Answer = OK) -> Iterator[Receiver]:
-    """A receiver for as long as it is needed."""
+    """Run a receiver within the block."""
     with contextlib.closing(Receiver(*answers, then=then)) as running:
         yield running
 
 
 def refused_url() -> str:
-    """An address at which nothing listens."""
+    """Return an address at which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/{SECRET}?key={SECRET}"
@@ -150,20 +150,20 @@ RULE = Rule(name="Slow", alerts=(Alert("warning", "x", for_="10m", keep_firing_f
 class Judged:
     """A Notify whose problems and clock the test chooses, and which judges when the test says so."""
 
-    def __init__(self, *notifiers: Notifier, rank: int = 0, job: Job | None = None) -> None:
+    def __init__(self, *notifiers: Notifier, rank: int = 0, job: Job | None = None, begun: float = 1_700_000_000) -> None:
         self.problems: list[Problem] = []
         self.clock, self.totals = Clock(), notify.totals(notifiers, [RULE])
         self.errors = ErrorLog(("notify", "close"))
         self.notify = notify.Notify(
             notifiers, lambda _last: self.problems, notify.Origin("r", rank, lambda: 7), self.totals, self.errors,
-            job=job, rules=[RULE], clock=self.clock, now=lambda: 1_700_000_000 + self.clock(),
+            job=job, rules=[RULE], clock=self.clock, now=lambda: begun + self.clock(),
         )  # fmt: skip
 
-    def at(self, now: float, *problems: Problem) -> None:
-        """Judges once, and lets the sinks work."""
+    def at(self, now: float, *problems: Problem, last: bool = False) -> None:
+        """Judge once, for the last time if `last`, and let the sinks work."""
         self.clock.time, self.problems = now, list(problems)
-        self.notify.evaluate()
-        for sink in self.notify._sinks:
+        self.notify.evaluate(last=last)
+        for sink in self.notify._sinks:  # private: its threads do not run here, so that times are exact
             sink.work()
 
 
@@ -191,7 +191,7 @@ class Trained:
             self.exporter.observe(loss=float("nan") if nan else loss.detach())
 
     def value(self, name: str, *labels: str) -> float | None:
-        """The value of a series, by the values of its labels."""
+        """Return the value of a series, by the values of its labels."""
         for family in self.exporter.collect():
             if family.spec.name == name:
                 return next((float(family.values[row]) for row in family.row_numbers if family.labels.rows[row] == labels), None)

@@ -1,6 +1,6 @@
-"""A receiver of OTLP metrics on the official protobuf service, over HTTP and over gRPC, that answers as it is told; and liars.
+"""A receiver of OTLP metrics on the official protobuf service, over HTTP and over gRPC, whose answers a test chooses; and liars.
 
-What does not follow the specification is refused and noted in `violations`, which a receiver that is left has to have none of.
+What does not follow the specification is refused and noted in `violations`, which have to be empty at the end.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import ExponentialHistogramDataP
 from tests.support.tools import PATIENCE
 from torch_grad_exporter.metrics.families import Family
 
-PATH, TYPE = "/v1/metrics", "application/x-protobuf"
-
-DECODERS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, "identity": bytes, "gzip": gzip.decompress, "deflate": zlib.decompress,
-}  # fmt: skip
+TYPE = "application/x-protobuf"
+DECODERS: dict[str, Callable[[bytes], bytes]] = {"": bytes, "gzip": gzip.decompress, "deflate": zlib.decompress}
 
 Point = float | tuple[object, ...]
 """A number; of a histogram its counts, sum and bounds; of an exponential one scale, zeros, offset, counts and sum."""
@@ -54,14 +51,13 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request over HTTP gets; without a `body`, the message of success if it is one, and a text if not."""
+    """What a request gets; without a `body`, over HTTP the message of success or a text."""
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     kind: str = TYPE
     code: grpc.StatusCode = grpc.StatusCode.OK
-    """What one over gRPC gets."""
     trailers: tuple[tuple[str, bytes], ...] = ()
     rejected: int = 0
     """Points that a partial success does not take."""
@@ -70,7 +66,7 @@ class Answer:
 
 
 def retry_info(seconds: float) -> tuple[tuple[str, bytes], ...]:
-    """The trailers with which a gRPC server says when to try again."""
+    """Return the trailers with which a gRPC server says when to try again."""
     delay = Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
     return (("google.rpc.retryinfo-bin", RetryInfo(retry_delay=delay).SerializeToString()),)
 
@@ -114,46 +110,54 @@ class Receiver:
     @property
     def taken(self) -> list[ExportMetricsServiceRequest]:
         """The requests that were answered with success."""
-        return [one.request for one in list(self.received) if one.taken]
+        return [item.request for item in list(self.received) if item.taken]
 
     def points(self) -> dict[Key, Point]:
-        """The latest of every series."""
+        """Return the latest point of every series."""
         return {key: point for request in self.taken for key, point in points(request)}
 
     def total(self, name: str) -> float:
-        """The sum of all points of a counter, for one that sends differences."""
-        found = (point for request in self.taken for (known, _), point in points(request) if known == name)
-        return sum(point for point in found if isinstance(point, float))
+        """Return the sum of all points of a counter, for one that sends differences."""
+        sent = (point for request in self.taken for (known, _), point in points(request) if known == name)
+        return sum(point for point in sent if isinstance(point, float))
 
     def latest(self, name: str, **labels: str) -> float | None:
-        """The latest point of a metric with these among its attributes, if any."""
-        wanted = labels.items()
-        found = [point for (known, own), point in self.points().items() if known == name and wanted <= set(own)]
-        return found[0] if found and isinstance(found[0], float) else None
+        """Return the latest point of a metric with these among its attributes, if any."""
+        known = [point for (other, own), point in self.points().items() if other == name and labels.items() <= set(own)]
+        return known[0] if known and isinstance(known[0], float) else None
+
+
+def response(answer: Answer) -> ExportMetricsServiceResponse:
+    """Return the message of success of this answer."""
+    result = ExportMetricsServiceResponse()
+    if answer.rejected:
+        result.partial_success.rejected_data_points = answer.rejected
+        result.partial_success.error_message = "not these"
+    return result
 
 
 # Reading requests
 
 
 def points(request: ExportMetricsServiceRequest) -> Iterator[tuple[Key, Point]]:
-    """Every point, in order."""
+    """Yield every point, in order."""
     for metric in metrics(request):
         for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
             yield (metric.name, frozenset(attributes(point.attributes).items())), value(point)
 
 
 def metrics(request: ExportMetricsServiceRequest) -> list[Metric]:
-    """All metrics of a request."""
-    return [one for resource in request.resource_metrics for scope in resource.scope_metrics for one in scope.metrics]
+    """Return all metrics of a request."""
+    return [metric for resource in request.resource_metrics for scope in resource.scope_metrics for metric in scope.metrics]
 
 
 def attributes(pairs: Iterable[KeyValue]) -> dict[str, str]:
-    """Attributes as texts."""
+    """Return attributes as texts."""
     return {pair.key: str(getattr(pair.value, str(pair.value.WhichOneof("value")))) for pair in pairs}
 
 
 def value(point: NumberDataPoint | HistogramDataPoint | ExponentialHistogramDataPoint) -> Point:
-    """What a point says."""
+    """Return what a point says."""
     match point:
         case NumberDataPoint():
             return float(point.as_double)
@@ -165,20 +169,20 @@ def value(point: NumberDataPoint | HistogramDataPoint | ExponentialHistogramData
 
 
 def expected(families: Iterable[Family], constant: Mapping[str, str]) -> dict[Key, Point]:
-    """What a receiver has to have of families. A label that is empty is none."""
-    found: dict[Key, Point] = {}
+    """Return what a receiver has to have of families; an empty label is absent."""
+    result: dict[Key, Point] = {}
     for family in families:
         for row, labels in enumerate(family.labels.rows):
             if family.present is not None and not family.present[row]:
                 continue
             own = {name: text for name, text in zip(family.spec.labels, labels, strict=True) if text}
             key = family.spec.name, frozenset({**constant, **own}.items())
-            assert key not in found
+            assert key not in result
             if family.sums is None:
-                found[key] = float(family.values[row])
+                result[key] = float(family.values[row])
             else:
-                found[key] = (tuple(np.int64(family.values[row]).tolist()), float(family.sums[row]), family.spec.buckets)
-    return found
+                result[key] = (tuple(np.int64(family.values[row]).tolist()), float(family.sums[row]), family.spec.buckets)
+    return result
 
 
 # HTTP
@@ -195,20 +199,16 @@ class HttpReceiver(Receiver):
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
     def take(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """What a request gets."""
-        if path != PATH:
-            return self._refused(404, f"path {path}")
-        if headers.get("content-type") != TYPE:
-            return self._refused(415, f"content type {headers.get('content-type')}")
+        """Return what a request gets."""
+        if (path, headers.get("content-type")) != ("/v1/metrics", TYPE):
+            self.violations.append(f"{path} {headers.get('content-type')}")
+            return Answer(404)
         try:
             request = ExportMetricsServiceRequest.FromString(DECODERS[headers.get("content-encoding", "")](body))
         except (KeyError, OSError, zlib.error, DecodeError) as error:
-            return self._refused(400, f"{type(error).__name__}: {error}")
+            self.violations.append(f"{type(error).__name__}: {error}")
+            return Answer(400)
         return self._next(headers, request)
-
-    def _refused(self, status: int, why: str) -> Answer:
-        self.violations.append(why)
-        return Answer(status)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -240,13 +240,13 @@ class _Server(ThreadingHTTPServer):
             self.shutdown_request(connection)
 
     def handle_error(self, *_: object) -> None:
-        """A client that leaves, or does not like our certificate, is none of our business."""
+        """Ignore a client that leaves or refuses the certificate."""
 
     def close_all(self) -> None:
-        """Ends all connections."""
-        for one in list(self._open):
+        """End all connections."""
+        for connection in list(self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self.server_close()
 
 
@@ -257,14 +257,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         headers = {name.lower(): text for name, text in self.headers.items()}
-        if "content-length" not in headers:
-            self.receiver.violations.append("no content length")
         answer = self.receiver.take(self.path, headers, self.rfile.read(int(headers.get("content-length", 0))))
-        response = ExportMetricsServiceResponse()
-        if answer.rejected:
-            response.partial_success.rejected_data_points = answer.rejected
-            response.partial_success.error_message = "not these"
-        usual = response.SerializeToString() if answer.status == 200 else b"refused by the test"
+        usual = response(answer).SerializeToString() if answer.status == 200 else b"refused by the test"
         body = usual if answer.body is None else answer.body
         self.send_response(answer.status)
         for name, text in {"Content-Type": answer.kind, "Content-Length": str(len(body)), **answer.headers}.items():
@@ -277,19 +271,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_error(405)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        pass
 
 
 # gRPC
 
 
-class GrpcReceiver(Receiver):
+class GrpcReceiver(Receiver, MetricsServiceServicer):
     """The metrics service. `credentials`: for a server with TLS; `port`: 0 for a free one."""
 
     def __init__(self, *, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> None:
         super().__init__()
         self._server = grpc.server(ThreadPoolExecutor(4), options=(("grpc.so_reuseport", 0),))
-        add_MetricsServiceServicer_to_server(_Servicer(self), self._server)
+        add_MetricsServiceServicer_to_server(self, self._server)
         address = f"127.0.0.1:{port}"
         if credentials is None:
             self.port = self._server.add_insecure_port(address)
@@ -297,17 +291,12 @@ class GrpcReceiver(Receiver):
             self.port = self._server.add_secure_port(address, credentials)
         self.endpoint = f"{'http' if credentials is None else 'https'}://127.0.0.1:{self.port}"
 
-    def take(self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext) -> ExportMetricsServiceResponse:
-        """Answers a call."""
+    def Export(self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext) -> ExportMetricsServiceResponse:
         answer = self._next(dict(context.invocation_metadata()), request)
         context.set_trailing_metadata(answer.trailers)
         if answer.code is not grpc.StatusCode.OK:
             context.abort(answer.code, "refused by the test")
-        response = ExportMetricsServiceResponse()
-        if answer.rejected:
-            response.partial_success.rejected_data_points = answer.rejected
-            response.partial_success.error_message = "not these"
-        return response
+        return response(answer)
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -319,14 +308,6 @@ class GrpcReceiver(Receiver):
         assert self.violations == []
 
 
-class _Servicer(MetricsServiceServicer):
-    def __init__(self, receiver: GrpcReceiver) -> None:
-        self._receiver = receiver
-
-    def Export(self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext) -> ExportMetricsServiceResponse:
-        return self._receiver.take(request, context)
-
-
 # Liars
 
 
@@ -336,18 +317,16 @@ class Liar:
     `connections`: how many there were; `sent`: bytes that went out over all of them.
     """
 
-    def __init__(self, treat: Callable[[Liar, socket.socket], None], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, treat: Callable[[Liar, socket.socket], None]) -> None:
         self._treat = treat
-        self._tls = tls
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        self.endpoint = f"http://127.0.0.1:{self.port}"
         self.over, self._full = threading.Event(), threading.Event()
         self.connections = self.sent = 0
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
 
     def send(self, connection: socket.socket, content: bytes) -> None:
-        """Sends, and counts it."""
         connection.sendall(content)
         self.sent += len(content)
 
@@ -363,11 +342,7 @@ class Liar:
 
     def _treated(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            if self._tls is None:
-                self._treat(self, connection)
-            else:
-                with self._tls.wrap_socket(connection, server_side=True) as wrapped:
-                    self._treat(self, wrapped)
+            self._treat(self, connection)
 
     def __enter__(self) -> Self:
         self._threads[0].start()
@@ -384,13 +359,13 @@ class Liar:
 
 
 def refused() -> str:
-    """An endpoint without a listener."""
+    """Return an endpoint without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def heard(liar: Liar, connection: socket.socket) -> bytes:
-    """What comes next, as soon as it does."""
+    """Return what comes next, as soon as it does."""
     while not liar.over.is_set():
         with contextlib.suppress(TimeoutError):
             return connection.recv(65536)
@@ -398,21 +373,19 @@ def heard(liar: Liar, connection: socket.socket) -> bytes:
 
 
 def black_hole(liar: Liar, connection: socket.socket) -> None:
-    """Takes everything and says nothing."""
-    while not liar.over.is_set():
-        with contextlib.suppress(TimeoutError):
-            if not connection.recv(65536):
-                return
+    """Take everything and say nothing."""
+    while heard(liar, connection):
+        pass
 
 
 def deaf(liar: Liar, connection: socket.socket) -> None:
-    """Takes nothing, so that a large request does not even leave."""
+    """Take nothing, so that a large request does not even leave."""
     del connection
     liar.over.wait(PATIENCE)
 
 
 def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, socket.socket], None]:
-    """Begins an answer and goes on with a drop at a time."""
+    """Begin an answer and go on with a drop at a time."""
 
     def treat(liar: Liar, connection: socket.socket) -> None:
         heard(liar, connection)
@@ -423,23 +396,14 @@ def drips(start: bytes, drop: bytes, pause: float = 0.05) -> Callable[[Liar, soc
     return treat
 
 
-def says(content: bytes) -> Callable[[Liar, socket.socket], None]:
-    """Says so much and closes."""
-
-    def treat(liar: Liar, connection: socket.socket) -> None:
-        heard(liar, connection)
-        liar.send(connection, content)
-
-    return treat
+def cut_body(liar: Liar, connection: socket.socket) -> None:
+    """Say a part of the answer and close."""
+    heard(liar, connection)
+    liar.send(connection, OK + b"Content-Length: 100\r\n\r\n\x00\x00")
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
 
 SLOW_HEADERS = drips(b"HTTP/1.1 200 OK\r\nX-A: ", b"a")
-SLOW_BODY = drips(OK + b"Content-Length: 1000000\r\n\r\n", b"\x00")
 ENDLESS_BODY = drips(OK + b"\r\n", bytes(65536), 0)
 ENDLESS_HEADERS = drips(b"HTTP/1.1 200 OK\r\n", b"X-A: " + 1000 * b"a" + b"\r\n", 0)
-CUT_HEADERS = says(b"HTTP/1.1 200 OK\r\nContent-Ty")
-CUT_BODY = says(OK + b"Content-Length: 100\r\n\r\n\x00\x00")
-NO_HTTP = says(b"220 mail.example.com ESMTP\r\n")
-BROKEN_HEADERS = says(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nno colon here\r\nX-A: b\r\n\r\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.tools import PATIENCE, REPOSITORY, eventually, find
-from torch_grad_exporter.outputs.http.listener import open_listener
+from tests.support.servers import serving
+from tests.support.tools import PATIENCE, REPOSITORY, find
 
 SHIPPED = REPOSITORY / "dashboards" / "alertmanager" / "alertmanager.yaml"
 SECRETS = "/etc/alertmanager/secrets/training-alerts"
@@ -149,16 +148,13 @@ def alertmanager(directory: Path, configuration: str | Path) -> Iterator[Alertma
     if isinstance(configuration, str):
         (directory / "alertmanager.yaml").write_text(configuration)
         configuration = directory / "alertmanager.yaml"
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
-        port = listener.getsockname()[1]
     program = find("prometheus-alertmanager")
-    options = [f"--config.file={configuration}", f"--storage.path={directory / 'alertmanager'}", "--cluster.listen-address="]
-    command = [program, *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
-    # The program that `make tools` fetches finds its own templates from there only.
-    with subprocess.Popen(command, cwd=program.parents[2]) as process:
-        try:
-            running = Alertmanager(port)
-            assert eventually(running.is_ready)
-            yield running
-        finally:
-            process.terminate()
+
+    def command(port: int) -> list[str | Path]:
+        options = [f"--config.file={configuration}", f"--storage.path={directory / 'alertmanager'}", "--cluster.listen-address="]
+        return [program, *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+
+    # The program that `make tools` fetches finds its own templates from this folder only.
+    home = program.parents[2]
+    with serving("alertmanager", command, lambda port: Alertmanager(port).is_ready(), directory, cwd=home) as port:
+        yield Alertmanager(port)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.servers import serving
 from tests.support.tools import PATIENCE, find
-from torch_grad_exporter.outputs.http.listener import open_listener
 
 CONFIGURATION = """
 global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
@@ -59,6 +58,13 @@ class Prometheus:
         assert isinstance(data, dict)
         return sorted((float(at), float(value)) for found in data["result"] for at, value in found["values"] if at >= since)
 
+    def is_ready(self) -> bool:
+        """Return whether it answers queries."""
+        address = f"{self._base}/-/ready"
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=PATIENCE) as response:
+            return bool(response.status == 200)
+        return False
+
     def is_scraping(self) -> bool:
         with contextlib.suppress(OSError):
             return [value for _, value in self.query("up")] == ["1"]
@@ -77,11 +83,10 @@ def running(directory: Path, configuration: str) -> Iterator[Prometheus]:
     """Runs a Prometheus with the text of a configuration, and its data in the directory."""
     file = directory / "prometheus.yml"
     file.write_text(configuration)
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
-        port = listener.getsockname()[1]
-    options = [f"--config.file={file}", f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]
-    with subprocess.Popen([find("prometheus"), *options, "--log.level=error"]) as process:
-        try:
-            yield Prometheus(port)
-        finally:
-            process.terminate()
+
+    def command(port: int) -> list[str | Path]:
+        options = [f"--config.file={file}", f"--storage.tsdb.path={directory}", f"--web.listen-address=127.0.0.1:{port}"]
+        return [find("prometheus"), *options, "--log.level=error"]
+
+    with serving("prometheus", command, lambda port: Prometheus(port).is_ready(), directory) as port:
+        yield Prometheus(port)

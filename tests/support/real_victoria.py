@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import threading
 import time
 import urllib.parse
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.tools import PATIENCE, eventually, find
-from torch_grad_exporter.outputs.http.listener import open_listener
+from tests.support.servers import serving
+from tests.support.tools import PATIENCE, find
 
 AROUND_NOW = 300.0
 """Seconds before and after now that `stored` looks at."""
@@ -88,16 +87,13 @@ def _series(found: dict[str, list[float]]) -> Series:
 @contextlib.contextmanager
 def victoria(directory: Path, *options: str) -> Iterator[Victoria]:
     """Runs a VictoriaMetrics with its data in the directory; queries see what is there, which otherwise takes 30 seconds."""
-    with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
-        port = listener.getsockname()[1]
-    own = [f"-storageDataPath={directory}", f"-httpListenAddr=127.0.0.1:{port}", "-search.latencyOffset=0s", "-loggerLevel=ERROR"]
-    with subprocess.Popen([find("victoria-metrics"), *own, *options]) as process:
-        try:
-            running = Victoria(port)
-            assert eventually(running.is_up), "VictoriaMetrics does not start"
-            yield running
-        finally:
-            process.terminate()
+
+    def command(port: int) -> list[str | Path]:
+        own = [f"-storageDataPath={directory}", f"-httpListenAddr=127.0.0.1:{port}", "-search.latencyOffset=0s"]
+        return [find("victoria-metrics"), *own, "-loggerLevel=ERROR", *options]
+
+    with serving("victoria-metrics", command, lambda port: Victoria(port).is_up(), directory) as port:
+        yield Victoria(port)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ def filled(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tenso
     """A gradient in float64 without what fills up the last rank's piece of a flat parameter."""
     if not (getattr(parameter, "_is_flat_param", False) and hasattr(parameter, "_padded_unsharded_size")):
         return wide(gradient)
-    left = parameter._unpadded_unsharded_size.numel() - dist.get_rank() * gradient.numel()
+    size = parameter._unpadded_unsharded_size  # private: FSDP1 has no public name for the size without padding
+    left = size.numel() - dist.get_rank() * gradient.numel()
     return wide(gradient)[: max(0, left)]
 
 
@@ -128,7 +129,8 @@ def named_parameters(models: Mapping[str, torch.nn.Module], *, frozen: bool = Fa
             layer = ".".join(part for part in (prefix, owner or own) if part)
             full = f"{prefix}.{name}" if prefix else name
             if parameter.requires_grad or frozen:
-                units = _units_of(model.get_submodule(name.rpartition(".")[0]), own, parameter)
+                lazy = torch.nn.parameter.is_lazy(parameter)
+                units = None if lazy else _units_of(model.get_submodule(name.rpartition(".")[0]), own, parameter)
                 found.setdefault(id(parameter), Named(full, layer, parameter, units))
     return list(found.values())
 
@@ -168,6 +170,21 @@ def baseline(norms: Iterable[float]) -> tuple[float | None, int]:
     return score, spikes
 
 
+class _Sample:
+    """The gradients of one layer in one sample. `counted`: the norm of those that count here in sums over ranks."""
+
+    def __init__(self, gradients: list[tuple[Named, torch.Tensor]], counts: Callable[[torch.nn.Parameter], bool]) -> None:
+        counted = [gradient for named, gradient in gradients if counts(named.parameter)]
+        self.gradients = gradients
+        self.norm = norm(gradient for _, gradient in gradients)
+        self.counted = norm(counted)
+        self.nan = sum(int(gradient.isnan().sum()) for gradient in counted)
+        self.inf = sum(int(gradient.isinf().sum()) for gradient in counted)
+
+    def __iter__(self) -> Iterator[tuple[Named, torch.Tensor]]:
+        return iter(self.gradients)
+
+
 @dataclass
 class _Layer:
     """What was seen of one layer: by sample, its parameters' gradients.
@@ -176,7 +193,7 @@ class _Layer:
     `in_turn`: it was before, and came back.
     """
 
-    samples: list[list[tuple[Named, torch.Tensor]]] = field(default_factory=list)
+    samples: list[_Sample] = field(default_factory=list)
     live: bool = False
     missing: int | None = None
     frozen: bool = False
@@ -229,6 +246,7 @@ class Recorder:
         self.removed: dict[Key, float] = {}
         self._exist: set[str] = set()
         self._in_parts: set[str] = set()
+        self._counts: Callable[[torch.nn.Parameter], bool] = lambda _: True
         self._ever_in_parts: set[str] = set()
         self.backwards = 0
         self.skips = 0
@@ -299,6 +317,7 @@ class Recorder:
         """The round is over; of layers that are frozen only the totals are shown, and of those that are gone their sum."""
         self._in_parts = {one.layer for one in self._seen if in_parts(one.parameter, self.models.values())}
         self._ever_in_parts |= self._in_parts
+        self._counts = (lambda _: True) if self.stages else counting(self.models.values())
         self._remove()
         stepped = {*self._after, *self._skipping} or set(self.optimizers)
         owned = set().union(*(self.optimizers[name].owned() for name in stepped))
@@ -313,7 +332,7 @@ class Recorder:
             else:
                 samples.setdefault(one.layer, []).append((one, gradient))
         for layer, sample in samples.items():
-            self.layers[layer].samples.append(sample)
+            self.layers[layer].samples.append(_Sample(sample, self._counts))
             self.layers[layer].live = True
         self._judge_changes()
         for name in stepped:
@@ -426,22 +445,16 @@ class Recorder:
         part = dict(one[1]).get("layer") in self._ever_in_parts
         return (part and name in OF_A_WHOLE_LAYER) or (bool(self._in_parts) and name in OF_ALL_LAYERS)
 
-    def _counted(self, layer: _Layer) -> list[list[torch.Tensor]]:
-        """By sample, the gradients that count here in sums over ranks."""
-        counts = (lambda _: True) if self.stages else counting(self.models.values())
-        return [[gradient for one, gradient in sample if counts(one.parameter)] for sample in layer.samples]
-
     def _totals_of(self, name: str, layer: _Layer) -> Iterator[tuple[Key, float]]:
         """What only grows."""
-        norms, counted = [norm(gradient for _, gradient in sample) for sample in layer.samples], self._counted(layer)
+        norms = [sample.norm for sample in layer.samples]
         yield key("torch_grad_captures_total", layer=name), len(norms)
         yield (
             key("torch_grad_norm_squared_accumulated_total", layer=name),
-            sum(n * n for n in map(norm, counted) if math.isfinite(n)),
+            sum(sample.counted**2 for sample in layer.samples if math.isfinite(sample.counted)),
         )
-        for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)):
-            count = sum(int(test(t).sum()) for sample in counted for t in sample)
-            yield key("torch_grad_nonfinite_elements_total", layer=name, kind=kind), count
+        yield key("torch_grad_nonfinite_elements_total", layer=name, kind="nan"), sum(sample.nan for sample in layer.samples)
+        yield key("torch_grad_nonfinite_elements_total", layer=name, kind="inf"), sum(sample.inf for sample in layer.samples)
         yield from _histogram("torch_grad_norm_distribution", [n for n in norms if math.isfinite(n)], DECADES, layer=name)
         yield key("torch_grad_norm_spikes_total", layer=name), baseline(norms)[1]
 
@@ -451,8 +464,7 @@ class Recorder:
         yield from self._totals_of(name, layer)
         if not layer.samples:
             return
-        tensors = [[gradient for _, gradient in sample] for sample in layer.samples]
-        norms = [norm(sample) for sample in tensors]
+        norms = [sample.norm for sample in layer.samples]
         finite, score = [n for n in norms if math.isfinite(n)], baseline(norms)[0]
         if finite and time.monotonic() - self._started < 50:
             yield key("torch_grad_norm_recent_max", layer=name), max(finite)
@@ -460,16 +472,16 @@ class Recorder:
             return
         if score is not None:
             yield key("torch_grad_norm_zscore", layer=name), score
-        for metric, value in self._of_last_sample(layer, tensors[-1], norms[-1], norm(self._counted(layer)[-1])):
+        for metric, value in self._of_last_sample(layer, layer.samples[-1]):
             yield key(metric, layer=name), value
 
-    def _of_last_sample(self, layer: _Layer, last: list[torch.Tensor], whole: float, counted: float) -> Iterator[tuple[str, float]]:
-        elements = torch.cat([t.flatten() for t in last])
-        yield "torch_grad_norm", whole
-        yield "torch_grad_norm_squared", counted**2
+    def _of_last_sample(self, layer: _Layer, last: _Sample) -> Iterator[tuple[str, float]]:
+        elements = torch.cat([gradient.flatten() for _, gradient in last.gradients])
+        yield "torch_grad_norm", last.norm
+        yield "torch_grad_norm_squared", last.counted**2
         yield "torch_grad_max_magnitude", float(elements.abs().max()) if elements.numel() else 0.0
         yield "torch_grad_zero_ratio", float((elements == 0).double().mean()) if elements.numel() else 0.0
-        units = [row for one, gradient in layer.samples[-1] if one.units is not None for row in one.units(gradient)]
+        units = [row for one, gradient in last.gradients if one.units is not None for row in one.units(gradient)]
         if units:
             yield "torch_grad_units", len(units)
             yield "torch_grad_zero_units_ratio", sum(bool((row == 0).all()) for row in units) / len(units)
@@ -484,13 +496,16 @@ class Recorder:
     def _dead(self, layer: _Layer) -> int:
         """Units of the last sample's parameters that were silent in each of the window's samples that had no NaN."""
         dead = 0
-        for one, _ in layer.samples[-1]:
+        for one, _ in layer.samples[-1].gradients:
             if one.units is None:
                 continue
-            history = [one.units(g) for sample in layer.samples for other, g in sample if other.parameter is one.parameter]
-            for rows in zip(*history, strict=True):
-                silent = [bool((row == 0).all()) for row in rows if not row.isnan().any() or bool((row.nan_to_num(0) != 0).any())]
-                dead += bool(silent) and all(silent[-self._dead_window :])
+            pairs = [pair for sample in layer.samples for pair in sample.gradients]
+            history = torch.stack([one.units(g) for other, g in pairs if other.parameter is one.parameter])
+            silent = (history == 0).all(2)
+            told = ~history.isnan().any(2) | (history.nan_to_num(0) != 0).any(2)
+            for row in range(history.shape[1]):
+                last = silent[told[:, row], row][-self._dead_window :]
+                dead += last.numel() > 0 and bool(last.all())
         return dead
 
     def check(self, exporter: Exporter, *, without: Iterable[str] = (), optional: Iterable[str] = (), rel: float = 1e-5) -> None:
@@ -522,8 +537,7 @@ class Recorder:
             surplus = one[0] in SURPLUS or (one[0] in COUNTERS_OF_A_LAYER and shown) or self._of_others_too(one)
             if surplus and one not in expected and not one[0].startswith(left_out) and not self._unknown(one):
                 wrong.append(f"{one[0]}{dict(one[1])}: shown {shown}, nothing recorded")
-        # Another scrape would take as long as all else here; what fails in this one is counted, though not yet shown.
-        failures = errors_in(actual) | {source: count for source, count in exporter._errors.counts().items() if count}
+        failures = errors_in(actual)
         return wrong + ([f"errors: {failures}"] if failures else [])
 
     def _unknown(self, one: Key) -> bool:
@@ -536,7 +550,7 @@ class Recorder:
         """What an error of this series is measured against: the norm for sums of signed numbers, else itself."""
         if one[0] in ("torch_grad_mean", "torch_grad_stddev"):
             layer = dict(one[1])["layer"]
-            count = sum(g.numel() for _, g in self.layers[layer].samples[-1])
+            count = sum(g.numel() for _, g in self.layers[layer].samples[-1].gradients)
             return expected[self._as_part(("torch_grad_norm", one[1]))] / math.sqrt(count)
         if one[0] == "torch_grad_norm_zscore":
             return 10.0

@@ -1,7 +1,7 @@
 """Trains without a private name of PyTorch: run as a program with names as arguments, it prints one JSON object.
 
-Each name is hidden in a fork of its own while the package is imported, which is when it looks names up, and given back before
-the training: PyTorch itself needs most of them. A name of a C type cannot be deleted; there `None` shadows it in a subclass.
+Each argument is hidden in a fork of its own while the package is imported, which is when it looks names up, and restored before
+the training, since PyTorch itself needs most of them. A name of a C type cannot be deleted; there `None` shadows it in a subclass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ NOTHING = object()
 
 @contextlib.contextmanager
 def hidden(path: str) -> Iterator[None]:
-    """What stands at the path is not found within the block."""
+    """Hide what is at a path, or at several that are joined by `+`, within the block."""
+    first, _, others = path.partition("+")
+    if others:
+        with hidden(first), hidden(others):
+            yield
+        return
     parent, name = path.rpartition(".")[::2]
     if parent == "torch.nn.Module":
         with hidden_of_modules(name):
@@ -48,7 +53,7 @@ def hidden(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_of_modules(name: str) -> Iterator[None]:
-    """New modules have no attribute of that name within the block."""
+    """Let new modules have no attribute of that name within the block."""
     make: Callable[..., None] = torch.nn.Module.__init__
 
     def without(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
@@ -63,7 +68,7 @@ def hidden_of_modules(name: str) -> Iterator[None]:
 
 
 def trained() -> dict[str, object]:
-    """What the exporter says of a small training, beside what is true of it."""
+    """Return what the exporter shows of a small training, beside what is true of it."""
     package: Any = importlib.import_module("torch_grad_exporter")
     actions: Any = importlib.import_module("torch_grad_exporter.actions")
     scrape: Any = importlib.import_module("tests.support.scrape")
@@ -96,14 +101,14 @@ def trained() -> dict[str, object]:
 
 
 def in_a_fork(path: str) -> dict[str, object]:
-    """`trained` where the name at the path is gone."""
+    """Return the report of a training without the names at the path."""
     source, sink = os.pipe()
     if os.fork() == 0:
         try:
             with hidden(path) if path else contextlib.nullcontext():
                 importlib.import_module("torch_grad_exporter").start_exporter  # noqa: B018 - imports all of it
             report: dict[str, object] = trained()
-        except BaseException:  # noqa: BLE001 - it is what the test is told
+        except BaseException:  # noqa: BLE001 - the test reports it
             report = {"raised": traceback.format_exc()}
         with os.fdopen(sink, "w") as pipe:
             json.dump(report, pipe)

@@ -55,11 +55,11 @@ class Made(TorchDispatchMode):
     def __init__(self, look: Callable[[torch.Tensor], None], *known: torch.Tensor) -> None:
         super().__init__()
         self._look = look
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
+            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in self._known:
                 self._look(one)
         return result

@@ -23,13 +23,22 @@ FOREVER = 10 * PATIENCE
 """Seconds that a test gives to what must not be waited for: whoever waits for it is caught by `PATIENCE`."""
 
 
-def find(name: str) -> Path:
-    """A command that `make tools` puts into the repository, else from PATH; the test fails without it."""
+def _path(name: str) -> str | None:
     local = REPOSITORY / ".tools" / "usr" / "bin" / name
-    found = str(local) if local.exists() else shutil.which(name)
-    if found is None:
+    return str(local) if local.exists() else shutil.which(name)
+
+
+def is_there(name: str) -> bool:
+    """Return whether a command is in the repository's tools or on PATH."""
+    return _path(name) is not None
+
+
+def find(name: str) -> Path:
+    """Return a command from the repository's tools, else from PATH; fail the test without it."""
+    path = _path(name)
+    if path is None:
         pytest.fail(f"{name} is missing: run `make tools`")
-    return Path(found)
+    return Path(path)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
