@@ -1,7 +1,4 @@
-"""Clipping over several ranks: norms are those of the whole gradients, by one packed collective, and all ranks decide alike.
-
-Ranks compare what they did with the float64 references, on gradients that they gather for that.
-"""
+"""Clipping over several ranks compared with float64 references on the gathered gradients."""
 
 from __future__ import annotations
 
@@ -20,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.actions import references
+from tests.actions import references, test_clip_at_steps
 from tests.support.models import Perceptron
 from tests.support.ranks import PATIENCE, run_ranks
-from tests.support.scrape import errors, value
+from tests.support.scrape import value
 from tests.support.torch_versions import DTensor, Partial, Replicate, fully_shard
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, MaxValue, SkipAbove, ZClip
@@ -33,30 +31,30 @@ Build = Callable[[torch.nn.Module], torch.nn.Module]
 
 
 def ddp(model: torch.nn.Module) -> torch.nn.Module:
-    """Replicas."""
+    """Return replicas."""
     return DistributedDataParallel(model)
 
 
 def fsdp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> torch.nn.Module:
-    """FSDP2, by layer. Three rows of the second layer lie on two ranks unevenly."""
+    """Return an FSDP2 model by layer, whose second layer lies on two ranks unevenly."""
     for one in (model.first, model.second, model):
         fully_shard(one, mesh=mesh)
     return model
 
 
 def tensor_parallel(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> torch.nn.Module:
-    """The first weight by rows, the second by columns, the second bias whole on each rank."""
+    """Split the first weight by rows and the second by columns."""
     mesh = mesh or init_device_mesh("cpu", (2,))
     return parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
 
 
 def hybrid(model: torch.nn.Module) -> torch.nn.Module:
-    """Two copies, each split over two ranks."""
+    """Return two copies, each split over two ranks."""
     return fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
 
 
 def both(model: torch.nn.Module) -> torch.nn.Module:
-    """Tensor parallelism within FSDP2, over four ranks."""
+    """Return tensor parallelism within FSDP2, over four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return fsdp(tensor_parallel(model, mesh["tp"]), mesh["dp"])
 
@@ -71,35 +69,36 @@ REGIMES: dict[str, tuple[Build, int, int]] = {
 """By name: how a model is made parallel, over how many ranks, and how many collectives a call has: one per mesh dimension."""
 
 POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
-    "MaxNorm": (MaxNorm(0.1), lambda: references.MaxNorm(0.1)),
-    "MaxNorm by layer": (MaxNorm(0.05, scope="layer"), lambda: references.MaxNorm(0.05, "layer")),
-    "MaxNorm by unit": (MaxNorm(0.02, scope="unit"), lambda: references.MaxNormOfUnits(0.02)),
-    "MaxValue": (MaxValue(0.01), lambda: references.MaxValue(0.01)),
-    "AutoClip": (AutoClip(25, history_size=5), lambda: references.AutoClip(25, 5)),
-    "ZClip by layer": (ZClip(0.9, 0.5, 3, scope="layer"), lambda: references.ZClip(0.9, 0.5, 3, scope="layer")),
-    "AGC": (AGC(0.01), lambda: references.AGC(0.01, 1e-3)),
+    **{name: pair for name, pair in test_clip_at_steps.POLICIES.items() if name != "LayerScale"},
     "AGC by layer": (AGC(0.01, scope="layer"), lambda: references.AGC(0.01, 1e-3, "layer")),
 }
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a whole."""
+    """Return the whole tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(model: torch.nn.Module, *, of_gradients: bool) -> dict[str, references.Array]:
-    """Parameters or gradients as a whole, by name, in float64."""
+    """Return parameters or gradients as a whole, by name, in float64."""
     named = ((name.removeprefix("module."), p.grad if of_gradients else p) for name, p in model.named_parameters())
     return references.arrays({name: gathered(tensor).clone() for name, tensor in named if tensor is not None})
 
 
-def collectives() -> int:
-    """How many collectives this rank has taken part in, of all groups."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - PyTorch's
+        self.number += function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function)
+        return function(*args, **(kwargs or {}))
 
 
 def joined(rank: int, ranks: int, store: str) -> None:
-    """Joins a process group. Wrappers are collected in this thread: a thread of gloo that frees one can wait for itself."""
+    """Join a process group. Wrappers are collected in this thread, since a thread of gloo that frees one can wait for itself."""
     gc.disable()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # with tensor parallelism, of what is not done here
     dist.init_process_group(
@@ -108,88 +107,64 @@ def joined(rank: int, ranks: int, store: str) -> None:
 
 
 def follows(rank: int, store: str, regime: str) -> None:
-    """One rank: trains by each policy, and compares each step with the reference."""
-    build, ranks, expected_collectives = REGIMES[regime]
+    """Train on a rank by each policy, with a `Clipper` and with `clip=`, and compare each step with the reference."""
+    _, ranks, _ = REGIMES[regime]
     joined(rank, ranks, store)
     for name, (policy, make) in POLICIES.items():
-        torch.manual_seed(0)
-        model, reference = build(Perceptron()), make()
-        clipper = Clipper(model, policy)
-        same_data = regime in ("tp", "fsdp and tp")
-        for step in range(8):
-            model.zero_grad()
-            source = rank // 2 if same_data and ranks == 4 else 0 if same_data else rank
-            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + source))
-            (model(inputs).square().mean() * (1 + step % 3)).backward()
-            before = whole(model, of_gradients=True)
-            weights = whole(model, of_gradients=False)
-            count = collectives()
-            norm = clipper()
-            assert collectives() - count == expected_collectives, (name, collectives() - count)
-            expected, thresholds = reference.step(before, weights)
+        for at_steps in (False, True):
+            _follow(rank, regime, name, policy, make(), at_steps=at_steps)
+            gc.collect()
+    dist.destroy_process_group()
+
+
+def _follow(rank: int, regime: str, name: str, policy: Any, reference: Any, *, at_steps: bool) -> None:  # noqa: ANN401 - no common base
+    build, ranks, expected_collectives = REGIMES[regime]
+    torch.manual_seed(0)
+    model = build(Perceptron())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    off = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
+    exporter = start_exporter(model, port=None, every=1, collectors=off, clip=policy) if at_steps else None
+    clipper = None if at_steps else Clipper(model, policy)
+    same_data = regime in ("tp", "fsdp and tp")
+    for step in range(6):
+        model.zero_grad()
+        source = rank // 2 if same_data and ranks == 4 else 0 if same_data else rank
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + source))
+        (model(inputs).square().mean() * (1 + step % 3)).backward()
+        before, weights = whole(model, of_gradients=True), whole(model, of_gradients=False)
+        expected, thresholds = reference.step(before, weights)
+        with Collectives() as collectives:
+            norm = optimizer.step() if clipper is None else clipper()
+        assert collectives.number == expected_collectives, name
+        after = whole(model, of_gradients=True)
+        assert after.keys() == expected.keys()
+        for parameter, gradient in after.items():
+            np.testing.assert_allclose(gradient, expected[parameter], rtol=1e-5, atol=1e-9, err_msg=f"{name}, {parameter}")
+        assert any(not np.allclose(after[one], before[one], rtol=1e-4) for one in after) or policy.scope != "unit"
+        if clipper is not None:
             assert float(norm) == pytest.approx(references.whole(before), rel=1e-5), name
             if policy.scope != "unit":
                 np.testing.assert_allclose(clipper.threshold.double().numpy().reshape(-1), thresholds, rtol=1e-5, err_msg=name)
-            after = whole(model, of_gradients=True)
-            assert after.keys() == expected.keys()
-            for one, gradient in after.items():
-                np.testing.assert_allclose(gradient, expected[one], rtol=1e-5, atol=1e-9, err_msg=f"{name}, {one}")
-            assert any(not np.allclose(after[one], before[one], rtol=1e-4) for one in after) or policy.scope != "unit"
-        del model, clipper
-        gc.collect()
-    dist.destroy_process_group()
+        elif regime == "ddp" and rank == 0:
+            ratio = references.whole(after) / references.whole(before)
+            assert value(exporter, "torch_grad_global_norm") == pytest.approx(references.whole(before), rel=1e-5)
+            assert value(exporter, "torch_grad_global_norm_after_clip") == pytest.approx(references.whole(after), rel=1e-5)
+            assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(ratio, rel=1e-5)
+    if exporter is not None:
+        assert test_clip_at_steps.failures(exporter) == {}, name
+        exporter.close()
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize(
+    "regime", [pytest.param(name, marks=pytest.mark.full) if ranks == 4 else name for name, (_, ranks, _) in REGIMES.items()]
+)
 def test_norms_are_those_of_the_whole_gradients(tmp_path: Path, regime: str) -> None:
-    """Norm, thresholds and gradients of each policy are the reference's on the gathered gradients, by so many collectives."""
+    """Gradients of each policy are the reference's on the gathered gradients, with one collective per mesh dimension."""
     run_ranks(follows, str(tmp_path / "store"), regime, ranks=REGIMES[regime][1])
 
 
-def follows_at_steps(rank: int, store: str, regime: str) -> None:
-    """One rank: trains by each policy of `clip=`, and compares what each step has used with the reference."""
-    build, ranks, expected_collectives = REGIMES[regime]
-    joined(rank, ranks, store)
-    off = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
-    for name, (policy, make) in POLICIES.items():
-        torch.manual_seed(0)
-        model, reference = build(Perceptron()), make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        same_data = regime in ("tp", "fsdp and tp")
-        with start_exporter(model, port=None, every=1, collectors=off, clip=policy) as exporter:
-            for step in range(8):
-                optimizer.zero_grad()
-                source = rank // 2 if same_data and ranks == 4 else 0 if same_data else rank
-                inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + source))
-                (model(inputs).square().mean() * (1 + step % 3)).backward()
-                before, weights = whole(model, of_gradients=True), whole(model, of_gradients=False)
-                count = collectives()
-                optimizer.step()
-                assert collectives() - count == expected_collectives, (name, collectives() - count)
-                expected, _ = reference.step(before, weights)
-                after = whole(model, of_gradients=True)
-                assert after.keys() == expected.keys()
-                for one, gradient in after.items():
-                    np.testing.assert_allclose(gradient, expected[one], rtol=1e-5, atol=1e-9, err_msg=f"{name}, {one}")
-                if regime == "ddp" and rank == 0:
-                    ratio = references.whole(after) / references.whole(before)
-                    assert value(exporter, "torch_grad_global_norm") == pytest.approx(references.whole(before), rel=1e-5)
-                    assert value(exporter, "torch_grad_global_norm_after_clip") == pytest.approx(references.whole(after), rel=1e-5)
-                    assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(ratio, rel=1e-5)
-            assert errors(exporter) == {}, name
-        del model, optimizer, exporter
-        gc.collect()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("regime", [one if one != "hybrid" else pytest.param(one, marks=pytest.mark.full) for one in REGIMES])
-def test_each_step_is_clipped_by_the_norm_of_the_whole_gradients(tmp_path: Path, regime: str) -> None:
-    """What each optimizer's step uses is what the reference makes of the gathered gradients, by as many collectives as by hand."""
-    run_ranks(follows_at_steps, str(tmp_path / "store"), regime, ranks=REGIMES[regime][1])
-
-
-def is_one_of_a_kind(rank: int, store: str) -> None:
-    """One rank: what is refused, summands, a wrapper that comes later, and a state that goes on."""
+def special_cases(rank: int, store: str) -> None:
+    """Try what is refused, summands, a later wrapper, and a state that goes on."""
     joined(rank, 2, store)
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"belongs to FullyShardedDataParallel.*use its own clip_grad_norm_"):
@@ -229,9 +204,9 @@ def is_one_of_a_kind(rank: int, store: str) -> None:
 
     # Candidates of one scope share its collective.
     trying = Clipper(model, ZClip(), dry_run=[AutoClip(), MaxNorm(0.001), ZClip(scope="layer"), MaxNorm(1.0, scope="layer")])
-    count = collectives()
-    trying()
-    assert collectives() - count == 3  # of the model, rounded as clip_grad_norm_ does or not, and by layer
+    with Collectives() as collectives:
+        trying()
+    assert collectives.number == 3  # of the model, rounded as clip_grad_norm_ does or not, and by layer
     assert [int(one.clipped_steps) for one in trying.candidates] == [1, 1, 0, 0]
 
     # A skipped step is skipped on both ranks, though their own parts have different norms.
@@ -245,5 +220,5 @@ def is_one_of_a_kind(rank: int, store: str) -> None:
 
 
 def test_special_cases_of_two_ranks(tmp_path: Path) -> None:
-    """What cannot be right is refused; summands are added first; `fully_shard` may come later; both ranks skip the same steps."""
-    run_ranks(is_one_of_a_kind, str(tmp_path / "store"))
+    """Impossible cases are refused, summands are added, `fully_shard` may come later, and ranks skip the same steps."""
+    run_ranks(special_cases, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""Every policy over a thousand steps, against its published formula in float64."""
+"""Each policy against its published formula in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
 
 
 def gradients(model: torch.nn.Module, step: int, random: torch.Generator) -> None:
-    """Gradients whose size wanders over two orders of magnitude, differs by layer, and has spikes."""
+    """Make gradients whose size wanders over two orders of magnitude, differs by layer, and has spikes."""
     size = 10 ** (0.4 * math.sin(step / 50)) * (30.0 if step % 37 == 36 else 1.0)
     for place, parameter in enumerate(model.parameters()):
         own = size * (0.2 + 0.1 * place) * torch.rand((), generator=random)
@@ -47,13 +47,14 @@ def gradients(model: torch.nn.Module, step: int, random: torch.Generator) -> Non
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name of parameter."""
+    """Return the gradients by name of parameter."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_follows_its_formula(name: str) -> None:
-    """Over 1,000 steps norm, thresholds and clipped gradients are those of the published formula in float64, to 1e-5."""
+def test_a_policy_follows_its_formula(name: str, steps: int) -> None:
+    """Norm, thresholds and clipped gradients are those of the published formula in float64, to 1e-5."""
     policy, make = POLICIES[name]
     torch.manual_seed(0)
     model, random, reference = Zoo(), torch.Generator().manual_seed(1), make()
@@ -61,7 +62,7 @@ def test_a_policy_follows_its_formula(name: str) -> None:
         model.norm.weight[:] *= 0.0  # of a weight of 0 AGC takes `eps`
     clipper = Clipper(model, policy)
     changed, losses = 0, list[list[float]]()
-    for step in range(1000):
+    for step in range(steps):
         gradients(model, step, random)
         before = arrays(gradients_of(model))
         if step % 4 == 3:
@@ -92,7 +93,7 @@ def test_the_formula_holds_in_every_type(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, random, reference = Zoo().to(dtype), torch.Generator().manual_seed(1), make()
     clipper = Clipper(model, policy)
-    for step in range(200):
+    for step in range(60):
         gradients(model, step, random)
         before = arrays(gradients_of(model))
         norm = clipper()
@@ -115,8 +116,8 @@ def test_float16_norms_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_norm_that_is_not_finite_neither_clips_nor_enters_a_history(name: str, bad: float) -> None:
-    """A step with a NaN or an infinity keeps its gradients, and the steps after it are clipped as if it had never been."""
+def test_nonfinite_norms_change_nothing(name: str, bad: float) -> None:
+    """A step with a NaN or an infinity keeps its gradients, and later steps are clipped as without it."""
     policy, _ = POLICIES[name]
     torch.manual_seed(0)
     model = Zoo()

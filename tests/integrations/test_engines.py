@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed, by a stand-in with the attributes that are asked for; the real ones are in tests/trainers."""
+"""Engines of DeepSpeed by a stand-in with the attributes that are read; the real ones are in tests/trainers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tests.support.scrape import errors, value, values
-from torch_grad_exporter import start_exporter
-from torch_grad_exporter.integrations.engines import FollowedEngines, followed_engines
+from torch_grad_exporter.integrations.engines import followed_engines
 from torch_grad_exporter.integrations.session import Session
 
 
 class Engine(torch.nn.Module):
-    """At stage 2: after a backward it has the gradient, and the parameters have none; every second step is left out."""
+    """An engine at stage 2: after a backward it has the gradient and the parameters have none, and it skips every second step."""
 
     def __init__(self, module: torch.nn.Module, *, trains: bool = True) -> None:
         super().__init__()
@@ -57,21 +56,21 @@ class Engine(torch.nn.Module):
 
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if something had imported DeepSpeed."""
+    """Pretend that DeepSpeed was imported."""
     module = types.ModuleType("deepspeed.runtime.engine")
     module.DeepSpeedEngine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", module)
 
 
 def step(engine: Engine) -> None:
-    """A round of one batch."""
+    """Train a batch."""
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     assert engine.step() == "stepped"
 
 
 @pytest.mark.usefixtures("imported")
 def test_a_session_follows_the_engine(tmp_path: Path) -> None:
-    """Its norm, its steps from those that it has taken on, its skipped steps; no layer. At the end it is as it was."""
+    """The session shows the engine's norm, steps and skipped steps without layers, and restores the engine at the end."""
     model = torch.nn.Linear(3, 2)
     engine, _computes = Engine(model), Engine(model, trains=False)
     engine.global_steps, engine.skipped_steps = 6, 2
@@ -92,25 +91,8 @@ def test_a_session_follows_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("imported")
-def test_wrappers_in_any_order() -> None:
-    """Two that follow an engine, and end in the order in which they began, leave it working, and then as it was."""
-    model = torch.nn.Linear(3, 2)
-    engine = Engine(model)
-    with start_exporter(model, port=None) as exporter, start_exporter(engine, port=None) as other:
-        first = FollowedEngines(exporter, [engine], number_steps=True)
-        second = FollowedEngines(other, [engine], number_steps=True)
-        first.remove()
-        first.remove()
-        step(engine)
-        second.remove()
-        step(engine)
-        assert value(other, "torch_train_steps_total", optimizer="manual") == 1
-        assert value(exporter, "torch_train_steps_total", optimizer="manual") in (None, 0)
-
-
-@pytest.mark.usefixtures("imported")
-def test_which() -> None:
-    """One that has an optimizer and a parameter of the model, or is the model."""
+def test_engines_of_a_model() -> None:
+    """An engine belongs to a model that it trains, and one without an optimizer to none."""
     model = torch.nn.Linear(3, 2)
     engine, _computes, _other = Engine(model), Engine(model, trains=False), Engine(torch.nn.Linear(3, 2))
     for asked in (model, torch.nn.Sequential(model), engine):
@@ -118,8 +100,8 @@ def test_which() -> None:
     assert followed_engines(torch.nn.Linear(3, 2)) == []
 
 
-def test_nothing_where_deepspeed_is_not_imported() -> None:
-    """No search through all objects, and no engine."""
+def test_no_engine_without_deepspeed() -> None:
+    """Without DeepSpeed imported no engine is followed."""
     model = torch.nn.Linear(3, 2)
     _engine = Engine(model)
     assert followed_engines(model) == []

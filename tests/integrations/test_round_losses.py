@@ -8,7 +8,7 @@ from torch_grad_exporter.integrations.round_losses import RoundLosses
 
 
 def test_mean() -> None:
-    """Over the batches since the last step, of tensors and numbers; what is no loss is left out."""
+    """Over the batches since the last step, of tensors and numbers; other values are left out."""
     losses = RoundLosses()
     assert losses.round_over() is None
     for loss in (torch.tensor(1.0), torch.tensor([2.0], dtype=torch.bfloat16), 6, None, torch.ones(2), True, "text"):

@@ -1,4 +1,4 @@
-"""What every integration does with an exporter, tried without a framework."""
+"""Sessions: the part of every integration that works without a framework."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import pytest
 import torch
 
 from tests.support.scrape import value
-from tests.support.tools import eventually
-from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.actions import Stop
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.integrations.session import Session, running_exporter
 
 
 def step(model: torch.nn.Module, session: Session, **told: float | None) -> None:
-    """A step, of which the session is told."""
+    """Train a step and report it to the session."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 3)).sum().backward()
     session.observe(**told)
     optimizer.step()
 
 
-def test_starts_tells_and_ends() -> None:
-    """One fit after the other: each has an exporter of its own, of the same run, whose steps go on."""
+def test_each_fit_has_an_exporter() -> None:
+    """Each fit has an exporter of its own, of the same run, whose steps go on."""
     model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None, "every": 1})
     session.begin(model)
     first = session.exporter
@@ -48,7 +46,7 @@ def test_starts_tells_and_ends() -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_the_users_exporter_goes_on(given: bool) -> None:
-    """One that the user has started is told, whether it is given or found, and is not ended; steps that it has seen count once."""
+    """An exporter that the user started is used, given or not, and not ended, and its steps count once."""
     model = torch.nn.Linear(3, 2)
     with start_exporter(model, port=None, every=1) as exporter:
         session = Session("Callback", exporter if given else None)
@@ -63,8 +61,8 @@ def test_the_users_exporter_goes_on(given: bool) -> None:
         assert running_exporter({"model": model}) is exporter
 
 
-def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """The second of two is told nothing: tokens are counted once, and the log says what to remove."""
+def test_a_second_session_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """The second of two sessions reports nothing, and the log says what to remove."""
     model = torch.nn.Linear(3, 2)
     one, other = Session("First", options={"port": None}), Session("Second", options={"port": None})
     with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
@@ -87,13 +85,13 @@ def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Trainer:
-    """Stands for a framework's."""
+    """A stand-in for a framework's trainer."""
 
 
 @pytest.mark.parametrize("users", [False, True])
 @pytest.mark.parametrize("gone", [False, True], ids=["another trainer", "session gone"])
-def test_a_training_that_has_broken_off(tmp_path: Path, caplog: pytest.LogCaptureFixture, users: bool, gone: bool) -> None:
-    """The next session on the model ends what that one had started, as broken off, and takes over what the user has."""
+def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture, users: bool, gone: bool) -> None:
+    """The next session on the model ends the interrupted exporter as failed, and takes over the user's."""
     model, trainer = torch.nn.Linear(3, 2), Trainer()
     mine = start_exporter(model, port=None) if users else None
     first = Session("First", options=None if users else {"port": None})
@@ -126,33 +124,8 @@ def test_a_training_that_has_broken_off(tmp_path: Path, caplog: pytest.LogCaptur
     assert "tells this exporter" not in caplog.text
 
 
-def test_one_training_told_by_two(caplog: pytest.LogCaptureFixture) -> None:
-    """Two callbacks of one trainer, or two of different frameworks around one training: the second leaves it to the first."""
-    model, trainer = torch.nn.Linear(3, 2), Trainer()
-    first, second = Session("First", options={"port": None}), Session("Second", options={"port": None})
-    first.begin(model, trainer=trainer)
-    exporter = first.exporter
-    for another in (trainer, torch.nn.Identity(), None):
-        caplog.clear()
-        second.begin(model, trainer=another)
-        assert "Second: First tells this exporter" in caplog.text
-        assert first.telling
-        assert not second.telling
-        assert running_exporter(model) is exporter
-    first.end()
-
-
-def test_options_are_checked_before_there_is_a_model() -> None:
-    """A value that is wrong by itself raises; one that only the model decides does not yet."""
-    with pytest.raises(ValueError, match="every"):
-        Session("Callback", options={"every": -1}).check_options()
-    with pytest.raises(TypeError, match="optimizers"):
-        Session("Callback", options={"optimizers": 3}).check_options()
-    Session("Callback", options={"include": "nothing", "port": None}).check_options()
-
-
 def test_wrong_arguments() -> None:
-    """Both an exporter and options, or what is no exporter: the error says what to do."""
+    """Wrong arguments are refused with the fix."""
     both = pytest.raises(TypeError, match=r"Callback\(exporter=..., port=...\).*not both")
     with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, both:
         Session("Callback", exporter, {"port": 9100})
@@ -160,31 +133,12 @@ def test_wrong_arguments() -> None:
         Session("Callback", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Callback\(model, prot=...\): no option of start_exporter; docs/options.md"):
         Session("Callback", options={"prot": 9100, "model": None, "every": 1})
-    with pytest.raises(TypeError, match=r"log=3.*expected True, False or a regular expression"):
-        Session("Callback", log=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no regular expression"):
         Session("Callback", log="(")
 
 
-def test_stops() -> None:
-    """`Stop()` is seen by the session."""
-    model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None})
-    session.begin(model)
-    assert isinstance(session.exporter, Exporter)
-    session.exporter.on(lambda m: True, Stop())
-    assert not session.should_stop or session.exporter.should_stop
-
-    def stopped() -> bool:
-        step(model, session)
-        return session.should_stop
-
-    assert eventually(stopped)
-    session.end()
-    assert not session.should_stop
-
-
-def test_what_is_logged() -> None:
-    """Nothing unless asked for; the usual values; or those that a regular expression chooses."""
+def test_logged_values() -> None:
+    """Nothing is logged unless asked for, else the usual values or those of a regular expression."""
     model = torch.nn.Linear(3, 2)
     found = {}
     for log in (False, True, "^torch_train_steps"):
@@ -201,8 +155,8 @@ def test_what_is_logged() -> None:
     assert found["^torch_train_steps"] == {"torch_train_steps_total/SGD"}
 
 
-def test_what_fails_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once and counted, as `integration`, and goes no further; an interrupt does."""
+def test_failures_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure is logged once, counted as `integration` and contained; an interrupt is not contained."""
     model, session = torch.nn.Linear(3, 2), Session("Callback", options={"port": None})
 
     def fails(error: BaseException) -> None:
@@ -228,8 +182,8 @@ def test_what_fails_at_an_event(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_loss_that_is_logged(own: bool) -> None:
-    """It is told where the model returns none; where it does, each step's own stays."""
+def test_a_logged_loss(own: bool) -> None:
+    """A logged loss is used where the model returns none, else each step's own stays."""
 
     class Returns(torch.nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:  # type: ignore[override]

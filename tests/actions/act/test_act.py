@@ -1,22 +1,23 @@
-"""When an action happens and what becomes of it, with times, values and problems that the tests choose."""
+"""When an action happens, with times, values and problems that the tests choose."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import signal
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tests.support.acting import CPU, NORM, World
-from tests.support.tools import PATIENCE, eventually, lasting_threads
-from torch_grad_exporter.actions import Event, Measurements, ScaleLearningRate, Stop
+from tests.support.acting import CPU, LOSS, NORM, World
+from tests.support.tools import PATIENCE, eventually
+from tests.support.torch_hooks import global_step_hooks
+from torch_grad_exporter.actions import Event, Measurements, Stop
 from torch_grad_exporter.actions.act.between_steps import BetweenSteps, Training
-from torch_grad_exporter.actions.act.queue import ROOM
+from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.rules import RULES, Problem
 
 EXPLODES = Problem("GradientExploding", "critical", "Layer a: it explodes.", "a", value=7.0)
@@ -38,18 +39,12 @@ class Noted:
         self.events.append(event)
 
     def came(self, number: int) -> bool:
-        """Whether so many events came, which is waited for, and no more."""
+        """Return whether this many events came, and no more."""
         return eventually(lambda: len(self.events) >= number) and len(self.events) == number
 
 
-def acted(world: World, name: str) -> int:
-    """How many actions were done, or are about to be."""
-    assert eventually(lambda: not world.act._actions._waiting)
-    return world.count(name, "done")
-
-
 def times(world: World, seconds: range, holds: Any, **options: float) -> list[float]:  # noqa: ANN401 - a function of the time
-    """At which of these seconds a condition acts that holds as the function says."""
+    """Return the seconds at which a condition acts that holds when the function of the time says so."""
     found: list[float] = []
     world.on(high, lambda event: found.append(event.time - 1_700_000_000.0), **options)
     for at in seconds:
@@ -58,33 +53,23 @@ def times(world: World, seconds: range, holds: Any, **options: float) -> list[fl
     return found
 
 
-def test_it_acts_at_once_and_again_after_the_cooldown() -> None:
-    """A condition that always holds acts at second 0, and each 600 seconds: not at 599."""
-    assert times(World(), range(1300), lambda at: True) == [0, 600, 1200]
+TIMES: list[tuple[int, Callable[[int], bool], dict[str, int], list[int]]] = [
+    (1300, lambda at: True, {}, [0, 600, 1200]),
+    (20, lambda at: True, {"for_": 10}, [10]),
+    (40, lambda at: at != 9, {"for_": 10}, [20]),
+    (5, lambda at: at != 2, {"cooldown": 0}, [0, 1, 3, 4]),
+    (50, lambda at: at in (0, 5) or at > 20, {"cooldown": 30}, [0, 30]),
+]
 
 
-def test_a_condition_has_to_hold_for_so_long() -> None:
-    """With `for_=10` it acts at second 10, not at 9."""
-    assert times(World(), range(20), lambda at: True, for_=10) == [10]
-
-
-def test_a_break_begins_the_time_anew() -> None:
-    """Nine seconds, a break of one, and then ten seconds."""
-    assert times(World(), range(40), lambda at: at != 9, for_=10) == [20]
-
-
-def test_without_a_cooldown_each_evaluation_acts() -> None:
-    """As long as it holds."""
-    assert times(World(), range(5), lambda at: at != 2, cooldown=0) == [0, 1, 3, 4]
-
-
-def test_the_cooldown_goes_on_while_the_condition_does_not_hold() -> None:
-    """What holds again within it waits for its end, if it still holds then."""
-    assert times(World(), range(50), lambda at: at in (0, 5) or at > 20, cooldown=30) == [0, 30]
+@pytest.mark.parametrize(("seconds", "holds", "options", "expected"), TIMES)
+def test_times_of_actions(seconds: int, holds: Any, options: dict[str, float], expected: list[int]) -> None:  # noqa: ANN401
+    """A condition acts after it held for `for_` seconds without a break, and again when the cooldown is over and it holds."""
+    assert times(World(), range(seconds), holds, **options) == expected
 
 
 def test_an_event_of_a_condition_says_what_it_read() -> None:
-    """Its name, the values by the call that read them, the step and the time."""
+    """An event has the condition's name, the values by the call that read them, the step and the time."""
     world, noted = World(), Noted()
     world.step = 812
     world.on(lambda m: high(m) and m.last(CPU) > 0.5, noted, name="too high")
@@ -96,7 +81,7 @@ def test_an_event_of_a_condition_says_what_it_read() -> None:
 
 
 def test_a_rule_acts_when_its_alert_begins() -> None:
-    """With the problems of that rule alone, and their numbers by layer; and no more once they are gone."""
+    """The action of a rule gets the problems of that rule alone, and their numbers by layer."""
     world, noted = World(), Noted()
     world.on("GradientExploding", noted, cooldown=0)
     world.evaluate(0.0)
@@ -110,7 +95,7 @@ def test_a_rule_acts_when_its_alert_begins() -> None:
     world.act.close()
 
 
-def test_a_rule_has_to_hold_for_as_long_as_its_alert_says() -> None:
+def test_a_rule_holds_as_long_as_its_alert() -> None:
     """GradientVanishing, whose `for` is ten minutes, acts at second 600, and with `for_=60` at 660."""
     (rule,) = [one for one in RULES if one.name == "GradientVanishing"]
     assert {alert.for_ for alert in rule.alerts} == {"10m"}
@@ -124,8 +109,8 @@ def test_a_rule_has_to_hold_for_as_long_as_its_alert_says() -> None:
     assert [[event.time - 1_700_000_000.0 for event in noted.events] for noted in (first, second)] == [[600], [660]]
 
 
-def test_what_the_end_brings_is_told() -> None:
-    """A run that fails is judged once more when it ends, without the two minutes of its alert. Conditions are not."""
+def test_the_end_is_judged_once_more() -> None:
+    """A run that fails is judged again at its end without the alert's two minutes, and conditions are not."""
     world, told, condition = World(), Noted(), Noted()
     world.on("TrainingFailed", told)
     world.on(lambda m: True, condition)
@@ -136,35 +121,26 @@ def test_what_the_end_brings_is_told() -> None:
     assert condition.events == []
 
 
-def test_a_removed_one_does_nothing_and_is_not_judged() -> None:
-    """After `remove()`, which may be called twice; others go on."""
+def test_a_removed_action_is_not_run() -> None:
+    """After `remove()`, which may be called twice, the action gets no event, others go on, and without any nothing is judged."""
     world, gone, stays = World(), Noted(), Noted()
-    handle = world.on(high, gone, cooldown=0)
-    world.on(high, stays, cooldown=0)
+    world.evaluate(0.0)
+    handles = [world.on(high, action, cooldown=0) for action in (gone, stays)]
     world.evaluate(0.0, **{NORM: 3.0})
     assert gone.came(1)
-    handle.remove()
-    handle.remove()
+    handles[0].remove()
+    handles[0].remove()
     world.evaluate(1.0, **{NORM: 3.0})
     assert stays.came(2)
-    assert gone.came(1)
+    handles[1].remove()
+    world.evaluate(2.0, **{NORM: 3.0})
+    assert world.judged == 2
     world.act.close()
+    assert (len(gone.events), len(stays.events)) == (1, 2)
 
 
-def test_nothing_is_judged_without_any() -> None:
-    """Neither before the first `on` nor after the last `remove()`."""
-    world = World()
-    world.evaluate(0.0)
-    handle = world.on(high, Noted())
-    world.evaluate(1.0)
-    handle.remove()
-    world.evaluate(2.0)
-    assert world.judged == 1
-    world.act.close()
-
-
-def test_an_action_that_raises_is_logged_once_and_switched_off_after_ten(caplog: pytest.LogCaptureFixture) -> None:
-    """Ten failures are counted, one line has its name, and then it is called no more; another action goes on."""
+def test_ten_failures_disable_an_action(caplog: pytest.LogCaptureFixture) -> None:
+    """An action that raises is counted ten times, logged once by its name, and then disabled; another action goes on."""
     world, calls, other = World(), [], Noted()
 
     def breaks(event: Event) -> None:
@@ -184,25 +160,8 @@ def test_an_action_that_raises_is_logged_once_and_switched_off_after_ten(caplog:
     assert "switched off" in lines[1]
 
 
-def test_a_success_ends_the_row_of_failures() -> None:
-    """Nine failures and a success, again and again, switch nothing off."""
-    world, calls = World(), []
-
-    def sometimes(event: Event) -> None:
-        calls.append(event)
-        if len(calls) % 10:
-            raise ValueError
-
-    world.on(high, sometimes, cooldown=0)
-    for at in range(50):
-        world.evaluate(float(at), **{NORM: 3.0})
-        assert eventually(lambda: len(calls) == at + 1)  # noqa: B023 - called at once
-    world.act.close()
-    assert (world.count("sometimes", "done"), world.count("sometimes", "failed")) == (5, 45)
-
-
-def test_a_condition_that_raises_is_switched_off_after_ten(caplog: pytest.LogCaptureFixture) -> None:
-    """And is logged with its name."""
+def test_ten_failures_disable_a_condition(caplog: pytest.LogCaptureFixture) -> None:
+    """A condition that raises is counted ten times, logged by its name, and then disabled."""
     world, calls = World(), []
 
     def wrong(m: Measurements) -> bool:
@@ -217,22 +176,8 @@ def test_a_condition_that_raises_is_switched_off_after_ten(caplog: pytest.LogCap
     world.act.close()
 
 
-def test_two_of_one_name_are_logged_each(caplog: pytest.LogCaptureFixture) -> None:
-    """Two lambdas that raise have a line each, and the second failures of both have none."""
-    world = World()
-    world.on(lambda m: 1 / 0, Noted())
-    world.on(lambda m: {}["key"], Noted())
-    world.evaluate(0.0)
-    world.evaluate(1.0)
-    assert world.errors.counts()["action"] == 4
-    assert [record.getMessage().count("Error: ") for record in caplog.records] == [1, 1]
-    assert "ZeroDivisionError" in caplog.text
-    assert "KeyError" in caplog.text
-    world.act.close()
-
-
-def test_a_wrong_name_switches_a_condition_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One evaluation, one line with names that are near."""
+def test_a_wrong_metric_disables_a_condition(caplog: pytest.LogCaptureFixture) -> None:
+    """A condition that asks for an unknown metric is disabled after one evaluation, and the log suggests a name."""
     world, calls = World(), []
 
     def misspelt(m: Measurements) -> bool:
@@ -256,33 +201,25 @@ def ends(error: BaseException) -> Callable[[object], bool]:
     return ends
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_a_condition_that_ends_the_program_ends_only_itself(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """`sys.exit` in a condition is a failure of it: the thread that judges goes on, and so do the others."""
+@pytest.mark.parametrize("where", ["condition", "action"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_user_code_cannot_end_the_program(error: BaseException, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`sys.exit` in a condition or an action is a failure of it, and the other actions go on."""
     world, noted = World(), Noted()
-    world.on(ends(error), Noted())
+    if where == "condition":
+        world.on(ends(error), Noted())
+    else:
+        world.on(high, ends(error))
     world.on(high, noted)
     world.evaluate(0.0, **{NORM: 3.0})
     assert noted.came(1)
     assert f"it raised {type(error).__name__}, which ends no training from here; use Stop()" in caplog.text
-    world.act.close()
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_an_action_that_ends_the_program_ends_only_itself(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """`sys.exit` in an action is a failure, and the next event still comes."""
-    world, noted = World(), Noted()
-    world.on(high, ends(error))
-    world.on(high, noted)
-    world.evaluate(0.0, **{NORM: 3.0})
-    assert noted.came(1)
-    assert world.count("ends", "failed") == 1
-    assert "use Stop()" in caplog.text
+    assert world.errors.counts()["action"] == 1
     world.act.close()
 
 
 def test_addresses_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Those in the message of an exception, whole or in parts as urllib3 tells them, hold the secrets of webhooks."""
+    """Addresses in an exception's message are not logged, since they hold the secrets of webhooks."""
     world = World()
     parts = "HTTPSConnectionPool(host='hooks.example.com', port=443): Max retries exceeded with url: /services/SECRET (refused)"
 
@@ -298,23 +235,9 @@ def test_addresses_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     world.act.close()
 
 
-def test_conditions_may_take_a_twentieth_of_the_time() -> None:
-    """One that takes 2 seconds is judged again 40 seconds after its end, not a second after."""
-    world = World()
-
-    def slow(m: Measurements) -> bool:
-        world.at += 2.0
-        return False
-
-    world.on(slow, Noted())
-    world.turn()
-    assert world.act._until_due() == pytest.approx(40.0)
-    world.act.close()
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the platform has no such signal")
-def test_what_a_signals_handler_raises_in_an_action_is_the_trainings() -> None:
-    """It passes through the step's end, where the main thread was; the hook is not to blame for it."""
+def test_a_signal_handler_raises_into_the_training() -> None:
+    """An exception of a signal handler passes through the end of the step to the training, and no action failed."""
 
     class HandlerError(Exception):
         pass
@@ -339,98 +262,57 @@ def test_what_a_signals_handler_raises_in_an_action_is_the_trainings() -> None:
     world.act.close()
 
 
-def test_a_handler_that_closes_within_on_leaves_nothing_behind() -> None:
-    """The exporter is closed between the check and the end of `on`, which raises, and there is neither trigger nor hook."""
-    world = World()
-    add = world.act._steps.add
+def test_closing_within_on_leaves_nothing() -> None:
+    """Where a signal handler closes the exporter within `on`, `on` raises and no hook is left."""
+    world, before = World(), global_step_hooks()
 
-    def closing(*arguments: Any) -> Any:  # noqa: ANN401 - as the real one
-        world.act.close()
-        return add(*arguments)
+    class Closing(Stop):
+        def begin(self, training: Training, *, own: bool = False) -> None:
+            world.act.close()
 
-    world.act._steps.add = closing  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="closed"):
-        world.on(high, Stop())
-    assert world.act._triggers == ()
-    assert world.act._steps.slots == ()
-    assert world.act._steps._handle is None
-
-
-def test_ten_thousand_events_stay_within_bounds() -> None:
-    """Behind an action that hangs so many wait as there is room for; the others are dropped, and all are counted."""
-    world, going, hangs = World(), threading.Event(), threading.Event()
-
-    def hang(event: Event) -> None:
-        going.set()
-        assert hangs.wait(PATIENCE)
-
-    world.on(high, hang, cooldown=0)
-    world.evaluate(0.0, **{NORM: 3.0})
-    assert going.wait(PATIENCE)
-    for at in range(1, 10_000):
-        world.evaluate(float(at), **{NORM: 3.0})
-    assert len(world.act._actions._waiting) == ROOM
-    assert world.count("hang", "dropped") == 9_999 - ROOM
-    hangs.set()
-    assert eventually(lambda: world.count("hang", "done") == ROOM + 1)
-    world.act.close()
-
-
-def test_an_action_that_hangs_does_not_hold_up_the_end() -> None:
-    """`close` returns while it hangs; what waits behind it is dropped and counted."""
-    world, going, hangs = World(), threading.Event(), threading.Event()
-
-    def hang(event: Event) -> None:
-        going.set()
-        assert hangs.wait(PATIENCE)
-
-    world.on(high, hang, cooldown=0)
-    world.evaluate(0.0, **{NORM: 3.0})
-    assert going.wait(PATIENCE)
-    world.evaluate(1.0, **{NORM: 3.0})
-    start = time.monotonic()
-    world.act.close(hurried=True)
-    assert time.monotonic() - start < PATIENCE / 2
-    assert world.count("hang", "dropped") == 1
-    hangs.set()
-    assert eventually(lambda: "torch-grad-exporter-action" not in lasting_threads())
-
-
-def test_what_waits_at_the_end_is_done() -> None:
-    """`close` lets a quick action end, and those behind it."""
-    world, noted = World(), Noted()
-    world.on(high, noted, cooldown=0)
-    for at in range(20):
-        world.evaluate(float(at), **{NORM: 3.0})
-    world.act.close()
-    assert len(noted.events) == 20
-
-
-def test_a_forked_child_does_nothing() -> None:
-    """It has no triggers, and takes no new one."""
-    world, noted = World(), Noted()
-    world.on(high, noted)
-    world.act.after_fork_in_child()
+        world.on(high, Closing())
+    assert global_step_hooks() == before
     world.evaluate(0.0, **{NORM: 3.0})
     assert world.judged == 0
-    with pytest.raises(RuntimeError, match="closed"):
-        world.on(high, noted)
+
+
+def test_waiting_actions_are_bounded() -> None:
+    """Behind an action that hangs a hundred events wait; the others are dropped, and all are counted."""
+    world, going, hangs = World(), threading.Event(), threading.Event()
+
+    def hang(event: Event) -> None:
+        going.set()
+        assert hangs.wait(PATIENCE)
+
+    world.on(high, hang, cooldown=0)
+    world.evaluate(0.0, **{NORM: 3.0})
+    assert going.wait(PATIENCE)
+    for at in range(1, 1_000):
+        world.evaluate(float(at), **{NORM: 3.0})
+    assert world.count("hang", "dropped") == 899
+    hangs.set()
+    assert eventually(lambda: world.count("hang", "done") == 101)
+    world.act.close()
 
 
 async def later(event: object) -> None:
-    """A call of it runs nothing."""
+    """Do nothing until awaited."""
 
 
 class Later:
-    """So is one of these."""
+    """A callable of the same kind."""
 
     async def __call__(self, event: object) -> None:
-        """Runs nothing yet."""
+        """Do nothing until awaited."""
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ((high, Noted(), {"for_": -1}), ValueError, "for_"),
+        ((high, Noted(), {"cooldown": True}), TypeError, "cooldown"),
+        ((high, Noted(), {"name": ""}), TypeError, "name"),
         (("GradientExplodes", Noted()), ValueError, "no such rule; did you mean GradientExploding"),
         ((3, Noted()), TypeError, "what=3: expected the name of a rule, or a callable"),
         ((high, "stop"), TypeError, "action='stop': expected a callable that takes an Event"),
@@ -442,15 +324,16 @@ class Later:
     ],
 )
 def test_wrong_arguments_raise(arguments: tuple[Any, Any], error: type[Exception], message: str) -> None:
-    """Before anything is registered, with the argument and the fix."""
+    """`on` refuses a wrong argument, names it and registers nothing."""
     world = World()
     with pytest.raises(error, match=message):
-        world.on(*arguments)
-    assert world.act._triggers == ()
+        world.on(*arguments[:2], **dict(*arguments[2:]))
+    world.evaluate(0.0)
+    assert world.judged == 0
 
 
-def test_a_rule_that_one_process_cannot_judge_raises() -> None:
-    """Each rule that only a server judges."""
+def test_rules_of_a_server_are_refused() -> None:
+    """A rule that only a server judges is refused."""
     names = [rule.name for rule in RULES if rule.judge is None]
     assert names
     for name in names:
@@ -458,31 +341,8 @@ def test_a_rule_that_one_process_cannot_judge_raises() -> None:
             World().on(name, Noted())
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"for_": -1}, ValueError), ({"for_": "1m"}, TypeError), ({"cooldown": float("nan")}, ValueError),
-        ({"cooldown": True}, TypeError), ({"name": ""}, TypeError), ({"name": 3}, TypeError),
-    ],
-)  # fmt: skip
-def test_wrong_options_raise(options: dict[str, Any], error: type[Exception]) -> None:
-    """Times that are none, and a name that is none."""
-    with pytest.raises(error, match=next(iter(options))):
-        World().on(high, Noted(), **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [((0,), ValueError), ((-1,), ValueError), ((float("inf"),), ValueError), (("2",), TypeError), ((0.5, -1), ValueError)],
-)
-def test_wrong_factors_raise(arguments: tuple[Any, ...], error: type[Exception]) -> None:
-    """Of `ScaleLearningRate`."""
-    with pytest.raises(error, match="expected a number"):
-        ScaleLearningRate(*arguments)
-
-
 def test_names_of_actions_are_bounded() -> None:
-    """A hundred are counted apart, and the others together."""
+    """A hundred names of actions are counted separately, and the others together."""
     world = World()
     for number in range(150):
         action = Noted().came
@@ -493,16 +353,86 @@ def test_names_of_actions_are_bounded() -> None:
     world.act.close()
 
 
+class Named(BetweenSteps):
+    """Keeps the layers that the problems named."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, ...]] = []
+
+    def chosen(self, training: Training, named: Sequence[str]) -> None:
+        self.named.append(tuple(named))
+
+
+def test_a_rule_names_layers_to_its_action() -> None:
+    """An action between steps gets the layers that the problems of its rule name, also those of a summary."""
+    world, action = World(), Named()
+    world.on("LayerDead", action, for_=0)
+    world.problems = [
+        Problem("LayerDead", "warning", "dead", "1"),
+        Problem("LayerDead", "warning", "dead", None, ("2", "3")),
+        EXPLODES,
+    ]
+    for at in range(3000):
+        world.evaluate(float(at))
+    assert set(action.named) == {("1", "2", "3")}
+    world.act.close()
+
+
+class Refusing(BetweenSteps):
+    """It cannot be done."""
+
+    def prepared(self, training: Training, _choice: str) -> Callable[[], None]:
+        raise LookupError
+
+
+def test_ten_failures_between_steps_disable_it() -> None:
+    """An action that cannot be prepared is counted ten times, and then left alone."""
+    world = World()
+    world.on(high, Refusing(), cooldown=0)
+    for at in range(15):
+        world.evaluate(float(at), **{NORM: 3.0})
+        world.step_over()
+    assert world.errors.counts()["action"] == 10
+    world.act.close()
+
+
+def test_a_rank_alone_never_acts() -> None:
+    """Where the process group came after the exporter, `on` raises, and an earlier action between steps does not run."""
+    world = World()
+    world.on(high, Stop())
+    world.group = Identity(0, 2)
+    with pytest.raises(RuntimeError, match=r"all 2 ranks .* start it after init_process_group"):
+        world.on(high, Stop())
+    world.evaluate(0.0, **{NORM: 3.0})
+    world.step_over()
+    assert not world.stopped
+    assert world.errors.counts()["action"] == 1
+    world.act.close()
+
+
+def test_nan_is_not_true() -> None:
+    """A window that is not full is NaN, which is true in Python, and the condition does not hold."""
+    world = World()
+    world.on(lambda m: m.mean(LOSS, samples=10), Stop())
+    world.on(lambda m: m.mean(LOSS, samples=10) < 1 or math.nan, Stop())
+    for at in range(3):
+        world.evaluate(float(at), **{LOSS: 0.5})
+        world.step_over()
+    assert not world.stopped
+    assert world.errors.counts()["action"] == 0
+    world.act.close()
+
+
 def test_an_action_between_steps_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """It changes the training, so a line says that, at which step, and why."""
+    """An action that changes the training is logged with its step and its cause, and runs when a step ends."""
     world = World()
     world.step = 7
     world.on(high, Stop(), name="too high")
     with caplog.at_level(logging.WARNING):
         world.evaluate(0.0, **{NORM: 3.0})
         assert not world.stopped
-        world.act._steps.step_over()
+        world.step_over()
     assert world.stopped
-    assert "too high: Stop() changed the training at step 7" in caplog.text
+    assert "too high: Stop() changed the training at step 8" in caplog.text
     assert world.count("Stop", "done") == 1
     world.act.close()

@@ -1,10 +1,10 @@
-"""The marks of actions: which there are, where they stand, and that a run without any has none."""
+"""The marks of actions on the live page: which exist, and where they stand."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+import time
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from tests.support.acting import NORM, World
 from tests.support.notified import receiver
 from tests.support.scrape import value
-from tests.support.tools import eventually
+from tests.support.tools import PATIENCE, eventually
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Event, Measurements, Stop, Webhook
 from torch_grad_exporter.collectors.happened import LONGEST, MOST, Happened, Happenings
@@ -27,17 +27,17 @@ def high(m: Measurements) -> bool:
 
 
 def broken(event: Event) -> None:
-    """Fails."""
+    """Raise an error."""
     raise OSError(event.name)
 
 
 def marks(world: World) -> tuple[Happened, ...]:
-    """All of them."""
+    """Return all marks."""
     return world.totals.happened.latest()
 
 
 def test_each_time_is_a_mark_at_its_step() -> None:
-    """One that is done, one that fails and one that changes the training: each with its time, step, name and result."""
+    """An action that is done, one that fails and one that changes the training leave marks with time, step, name and result."""
     world = World()
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     world.optimizers = [optimizer]
@@ -45,7 +45,7 @@ def test_each_time_is_a_mark_at_its_step() -> None:
     world.on(high, lambda event: called.set(), name="tells")
     world.step = 7
     world.evaluate(1.0, **{NORM: 3.0})
-    assert called.wait(10)
+    assert called.wait(PATIENCE)
     world.act.close()
     assert eventually(lambda: marks(world) == (Happened(START + 1, 7, "tells", "lambda", "done"),))
     other = World()
@@ -65,18 +65,8 @@ def test_each_time_is_a_mark_at_its_step() -> None:
     other.act.close()
 
 
-def test_nothing_done_is_no_mark() -> None:
-    """A condition that does not hold leaves none, nor does an action that is dropped at the end."""
-    world = World()
-    world.on(high, Stop())
-    world.evaluate(1.0, **{NORM: 1.0})
-    world.act.close()
-    assert marks(world) == ()
-    assert world.totals.happened.last_done == {}
-
-
 def test_marks_are_bounded() -> None:
-    """The latest are kept, with names of a bounded length; of the last times one for each action."""
+    """The latest marks are kept with names of a bounded length, and for each action the last time."""
     found = Happenings()
     for number in range(10 * MOST):
         found.add(Happened(float(number), number, "n" * 10_000, "a" * 10_000, "done"), f"action {number % 3}")
@@ -87,7 +77,7 @@ def test_marks_are_bounded() -> None:
 
 
 def test_a_run_shows_when_it_was_last_done() -> None:
-    """The metric is absent before the first time; then it is the time of the mark, which the status of the page has as well."""
+    """The time of the last action is a metric once it was done, and the run has the problem TrainingStoppedItself."""
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -98,15 +88,11 @@ def test_a_run_shows_when_it_was_last_done() -> None:
         optimizer.step()
 
     with start_exporter(net, port=None, every=1) as exporter:
-
-        def shown() -> Any:  # noqa: ANN401 - JSON
-            return exporter._view.live.status()["actions"]
-
         step()
-        assert shown() == []
         exporter.on(lambda m: armed.is_set(), Stop(), name="enough")
         step()
         assert value(exporter, LAST, action="Stop") is None
+        begun = time.time()
         armed.set()
 
         def stopped() -> bool:
@@ -114,17 +100,14 @@ def test_a_run_shows_when_it_was_last_done() -> None:
             return exporter.should_stop
 
         assert eventually(stopped)
-        (mark,) = shown()
-        assert (mark["name"], mark["action"], mark["result"]) == ("enough", "Stop()", "done")
-        assert eventually(lambda: value(exporter, "torch_train_steps_total", optimizer="SGD") == mark["step"])
-        assert eventually(lambda: value(exporter, LAST, action="Stop") == mark["time"])
+        assert begun <= (value(exporter, LAST, action="Stop") or 0.0) <= time.time()
         assert eventually(lambda: [one.severity for one in exporter.problems()] == ["warning"])
         assert [one.alert for one in exporter.problems()] == ["TrainingStoppedItself"]
 
 
 @pytest.mark.parametrize("ended", [None, ValueError("a loop that ends so")])
-def test_a_run_that_stopped_itself_is_told_though_it_has_ended(ended: Exception | None) -> None:
-    """The webhook hears of it, once, from the last judgement, also where the loop leaves by an exception right after the stop."""
+def test_a_stopped_run_is_notified_at_its_end(ended: Exception | None) -> None:
+    """The webhook hears of the stop once, also where the loop ends by an exception after it."""
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

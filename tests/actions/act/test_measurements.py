@@ -1,4 +1,4 @@
-"""What a condition reads: the values of now and their windows, against numpy over the same values."""
+"""The values and windows that a condition reads, compared with numpy over the same values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ SAMPLE = "torch_grad_sample_step"
 
 
 def fed(*moments: tuple[float, dict[str, float | Rows]]) -> Measurements:
-    """One that asked for windows of three at the first moment, and saw all of them."""
+    """Return measurements that saw these moments."""
     measurements = Measurements(METRICS)
     for at, numbers in moments:
         measurements.begin(values(numbers), at)
     return measurements
 
 
-def test_the_last_value_and_one_that_is_not_there() -> None:
-    """What is there, and NaN for what is not."""
-    now = fed((0.0, {CPU: 0.25}))
-    assert now.last(CPU) == 0.25
-    assert math.isnan(now.last(LOSS))
-
-
 def test_windows_in_seconds_are_those_of_numpy() -> None:
-    """Mean, largest and smallest value and increase of the last 10 seconds, at uneven times, against numpy in float64."""
+    """Mean, largest and smallest value and increase over 10 s at uneven times are those of numpy in float64."""
     generator = random.Random(1)
     now, at, seen = Measurements(METRICS), 0.0, list[tuple[float, float]]()
     compared = 0
@@ -50,7 +43,7 @@ def test_windows_in_seconds_are_those_of_numpy() -> None:
 
 
 def test_windows_of_samples_are_full_at_their_number() -> None:
-    """The mean of three values is NaN after two, and then that of the last three."""
+    """A window of three samples is NaN before the third, and then that of the last three."""
     now, means = Measurements(METRICS), []
     for step, norm in enumerate((1.0, 2.0, 6.0, 10.0)):
         now.begin(values({NORM: norm, SAMPLE: float(step)}), float(step))
@@ -60,7 +53,7 @@ def test_windows_of_samples_are_full_at_their_number() -> None:
 
 
 def test_a_value_without_a_new_sample_counts_once() -> None:
-    """Evaluations between two samples see the same sample: of a window of samples it is one. Equal norms of two samples are two."""
+    """Evaluations between two samples count one sample, and equal norms of two samples count two."""
     now = Measurements(METRICS)
     for at, (step, norm) in enumerate([(1, 5.0), (1, 5.0), (1, 5.0), (2, 5.0)]):
         now.begin(values({NORM: norm, SAMPLE: float(step)}), float(at))
@@ -68,17 +61,8 @@ def test_a_value_without_a_new_sample_counts_once() -> None:
         assert math.isnan(mean) if at < 3 else mean == 5.0
 
 
-def test_other_metrics_have_a_value_at_each_evaluation() -> None:
-    """A ratio that stays the same is a sample each time."""
-    now = Measurements(METRICS)
-    for at in range(3):
-        now.begin(values({CPU: 0.5, SAMPLE: 1.0}), float(at))
-        mean = now.mean(CPU, samples=3)
-    assert mean == 0.5
-
-
-def test_the_last_samples_are_taken_from_where_a_window_was_asked_for() -> None:
-    """A window that is asked for late knows nothing of before."""
+def test_a_window_begins_where_it_is_asked_for() -> None:
+    """A window that is asked for late does not know earlier values."""
     now = fed(*((float(at), {CPU: float(at)}) for at in range(5)))
     assert math.isnan(now.mean(CPU, seconds=2))
     now.begin(values({CPU: 5.0}), 5.0)
@@ -87,7 +71,7 @@ def test_the_last_samples_are_taken_from_where_a_window_was_asked_for() -> None:
 
 
 def test_numbers_that_are_not_finite_stay_so() -> None:
-    """An infinite value makes the mean infinite; NaN makes all of them NaN; the largest finite numbers do not overflow."""
+    """An infinite value makes the mean infinite, NaN makes all NaN, and the largest finite numbers do not overflow."""
     now = Measurements(METRICS)
     found = []
     for at, loss in enumerate((1e308, 1.7e308, math.inf, math.nan)):
@@ -99,7 +83,7 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 
 def test_labels_choose_a_series() -> None:
-    """By keyword; a layer that is not there is NaN."""
+    """A series is chosen by its labels, and one that does not exist is NaN."""
     now = fed((0.0, {"torch_grad_norm": {("a",): 1.0, ("b",): 2.0}}))
     assert now.last("torch_grad_norm", layer="b") == 2.0
     assert math.isnan(now.last("torch_grad_norm", layer="c"))
@@ -124,7 +108,7 @@ def test_labels_choose_a_series() -> None:
     ],
 )
 def test_what_can_never_be_there_raises(ask: object, message: str) -> None:
-    """Each wrong question, with what to ask instead."""
+    """A wrong question raises with what to ask instead."""
     now = fed((0.0, {CPU: 0.5, "torch_grad_norm": {("a",): 1.0, ("b",): 2.0}}))
     assert callable(ask)
     with pytest.raises(ConditionError, match=message):
@@ -132,20 +116,10 @@ def test_what_can_never_be_there_raises(ask: object, message: str) -> None:
 
 
 def test_what_was_read_is_known() -> None:
-    """By the call, of this evaluation only."""
+    """The values of this evaluation are known by the call that read them."""
     now = fed((0.0, {CPU: 0.5}))
     now.last(CPU)
     now.begin(values({CPU: 0.75, "torch_grad_norm": {("a",): 1.0}}), 1.0)
     now.last("torch_grad_norm", layer="a")
     now.mean(CPU, samples=1)
     assert now.read == {"last(torch_grad_norm, layer=a)": 1.0, f"mean({CPU}, samples=1)": 0.75}
-
-
-def test_a_window_keeps_no_more_than_it_needs() -> None:
-    """After 10,000 evaluations a window of 10 seconds has 10 values and the one before."""
-    now = Measurements(METRICS)
-    for at in range(10_000):
-        now.begin(values({CPU: 0.5}), float(at))
-        now.mean(CPU, seconds=10)
-        now.mean(CPU, samples=10)
-    assert [len(window._values) for window in now._windows.values()] == [11, 11]

@@ -1,4 +1,4 @@
-"""A real Alertmanager with the shipped configuration: from a fault in a training to its API, and on to its receivers."""
+"""A real Alertmanager with the shipped configuration: from a fault in a training to its receivers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ def _running(tmp_path: Path) -> Iterator[tuple[Real, Told]]:
 
 
 def of(real: Real, name: str) -> list[Mapping[str, Any]]:
-    """The alerts of a name that it has."""
+    """Return its alerts of a name."""
     return [alert for alert in real.alerts() if alert["labels"]["alertname"] == name]
 
 
-def test_a_fault_in_a_training_reaches_who_is_on_call(running: tuple[Real, Told]) -> None:
-    """A loss that is NaN: a critical alert with the labels and the summary that Prometheus' own has, which the pager gets.
-
-    When the run has ended, so has the alert, and the pager is told that too.
-    """
+def test_a_fault_reaches_the_pager(running: tuple[Real, Told]) -> None:
+    """A NaN loss is a critical alert with the labels and summary of Prometheus, sent to the pager, and resolved at the end."""
     real, told = running
     trained = Trained(Alertmanager(real.url), run="nan run", rank=0)
     with trained.exporter:
@@ -51,11 +48,10 @@ def test_a_fault_in_a_training_reaches_who_is_on_call(running: tuple[Real, Told]
     assert of(real, "TrainingNonFiniteLoss") == []
 
 
-def test_it_is_routed_and_inhibited_as_those_of_prometheus(running: tuple[Real, Told]) -> None:
-    """Warnings go to the team and information to nobody; a NaN in the gradients silences the explosion of the same run."""
+def test_alerts_are_routed_and_inhibited(running: tuple[Real, Told]) -> None:
+    """Warnings go to the team, information to nobody, and a NaN inhibits the explosion of the same run."""
     real, told = running
-    judged = Judged(Alertmanager(real.url))
-    judged.notify._now = time.time
+    judged = Judged(Alertmanager(real.url), begun=time.time())
     judged.at(
         0,
         Problem("TrainingNonFiniteGradients", "critical", "NaN."),
@@ -74,12 +70,10 @@ def test_it_is_routed_and_inhibited_as_those_of_prometheus(running: tuple[Real, 
     assert real.alerts() == []
 
 
-def test_an_alert_and_its_repetitions_are_one(running: tuple[Real, Told]) -> None:
-    """Posted each minute with the same labels and beginning, it stays one alert, whose end moves on."""
+def test_repetitions_are_one_alert(running: tuple[Real, Told]) -> None:
+    """Alerts posted each minute stay one alert, whose end advances."""
     real, _ = running
-    judged = Judged(Alertmanager(real.url))
-    begun = time.time()
-    judged.notify._now = lambda: begun + judged.clock()
+    judged = Judged(Alertmanager(real.url), begun=time.time())
     problem = Problem("LossSpike", "warning", "It jumps.")
     judged.at(0, problem)
     (first,) = of(real, "LossSpike")

@@ -1,4 +1,4 @@
-"""What a user writes: wrong arguments raise, secrets stay hidden, and bodies are what Slack, Discord and others take."""
+"""Notifiers as a user writes them: wrong arguments, hidden secrets, and bodies for Slack, Discord and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from tests.support.notified import SECRET, notification
 from tests.support.tools import lasting_threads
+from tests.support.torch_hooks import all_hooks
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Alertmanager, Log, Notification, Webhook
 from torch_grad_exporter.actions.notify import body as bodies
@@ -22,7 +23,7 @@ URL = f"https://{SECRET}:{SECRET}@hooks.example.org/{SECRET}?key={SECRET}"
 
 
 def endless() -> dict[str, object]:
-    """A mapping that contains itself."""
+    """Return a mapping that contains itself."""
     mapping: dict[str, object] = {}
     mapping["a"] = mapping
     return mapping
@@ -36,47 +37,36 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     *[
         (lambda wrong=wrong: Webhook(wrong), ValueError, "url=<hidden>: expected an address that begins with https://")
         for wrong in (
-            "", SECRET, f"ftp://{SECRET}", f"file:///{SECRET}", f"//{SECRET}/x", "https://", f"https:///{SECRET}",
-            f"https://h:{SECRET}/", f"https://[{SECRET}/", f"https://h/{SECRET} x", f"https://h/{SECRET}\n", "https://h:0/",
-            f"https://h:70000/{SECRET}", f"javascript:{SECRET}", f"https://größe/{SECRET}",
+            "", SECRET, f"ftp://{SECRET}", f"https:///{SECRET}", f"https://h:{SECRET}/", f"https://[{SECRET}/",
+            f"https://h/{SECRET}\n", f"https://h:70000/{SECRET}", f"https://größe/{SECRET}",
         )
     ],
     (lambda: Webhook(url_file=3), TypeError, "url_file=3: expected the path of a file"),
     (lambda: Webhook(url_file=URL), ValueError, "url_file=<hidden>: cannot be read"),
-    (lambda: Webhook(URL, url_file=URL), ValueError, "url=<hidden>, url_file=<hidden>: give one of them"),
     (lambda: Webhook(URL, min_severity=URL), ValueError, "min_severity=<hidden>: expected 'info'"),
     (lambda: Webhook(URL, timeout=URL), TypeError, "timeout=<hidden>: expected a number"),
-    (lambda: Webhook(url_file=""), TypeError, "url_file='': expected the path of a file"),
     (lambda: Webhook(url_file="/no/such/file"), ValueError, "url_file='/no/such/file': cannot be read: FileNotFoundError"),
-    *[
-        (lambda wrong=wrong: Webhook(URL, min_severity=wrong), kind, "min_severity=.*expected 'info', 'warning' or 'critical'")
-        for wrong, kind in (("page", ValueError), ("Critical", ValueError), (None, TypeError), (2, TypeError))
-    ],
-    (lambda: Log(min_severity="error"), ValueError, "min_severity='error'.*'critical'"),
-    *[
-        (lambda wrong=wrong: Webhook(URL, timeout=wrong), kind, "timeout=.*expected a number of seconds above 0")
-        for kind, several in ((ValueError, (0, -1, 61, float("nan"), float("inf"))), (TypeError, ("5", True, None)))
-        for wrong in several
-    ],
+    (lambda: Webhook(URL, min_severity="Critical"), ValueError, "min_severity=.*expected 'info', 'warning' or 'critical'"),
+    (lambda: Webhook(URL, min_severity=None), TypeError, "min_severity=.*expected 'info', 'warning' or 'critical'"),
+    (lambda: Webhook(URL, timeout=float("nan")), ValueError, "timeout=.*expected a number of seconds above 0"),
+    (lambda: Webhook(URL, timeout="5"), TypeError, "timeout=.*expected a number of seconds above 0"),
     (lambda: Webhook(URL, headers=[("a", SECRET)]), TypeError, "headers=list: expected a mapping"),
     (lambda: Webhook(URL, headers={"Authorization": 3}), TypeError, r"headers\['Authorization'\]=int: expected"),
     (lambda: Webhook(URL, headers={"X": f"{SECRET}\r\nY: z"}), ValueError, r"headers\['X'\]=<hidden>.*line break"),
     (lambda: Webhook(URL, headers={f"{SECRET} ": "x"}), ValueError, "headers: <hidden> is no name of a header"),
-    (lambda: Webhook(URL, headers={3: "x"}), TypeError, "headers: <hidden> is no name"),
     (lambda: Webhook(URL, body=3), TypeError, "body=int: expected a mapping or a text"),
     (lambda: Webhook(URL, body={"text": "$summery"}), ValueError, r"body: \$summery is no field; there are timestamp, status"),
     (lambda: Webhook(URL, body="5 $"), ValueError, r"body: a \$ that begins no name; write \$\$"),
     (lambda: Webhook(URL, body={"a": object()}), TypeError, "body=dict: Object of type object is not JSON"),
-    (lambda: Webhook(URL, body={"a": float("nan")}), ValueError, "body=dict: Out of range"),
     (lambda: Webhook(URL, body=endless()), ValueError, "body=dict: it contains itself"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "kind", "said"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_argument_raises_and_says_what_to_do(
+def test_wrong_arguments_raise(
     make: Callable[[], object], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each error names the argument and the fix; neither it nor what it was raised from has a secret in it."""
+    """Each error names the argument and the fix, and no cause of it has a secret."""
     monkeypatch.delenv("TORCH_GRAD_EXPORTER_WEBHOOK_URL", raising=False)
     with pytest.raises(kind, match=said) as caught:
         make()
@@ -85,7 +75,7 @@ def test_a_wrong_argument_raises_and_says_what_to_do(
 
 
 def clean(error: BaseException) -> bool:
-    """Whether the messages of an error and of all that it was raised from are without a secret."""
+    """Return whether an error and its causes have no secret."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None:
@@ -105,19 +95,19 @@ NO_NOTIFIERS: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("alerts", "said"), NO_NOTIFIERS, ids=range(len(NO_NOTIFIERS)))
-def test_what_is_no_notifier_raises_before_anything_is_registered(alerts: object, said: str) -> None:
-    """The error names the place in the list; the model has no hook and there is no new thread."""
+def test_wrong_alerts_raise(alerts: object, said: str) -> None:
+    """The error names the place in the list, and neither hook nor thread is left."""
     model, threads = torch.nn.Linear(2, 2), lasting_threads()
+    before = all_hooks(model)
     with pytest.raises(TypeError, match=said) as caught:
         start_exporter(model, port=None, alerts=alerts)  # type: ignore[arg-type]
     assert SECRET not in str(caught.value)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert all_hooks(model) == before
     assert lasting_threads() == threads
 
 
 def test_no_repr_shows_an_address_or_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of a notifier, of its address, or of what it is made of, wherever the address comes from."""
+    """No `repr` of a notifier shows an address or a header."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_WEBHOOK_URL", URL)
     file = tmp_path / "url"
     file.write_text(f"{URL}\n")
@@ -127,8 +117,8 @@ def test_no_repr_shows_an_address_or_a_header(tmp_path: Path, monkeypatch: pytes
     assert repr(Log()) == "Log(min_severity='info')"
 
 
-def test_an_address_comes_from_an_argument_a_file_or_the_environment(tmp_path: Path) -> None:
-    """The argument wins over the variable; a file is read anew each time, and an error of it names the file alone."""
+def test_sources_of_an_address(tmp_path: Path) -> None:
+    """An argument precedes the variable, and a file is read again each time."""
     file = tmp_path / "url"
     file.write_text(f"{URL}\n")
     assert Address(URL, None, "V", {"V": "https://other"}).text() == URL
@@ -143,13 +133,13 @@ def test_an_address_comes_from_an_argument_a_file_or_the_environment(tmp_path: P
 
 
 def sent(body: bodies.Body | None, one: Notification) -> tuple[object, str]:
-    """What a webhook would send, decoded, and its content type."""
+    """Return the decoded body of a webhook and its content type."""
     content, kind = bodies.encoded(bodies.checked(body), one)
     return (json.loads(content) if kind == bodies.JSON else content.decode()), kind
 
 
 def test_a_payload_has_all_that_is_known() -> None:
-    """Each field of the specification is there, with a time that others can read and numbers that JSON has."""
+    """The payload has each field, with an ISO time and numbers that JSON has."""
     payload, kind = sent(None, notification(layer="encoder.0", value=float("inf"), rank=3))
     assert kind == "application/json"
     assert isinstance(payload, dict)
@@ -160,8 +150,8 @@ def test_a_payload_has_all_that_is_known() -> None:
     }  # fmt: skip
 
 
-def test_a_template_is_filled_in_wherever_it_has_texts() -> None:
-    """In nested JSON too; what is filled in may have quotes, a $ and line breaks, and stays one text."""
+def test_a_template_is_filled_in() -> None:
+    """Texts in nested JSON are filled in, whatever characters the values have."""
     nasty = 'a "quoted" $alert\n{step}'
     body = {"blocks": [{"type": "section", "n": 3, "text": {"text": "$severity: $summary ($value$layer)"}}], "cost": "$$5"}
     assert sent(body, notification(summary=nasty, value=0.5))[0] == {
@@ -171,7 +161,7 @@ def test_a_template_is_filled_in_wherever_it_has_texts() -> None:
 
 
 def test_a_callable_makes_json_text_or_bytes() -> None:
-    """It gets the notification with all its fields."""
+    """A callable gets the notification and returns JSON, text or bytes."""
     assert sent(lambda one: {"text": f"{one.alert} {one.value}"}, notification()) == ({"text": "LossSpike 3.0"}, "application/json")
     assert sent(lambda one: one.status, notification()) == ("firing", "text/plain; charset=utf-8")
     assert sent(lambda _: b"[1]", notification()) == ([1], "application/json")
@@ -180,13 +170,13 @@ def test_a_callable_makes_json_text_or_bytes() -> None:
 @pytest.mark.parametrize(
     ("notifier", "expected"), [(Log(), 3), (Webhook(URL), 2), (Webhook(URL, min_severity="critical"), 1), (Alertmanager(URL), 3)]
 )
-def test_only_what_is_severe_enough_is_taken(notifier: Log | Webhook | Alertmanager, expected: int) -> None:
-    """`min_severity` takes its own severity and what is worse; the defaults are info, warning and info."""
+def test_min_severity(notifier: Log | Webhook | Alertmanager, expected: int) -> None:
+    """`min_severity` takes its own severity and worse ones."""
     assert sum(notifier.takes(notification(severity=one)) for one in ("info", "warning", "critical")) == expected
 
 
-def test_an_alertmanager_gets_the_summary_of_prometheus() -> None:
-    """The template of the rule is filled in; where it needs a label that is not here, the sentence of the process stands in."""
+def test_the_summary_of_prometheus() -> None:
+    """The rule's template is filled in, or the sentence of the process where it needs a missing label."""
     template = "Layer {{ $labels.layer }} of run {{ $labels.run }} is dead."
     assert notification(layer="a", by_layer=True, template=template).headline == "Layer a of run r is dead."
     assert notification(layer="a", by_layer=False, template=template).headline == "The loss jumped 3 times."

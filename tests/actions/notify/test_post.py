@@ -1,4 +1,4 @@
-"""Requests over HTTP, to receivers that refuse, hang, drip, redirect, answer late or die: what is said, and that nothing leaks."""
+"""Requests over HTTP to receivers that refuse, hang, drip, redirect or die: errors, and no leaks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from tests.support.notified import SECRET, Answer, notification, receiver, refus
 from torch_grad_exporter.actions import Alertmanager, Webhook
 from torch_grad_exporter.actions.notify.post import LEFT_BEHIND
 from torch_grad_exporter.actions.notify.sending import Send, SendError
-from torch_grad_exporter.lifecycle import BackgroundThread
 
 
 def plenty() -> float:
-    """There is time."""
+    """Return enough time."""
     return math.inf
 
 
 def failure(send: Send, left: Callable[[], float] = plenty) -> SendError:
-    """What sending a notification fails of; nothing of it or of what it was raised from has a secret in it."""
+    """Return the error of sending, in which no cause has a secret."""
     with pytest.raises(SendError) as caught:
         send([notification()], left)
     one: BaseException | None = caught.value
@@ -41,7 +40,7 @@ def failure(send: Send, left: Callable[[], float] = plenty) -> SendError:
 
 
 def test_a_request_has_what_was_chosen() -> None:
-    """The path with its query, the user of the address, the headers, and a body of JSON."""
+    """A request has the path with its query, the user, the headers and a JSON body."""
     with receiver() as there:
         url = there.url.replace("://", "://user:word@")
         Webhook(url, headers={"X-Token": SECRET}).sender()([notification()], plenty)
@@ -53,7 +52,7 @@ def test_a_request_has_what_was_chosen() -> None:
 
 
 def test_a_chosen_authorization_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A password in ~/.netrc replaces neither a header nor nothing."""
+    """A password in ~/.netrc does not replace a header, and adds none."""
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login other password other\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with receiver() as there:
@@ -62,27 +61,20 @@ def test_a_chosen_authorization_stays(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [asked.headers.get("authorization") for asked in there.asked] == [f"Bearer {SECRET}", None]
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504, 408, 429])
-def test_what_may_pass_is_said_so(status: int) -> None:
-    """5xx, 408 and 429 may be tried again, after what the receiver asks for."""
+@pytest.mark.parametrize(("status", "passing"), [(500, True), (503, True), (408, True), (429, True), (400, False), (404, False)])
+def test_statuses_that_may_pass(status: int, passing: bool) -> None:
+    """5xx, 408 and 429 may be tried again after the pause of `Retry-After`, and other refusals are permanent."""
     with receiver(then=Answer(status, {"Retry-After": "7"})) as there:
         error = failure(Webhook(there.url).sender())
-    assert (error.passing, error.pause) == (True, 7.0)
+    assert error.passing is passing
     assert str(error).startswith(f"HTTP {status} ")
+    if passing:
+        assert error.pause == 7.0
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 413, 422])
-def test_a_refusal_is_permanent(status: int) -> None:
-    """Any other 4xx is not tried again."""
-    with receiver(then=Answer(status)) as there:
-        error = failure(Webhook(there.url).sender())
-    assert not error.passing
-    assert str(error).startswith(f"HTTP {status} ")
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_a_redirect_is_not_followed(status: int) -> None:
-    """Neither to another host nor to the same; the error does not say where it leads."""
+    """A redirect is not followed, and the error does not say where it leads."""
     with receiver() as other, receiver(then=Answer(status, {"Location": other.url})) as there:
         error = failure(Webhook(there.url).sender())
         assert other.asked == []
@@ -92,30 +84,15 @@ def test_a_redirect_is_not_followed(status: int) -> None:
 
 
 def test_a_receiver_that_refuses() -> None:
-    """Nothing listens: said at once, and it may pass."""
+    """Where nothing listens the error says so, and may pass."""
     error = failure(Webhook(refused_url()).sender())
     assert error.passing
     assert str(error) == "no connection, or none that lasted (ConnectionRefusedError)"
 
 
-def test_a_host_that_there_is_not() -> None:
-    """A name that no resolver has; the name is not said."""
-    error = failure(Webhook(f"http://{SECRET.lower()}.invalid/").sender())
-    assert error.passing
-    assert SECRET.lower() not in str(error)
-
-
-def test_a_receiver_that_dies_in_its_answer() -> None:
-    """The connection ends without an answer: it may pass."""
-    with receiver(then=Answer(dies=True)) as there:
-        error = failure(Webhook(there.url).sender())
-    assert error.passing
-    assert str(error) == "no connection, or none that lasted (RemoteDisconnected)"
-
-
 @pytest.mark.parametrize("answer", [Answer(hangs=True), Answer(drips=True)], ids=["hangs", "drips"])
-def test_a_receiver_that_never_comes_to_its_end(answer: Answer) -> None:
-    """Whether it says nothing or a byte now and then: the request takes its timeout, and some are left behind at most."""
+def test_endless_answers_time_out(answer: Answer) -> None:
+    """A request ends with its timeout, and the number of hanging ones is bounded."""
     with receiver(then=answer) as there:
         send = Webhook(there.url, timeout=0.2).sender()
         for _ in range(LEFT_BEHIND + 1):
@@ -126,7 +103,7 @@ def test_a_receiver_that_never_comes_to_its_end(answer: Answer) -> None:
 
 
 def test_the_end_does_not_wait_for_a_request() -> None:
-    """When there is no time left, a request that is under way is left behind, whatever its timeout is."""
+    """A request is left behind when no time is left."""
     with receiver(then=Answer(hangs=True)) as there:
         send, left = Webhook(there.url, timeout=60).sender(), [math.inf]
         threading.Thread(target=lambda: there.got(1) and left.__setitem__(0, 0.0), daemon=True).start()
@@ -136,7 +113,7 @@ def test_the_end_does_not_wait_for_a_request() -> None:
 
 
 def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
-    """A failure that does not pass, in words that say what to check."""
+    """A certificate that does not verify is a permanent failure that names it."""
     certificate, key = authority().issue("ip:127.0.0.1").write(tmp_path, "leaf")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -153,7 +130,7 @@ def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
 
 
 def test_a_body_that_fails() -> None:
-    """A callable that raises, or gives what JSON does not have, fails this notification; nothing is sent."""
+    """A body that raises or is not JSON fails this notification, and nothing is sent."""
 
     def broken(_one: object) -> object:
         raise KeyError("loss")
@@ -170,17 +147,8 @@ def test_a_body_that_fails() -> None:
         assert there.asked == []
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
-    """The file is read for each request: when it is gone the notification fails, and the error names the file."""
-    file = tmp_path / "url"
-    file.write_text(refused_url())
-    send = Webhook(url_file=file).sender()
-    file.unlink()
-    assert "cannot be read: FileNotFoundError" in str(failure(send))
-
-
 def test_no_library_logs_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the user has every logger at DEBUG; what the user's own requests log stays."""
+    """No library logs a secret with all loggers at DEBUG."""
     with caplog.at_level(logging.DEBUG), receiver(Answer(500)) as there:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.DEBUG)
         send = Webhook(there.url, headers={"X": SECRET}).sender()
@@ -190,9 +158,9 @@ def test_no_library_logs_a_request(caplog: pytest.LogCaptureFixture) -> None:
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("end", ["", "/", "/api/v2/alerts"])
+@pytest.mark.parametrize("end", ["", "/api/v2/alerts"])
 def test_the_path_of_an_alertmanager(end: str) -> None:
-    """Alerts go to /api/v2/alerts below the address, in one request; what lasts expires by itself, what is over has ended."""
+    """Alerts go to /api/v2/alerts below the address, with their ends."""
     with receiver() as there:
         send = Alertmanager(f"{there.root}/prefix{end}").sender()
         send([notification(), notification(status="resolved", layer="a", by_layer=True)], plenty)
@@ -210,21 +178,24 @@ def test_the_path_of_an_alertmanager(end: str) -> None:
 
 
 def test_a_request_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its exit Python 3.12 starts no thread any more, and what ends the run is told all the same."""
+    """At its exit Python 3.12 starts no thread, and the last notification is sent all the same."""
+    start = threading.Thread.start
 
-    def refused(_thread: BackgroundThread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("torch-grad-exporter"):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
 
     with receiver() as there:
         send = Webhook(there.url).sender()
-        monkeypatch.setattr(BackgroundThread, "start", refused)
+        monkeypatch.setattr(threading.Thread, "start", refused)
         send([notification()], lambda: 5.0)
         assert len(there.asked) == 1
 
 
 @pytest.mark.parametrize("make", [pickle.dumps, copy.deepcopy], ids=["pickle", "copy"])
 def test_a_notifier_is_not_pickled(make: Callable[[object], object]) -> None:
-    """Else a checkpoint of a run's settings would have the secrets."""
+    """A notifier refuses to be pickled or copied, since it has secrets."""
     with pytest.raises(TypeError, match="secrets") as raised:
         make(Webhook(f"https://example.org/{SECRET}"))
     assert SECRET not in str(raised.value)
