@@ -1,4 +1,4 @@
-"""Norms by exponential bucket: what is in which, and that they count what the classic buckets count."""
+"""Exponential buckets of norms: their borders, and that they count what the classic buckets count."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAMES = ("torch_grad_norm_distribution", "torch_grad_global_norm_distribution")
 
 
 @given(st.floats(min_value=1e-300, max_value=1e300))
-def test_a_value_is_in_the_bucket_of_opentelemetrys_own_mapping(value: float) -> None:
-    """The index is the one that the SDK finds, or its neighbour where the value is a border to the last few digits."""
+def test_buckets_are_those_of_opentelemetry(value: float) -> None:
+    """A value's bucket is the one that the SDK finds, or its neighbour where the value is a border to the last few digits."""
     (found,) = buckets(np.array([value])).tolist()
     assert abs(found - MAPPING.map_to_index(value)) <= 1
     if found != MAPPING.map_to_index(value):
@@ -38,7 +38,7 @@ def test_powers_of_two_and_their_neighbours() -> None:
 
 
 def test_counts_are_by_row_and_leave_zeros_out() -> None:
-    """Three rows, of which one was never seen and one saw a zero; a copy does not change any more."""
+    """A row that was never seen and one that saw a zero have no counts; a copy does not change later."""
     counts = ExponentialCounts()
     counts.observe([0, 2, 0], np.array([1.0, 0.0, 1.05]))
     before = counts.of([2, 0, 1])
@@ -48,7 +48,7 @@ def test_counts_are_by_row_and_leave_zeros_out() -> None:
 
 
 def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, observe: bool = False) -> None:
-    """Forty steps whose gradients grow and shrink, one of them not finite, and so left out, and one zero."""
+    """Train forty steps whose gradients grow and shrink, with a NaN, which is left out, and a zero."""
     for number in range(40):
         optimizer.zero_grad()
         factor = float("nan") if number == 7 else 0.0 if number == 9 else 2.0 ** (number % 13 - 6)
@@ -61,7 +61,7 @@ def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.O
 
 @pytest.mark.parametrize("observe", [False, True], ids=["sampled", "observed"])
 def test_both_kinds_of_buckets_count_the_same(monkeypatch: pytest.MonkeyPatch, observe: bool) -> None:
-    """Of each layer and over all, exponential buckets within a classic one hold as many; zeros are the classic ones' alone."""
+    """For layers and over all, exponential buckets within a classic one count as many; a zero is in the classic one alone."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "base2_exponential_bucket_histogram")
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
@@ -77,14 +77,14 @@ def test_both_kinds_of_buckets_count_the_same(monkeypatch: pytest.MonkeyPatch, o
 
 
 def merged(family: Family, row: int) -> list[float]:
-    """The exponential counts up to each bound, as far as the bound is one of theirs: to within a bucket's width."""
+    """Return the exponential counts up to each bound, to within a bucket's width."""
     assert family.exponential is not None
     counts = family.exponential[row]
     return [sum(n for i, n in counts.items() if 2 ** ((i + 0.5) / 2**SCALE) <= bound) for bound in WIDE]
 
 
 def classic(family: Family, row: int) -> list[float]:
-    """The classic counts up to the same bounds, without the zero, which is below all."""
+    """Return the classic counts up to the same bounds, without the zero, which is below all."""
     bounds = np.array([*family.spec.buckets, np.inf])
     return [float(family.values[row][bounds <= bound].sum()) - 1 for bound in WIDE]
 

@@ -26,30 +26,30 @@ OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), F
 
 
 def made() -> Perceptron:
-    """The same model each time."""
+    """Return the same model each time."""
     torch.manual_seed(0)
     return Perceptron()
 
 
 def data(step: int, part: int) -> torch.Tensor:
-    """A rank's batch of a step."""
+    """Return a rank's batch of a step."""
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + part))
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Those that are there."""
+    """Return the gradients that are there."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def in_place(model: torch.nn.Module) -> None:
-    """An all-reduce of each gradient."""
+    """Reduce each gradient in place."""
     for gradient in gradients(model):
         dist.all_reduce(gradient)
         gradient.div_(RANKS)
 
 
 def flat(model: torch.nn.Module) -> None:
-    """An all-reduce of one buffer, whose pieces take the gradients' places."""
+    """Reduce one buffer, whose pieces take the gradients' places."""
     buffer = torch.cat([gradient.flatten() for gradient in gradients(model)])
     dist.all_reduce(buffer)
     pieces = (buffer / RANKS).split([p.numel() for p in model.parameters()])
@@ -58,13 +58,13 @@ def flat(model: torch.nn.Module) -> None:
 
 
 def clipped(model: torch.nn.Module) -> None:
-    """An all-reduce, and then clipping to a norm that is always exceeded."""
+    """Reduce, and then clip to a norm that is always exceeded."""
     in_place(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 def nothing(_model: torch.nn.Module) -> None:
-    """The gradients are used as they are."""
+    """Use the gradients as they are."""
 
 
 class Synchronizing(torch.optim.SGD):
@@ -79,7 +79,7 @@ class Synchronizing(torch.optim.SGD):
 
 
 def within(parameter: torch.Tensor) -> None:
-    """A hook that reduces in the backward."""
+    """Reduce in a hook of the backward."""
     dist.all_reduce(parameter.grad)
     parameter.grad /= RANKS
 
@@ -94,7 +94,7 @@ AT_THE_STEP = {"scaled", "in place", "flat", "clipped", "in the step", "two opti
 
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
-    """What the exporter logs."""
+    """Return what the exporter logs."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -110,14 +110,14 @@ def told() -> Iterator[list[str]]:
 
 
 def optimizers_of(loop: str, model: Perceptron) -> list[torch.optim.Optimizer]:
-    """What steps in a loop."""
+    """Return what steps in a loop."""
     if loop == "two optimizers":
         return [torch.optim.SGD(model.first.parameters(), lr=0.05), torch.optim.SGD(model.second.parameters(), lr=0.05)]
     return [(Synchronizing if loop == "in the step" else torch.optim.SGD)(model.parameters(), lr=0.05)]
 
 
 def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
-    """What was shown after each step, and what is true: the norms that the optimizer saw, and this rank's own."""
+    """Return what was shown after each step, and the truth: the norms that the optimizer saw, and this rank's own."""
     model = made()
     if loop == "in the backward":
         for parameter in model.parameters():
@@ -147,7 +147,7 @@ def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    """One of the ranks: all loops, one after the other."""
+    """Run one of the ranks, all loops one after the other."""
     found = {}
     for number, loop in enumerate(LOOPS):
         store, patience = f"file://{folder}/store-{number}", dt.timedelta(seconds=PATIENCE)
@@ -163,7 +163,7 @@ Found = list[dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """By rank and loop."""
+    """Return the findings by rank and loop."""
     folder = tmp_path_factory.mktemp("by_hand")
     run_ranks(rank_main, str(folder), ranks=RANKS)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(RANKS)]  # noqa: S301 - our own
@@ -171,7 +171,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
-    """Layers stand on the first rank, at each step, with the norm that the optimizers of both ranks see; nothing is lost."""
+    """The first rank shows the layers of each step, with the norm that the optimizers of both ranks see; nothing is lost."""
     first, second = (ranks[loop] for ranks in found)
     assert first["seen"] == second["seen"]
     for shown, seen in zip(first["layers"], first["seen"], strict=True):
@@ -188,8 +188,8 @@ def test_where_gradients_are_read_is_said(found: Found, loop: str) -> None:
         assert any("written after the backward" in line for line in ranks[loop]["said"]) == (loop in AT_THE_STEP)
 
 
-def test_an_optimizer_that_clears_before_the_next_one_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does to its own gradients is no reduction of the others': they are read where the backward ends."""
+def test_clearing_between_two_steps_is_not_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that clears its own gradients before the next one steps does not count as a reduction of the others'."""
     for name, number in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(number))
     model = made()

@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.real_prometheus import Prometheus
-from tests.support.tools import FOREVER, PATIENCE, eventually, find
+from tests.support.tools import PATIENCE, eventually, find
 from torch_grad_exporter.distributed.discovery import (
-    FEW,
     STALE_SECONDS,
     TOUCH_SECONDS,
     Discovery,
@@ -29,12 +24,12 @@ from torch_grad_exporter.distributed.discovery import (
     TargetFile,
     address,
 )
-from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError, connected
+from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError
 from torch_grad_exporter.outputs.http.listener import open_listener
 
 
 def target(rank: int = 0, port: int = 9100, **more: object) -> Target:
-    """A rank's."""
+    """Return a rank's target."""
     about = {"run": "r 1", "local_rank": rank, "host": "h", "labels": {}} | more
     return Target(address=f"10.0.0.1:{port}", rank=rank, **about)  # type: ignore[arg-type]
 
@@ -91,18 +86,11 @@ def test_the_address(*, addr: str, advertise: str, resolved: list[str], route: s
     assert found == expected
 
 
-def test_the_address_of_this_host() -> None:
-    """On the host of the tests an address is found as well, and it is none of loopback unless there is nothing else."""
-    host, _, port = address("", 9101).rpartition(":")
-    assert port == "9101"
-    assert host
-
-
 # The file
 
 
 def test_the_file_of_a_rank(tmp_path: Path) -> None:
-    """One file in a directory that is made, readable for all, with a list of one group; a clean end removes it."""
+    """A rank has one readable file with a list of one group, in a folder that is made; a clean end removes it."""
     file = TargetFile(str(tmp_path / "sd"), target(3))
     assert not file.path.exists()
     file.refresh()
@@ -116,7 +104,7 @@ def test_the_file_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_a_file_is_kept_fresh(tmp_path: Path) -> None:
-    """As long as a rank runs its file is young; one that was removed comes back; the age that means stale is much longer."""
+    """While a rank runs its file is touched, and comes back when it was removed."""
     clock = Clock()
     file = TargetFile(str(tmp_path), target(), clock=clock)
     file.refresh()
@@ -136,8 +124,8 @@ def test_a_file_is_kept_fresh(tmp_path: Path) -> None:
     assert STALE_SECONDS > 2 * (TOUCH_SECONDS + 300)
 
 
-def test_who_had_this_address_is_gone(tmp_path: Path) -> None:
-    """The file that a killed run left would show a later one, at the same port, as alive: it is removed; others stay."""
+def test_the_file_of_a_killed_run_is_removed(tmp_path: Path) -> None:
+    """A file with this rank's address, left by a killed run, is removed; others stay."""
     gone, elsewhere, alive, mine = (
         TargetFile(str(tmp_path), one)
         for one in (target(run="gone"), target(run="elsewhere", host="another"), target(run="alive", port=9101), target())
@@ -150,23 +138,8 @@ def test_who_had_this_address_is_gone(tmp_path: Path) -> None:
     assert left == {elsewhere.path.name, alive.path.name, "nobody's.json", mine.path.name}
 
 
-def test_among_many_only_stale_ones_are_read(tmp_path: Path) -> None:
-    """A thousand ranks that start at once do not read each other's files; what a killed run left is found once it is stale."""
-    for number in range(FEW):
-        (tmp_path / f"{number}.json").write_text("[]")
-    gone, clock = TargetFile(str(tmp_path), target(run="gone")), Clock()
-    gone.refresh()
-    mine = TargetFile(str(tmp_path), target(), clock=clock)
-    mine.refresh()
-    assert gone.path.exists()
-    os.utime(gone.path, (0, 0))
-    clock.now += TOUCH_SECONDS
-    mine.refresh()
-    assert not gone.path.exists()
-
-
-def test_a_name_that_is_free_again(tmp_path: Path) -> None:
-    """Of two jobs with one name the later one has the file; once that is dead for long the other one takes it back."""
+def test_a_free_name_is_taken_back(tmp_path: Path) -> None:
+    """Of two jobs with one name the later one has the file, until that one has been dead for long."""
     clock = Clock()
     first = TargetFile(str(tmp_path), target(), clock=clock)
     first.refresh()
@@ -182,7 +155,7 @@ def test_a_name_that_is_free_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [9100, 9200], ids=["same port", "another port"])
 def test_a_restarted_rank(port: int, tmp_path: Path) -> None:
-    """A restarted rank takes over the file, and the process before it neither touches nor removes it any more."""
+    """A restarted rank takes over the file, and the process before it neither touches nor removes it."""
     clock = Clock()
     before, after = TargetFile(str(tmp_path), target(), clock=clock), TargetFile(str(tmp_path), target(port=port))
     before.refresh()
@@ -227,14 +200,14 @@ class Remembered:
 
 @contextlib.contextmanager
 def client(shared: Remembered) -> Iterator[JobStore]:
-    """Our client of it."""
+    """Return our client of the store."""
     store = JobStore(lambda: shared)
     yield store
     store.close()
 
 
 def test_rank_0_lists_all() -> None:
-    """Rank 0 lists itself at once, and the others when it has read them; a rank that ended is gone; the others list themselves."""
+    """Rank 0 lists itself at once and the other ranks once it has read them, until they end; others list themselves."""
     shared = Remembered()
     with client(shared) as store:
         ranks = [RankList(store, target(rank, 9100 + rank), 12) for rank in range(12)]
@@ -253,7 +226,7 @@ def test_rank_0_lists_all() -> None:
 
 
 def test_a_list_that_cannot_be_read() -> None:
-    """A store that fails leaves the last list as it was, one that is not there yet is no failure; what is no group is left out."""
+    """A store that fails leaves the last list as it was, and an entry that is not a group is left out."""
     shared = Remembered()
     with client(shared) as store, client(shared) as other:
         first = RankList(store, target(0), 3)
@@ -298,18 +271,8 @@ def test_a_life(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "torch-grad-exporter-discovery"]
 
 
-def test_nothing_to_do() -> None:
-    """Without a folder and a store there is no thread, and the list has this process alone."""
-    discovery = Discovery(target(), on_error=lambda error: pytest.fail(str(error)))
-    threads = threading.active_count()
-    discovery.start()
-    assert threading.active_count() == threads
-    assert json.loads(discovery.body()) == [target().group()]
-    discovery.close()
-
-
 def test_a_failure_costs_only_itself(tmp_path: Path) -> None:
-    """A directory that cannot be written is told each time, and the store's entry is there all the same."""
+    """A folder that cannot be written is reported, and the store has the entry all the same."""
     (tmp_path / "sd").touch()
     errors: list[BaseException] = []
     shared = Remembered()
@@ -320,48 +283,6 @@ def test_a_failure_costs_only_itself(tmp_path: Path) -> None:
         assert eventually(lambda: bool(shared.values))
         discovery.close()
     assert [type(error) for error in errors] == [NotADirectoryError]
-
-
-def test_an_entry_that_hangs() -> None:
-    """Closing waits for what hangs no longer than it may."""
-    over = threading.Event()
-
-    class Hangs(Remembered):
-        def set(self, key: str, value: bytes) -> None:
-            over.wait(FOREVER)
-
-    def is_bounded() -> bool:
-        discovery = Discovery(target(), ranks=RankList(store, target(), 2), on_error=errors.append)
-        discovery.start()
-        start = time.monotonic()
-        discovery.close(0.2)
-        waited = time.monotonic() - start
-        assert json.loads(discovery.body()) == [target().group()]
-        assert waited >= 0.2
-        return waited < 0.7
-
-    errors: list[BaseException] = []
-    with client(Hangs()) as store:
-        assert eventually(is_bounded)
-        over.set()
-
-
-def test_a_folder_that_hangs_holds_up_no_list() -> None:
-    """A network file system may hang for hours; the list of the ranks comes from elsewhere."""
-    over = threading.Event()
-
-    class Hangs(TargetFile):
-        def refresh(self) -> None:
-            over.wait(FOREVER)
-
-    shared = Remembered()
-    with client(shared) as store:
-        file, ranks = Hangs("nowhere", target()), RankList(store, target(), 2)
-        discovery = Discovery(target(), file=file, ranks=ranks, on_error=lambda error: pytest.fail(str(error)))
-        discovery.start()
-        assert eventually(lambda: bool(shared.values))
-        over.set()
-        discovery.close(0.2)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
@@ -381,49 +302,6 @@ def test_a_forked_child(tmp_path: Path) -> None:
     assert list(tmp_path.glob("[!.]*")) == []
 
 
-# Real ranks
-
-RANK = """
-import sys, time
-import torch.distributed as dist
-from torch_grad_exporter.distributed.discovery import Discovery, RankList, Target, TargetFile
-from torch_grad_exporter.distributed.store import JobStore, connected
-port, rank = int(sys.argv[2]), int(sys.argv[3])
-theirs = dist.TCPStore("127.0.0.1", port, is_master=False)
-mine = Target(address=f"10.0.0.1:{9100 + rank}", run="r 1", rank=rank, local_rank=rank, host="h")
-store = JobStore(lambda: connected({}, group=lambda: theirs))
-discovery = Discovery(mine, file=TargetFile(sys.argv[1], mine), ranks=RankList(store, mine, 3), on_error=print, interval=0.05)
-discovery.start()
-sys.stdin.readline()
-discovery.close(120)
-store.close()
-"""
-
-
-def test_ranks_that_end_and_that_are_killed(tmp_path: Path) -> None:
-    """Of two ranks the one that ends takes its file and its entry back; the one that is killed leaves both, for `up` to be 0."""
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    store = JobStore(lambda: connected({}, group=lambda: host))
-    first = RankList(store, target(0), 3)
-
-    def listed() -> list[str]:
-        first.refresh()
-        return [group["labels"]["rank"] for group in first.groups()]  # type: ignore[index]
-
-    command = [sys.executable, "-c", RANK, str(tmp_path), str(host.port)]
-    ranks = [subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2)]
-    assert eventually(lambda: listed() == ["0", "1", "2"])
-    assert eventually(lambda: len(list(tmp_path.glob("*.json"))) == 2)
-    ranks[1].send_signal(signal.SIGKILL)
-    ranks[0].communicate(b"\n", timeout=PATIENCE)
-    ranks[1].communicate(timeout=PATIENCE)
-    assert ranks[0].returncode == 0
-    assert listed() == ["0", "2"]
-    (left,) = tmp_path.glob("[!.]*")
-    assert json.loads(left.read_bytes()) == [target(2, 9102).group()]
-    store.close()
-
-
 # A real Prometheus
 
 CONFIGURATION = """
@@ -431,66 +309,27 @@ scrape_configs:
   - job_name: files
     honor_labels: true
     file_sd_configs: [{{files: ["{folder}/*.json"], refresh_interval: 1s}}]
-  - job_name: list
-    honor_labels: true
-    http_sd_configs: [{{url: "http://127.0.0.1:{port}/sd", refresh_interval: 1s}}]
 """
 
 
-@contextlib.contextmanager
-def listing(discovery: Discovery) -> Iterator[int]:
-    """A server of its list, and its port."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = discovery.body()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-def known(prometheus: Prometheus, job: str) -> set[tuple[str, ...]]:
-    """The targets that it knows: address with scheme, run, rank, local rank, host."""
+def known(prometheus: Prometheus) -> set[tuple[str, ...]]:
+    """Return the targets that Prometheus knows: address, run, rank, local rank, host."""
     with contextlib.suppress(OSError):
         data = prometheus.get("/api/v1/targets", state="active")
         assert isinstance(data, dict)
-        return {
-            (one["scrapeUrl"], *(one["labels"][name] for name in ("run", "rank", "local_rank", "host")))
-            for one in data["activeTargets"]
-            if one["scrapePool"] == job
-        }
+        names = ("run", "rank", "local_rank", "host")
+        return {(target["scrapeUrl"], *(target["labels"][name] for name in names)) for target in data["activeTargets"]}
     return set()
 
 
 @pytest.mark.server
 def test_a_real_prometheus(tmp_path: Path) -> None:
-    """Prometheus knows all ranks from files and list, never sees a part of a file that is rewritten 200 times, forgets a rank."""
+    """Prometheus knows all ranks from their files, never reads a part of one, and forgets a rank that ends."""
     folder, log = tmp_path / "sd", tmp_path / "log"
     folder.mkdir()
-    shared = Remembered()
-    with client(shared) as store, contextlib.ExitStack() as stack:
-        targets = [target(0), target(1, 9101, scheme="https")]
-        all_ranks = [RankList(store, one, 2) for one in targets]
-        for ranks in (*all_ranks, all_ranks[0]):
-            ranks.refresh()
-        answering = Discovery(target(), ranks=all_ranks[0], on_error=print)
+    with contextlib.ExitStack() as stack:
         configuration = tmp_path / "prometheus.yml"
-        configuration.write_text(CONFIGURATION.format(folder=folder, port=stack.enter_context(listing(answering))))
-        subprocess.run(
-            [find("promtool"), "check", "config", configuration], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL
-        )
+        configuration.write_text(CONFIGURATION.format(folder=folder))
         with contextlib.closing(open_listener("127.0.0.1", (0,))) as listener:
             port = listener.getsockname()[1]
         options = [
@@ -502,15 +341,14 @@ def test_a_real_prometheus(tmp_path: Path) -> None:
         process = stack.enter_context(subprocess.Popen([find("prometheus"), *options], stdout=output, stderr=output))
         stack.callback(process.terminate)
         prometheus = Prometheus(port)
-        files = [TargetFile(str(folder), one) for one in targets]
+        files = [TargetFile(str(folder), one) for one in (target(0), target(1, 9101, scheme="https"))]
         for file in files:
             file.refresh()
         expected = {
             ("http://10.0.0.1:9100/metrics", "r 1", "0", "0", "h"),
             ("https://10.0.0.1:9101/metrics", "r 1", "1", "1", "h"),
         }
-        for job in ("files", "list"):
-            assert eventually(lambda job=job: known(prometheus, job) == expected), log.read_text()  # type: ignore[misc]
+        assert eventually(lambda: known(prometheus) == expected), log.read_text()
         for turn in range(200):
             moved = TargetFile(str(folder), target(0, 9200 + turn, labels={"padding": "x" * 20_000}))
             moved.refresh()
@@ -518,13 +356,12 @@ def test_a_real_prometheus(tmp_path: Path) -> None:
         assert complaints(log) == []
         files[0].close()
         files[1].close()
-        assert eventually(lambda: {one[0] for one in known(prometheus, "files")} == {"http://10.0.0.1:9399/metrics"})
-    assert "Server is ready" in log.read_text()
+        assert eventually(lambda: {address for address, *_ in known(prometheus)} == {"http://10.0.0.1:9399/metrics"})
     # It may list a file and open it after it was removed.
     assert [line for line in complaints(log) if "no such file" not in line] == []
 
 
 def complaints(log: Path) -> list[str]:
-    """What it says against the files that it reads."""
+    """Return the lines of the log that complain about files."""
     found = ("error reading file", "unmarshal", "level=error")
     return [line for line in log.read_text().splitlines() if any(part in line.lower() for part in found)]

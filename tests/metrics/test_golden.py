@@ -1,4 +1,4 @@
-"""The catalogue, the page about it and what a scrape really has stay in step."""
+"""The catalogue, its page and a real scrape agree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MACHINE = ("process_", "python_", *(f"torch_{part}_" for part in ("cuda", "gpu",
 
 
 def scrape() -> str:
-    """A seeded run of 24 steps with every option on, as Prometheus would get it."""
+    """Return a seeded run of 24 steps with every option on, as Prometheus would get it."""
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     with torch.no_grad():
@@ -74,7 +74,7 @@ def scrape() -> str:
 
 
 def comparable(text: str) -> str:
-    """The scrape without what differs from run to run and machine to machine."""
+    """Return the scrape without what differs from run to run and machine to machine."""
     lines = []
     for line in text.splitlines():
         if line.startswith("#"):
@@ -89,26 +89,26 @@ def comparable(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """The scrape of the known run."""
+    """Return the scrape of the known run."""
     return scrape()
 
 
 def test_scrape_is_the_golden_one(text: str) -> None:
-    """Names, labels, order, help texts and all countable values of a known run are those that were agreed on."""
+    """Names, labels, order, help texts and all countable values of a known run are those in the golden file."""
     if REWRITE:
         GOLDEN.write_text(comparable(text), encoding="utf-8")
     assert comparable(text) == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_every_declared_metric_is_in_the_scrape(text: str) -> None:
-    """Whatever the catalogue declares is shown by a run with every option on, but for what is listed with a reason."""
+    """A run with every option on shows all declared metrics, but for those listed with a reason."""
     shown = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     machine = {name for name in CATALOGUE if name.startswith(MACHINE)}
     assert shown == set(CATALOGUE) - set(NEVER_HERE) - machine
 
 
 def made_up() -> str:
-    """Every declared metric with one row, in the text format."""
+    """Return every declared metric with one row, in the text format."""
     families = []
     for spec in CATALOGUE.values():
         rows = LabelRows((tuple(f"a {label}" for label in spec.labels),))
@@ -121,12 +121,12 @@ def made_up() -> str:
 
 @pytest.mark.parametrize("made", [scrape, made_up])
 def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
-    """`promtool check metrics`, Prometheus' own linter, accepts the scrape, and all declared metrics, without a remark."""
+    """`promtool check metrics` accepts the scrape, and all declared metrics, without a remark."""
     result = subprocess.run([find("promtool"), "check", "metrics"], input=made(), capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
 
 
 def test_metrics_page_follows_the_catalogue() -> None:
-    """docs/metrics.md is what the generator makes of the catalogue."""
+    """docs/metrics.md is what its generator makes of the catalogue."""
     script = runpy.run_path(str(ROOT / "scripts" / "metrics_doc.py"))
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == script["page"]()

@@ -1,0 +1,372 @@
+"""What samples add up to: rounds and their outcome, the parts of several optimizers, sums, histograms and values of layers."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.aggregation.support import Given, Training, by_layer
+from tests.support.scrape import errors, key, value, values
+from tests.support.tools import eventually
+from torch_grad_exporter.metrics.buckets import DECADES, HALF_DECADES
+
+NAN, INF = math.nan, math.inf
+COUNTED = ("captures_total", "norm_distribution_count", "norm_distribution_sum", "norm_squared_accumulated_total")
+
+
+def counted(training: Training, layer: str) -> list[float]:
+    """Return the samples of a layer, the norms in its histogram, their sum, and that of their squares."""
+    return [training.layer(name, layer) or 0.0 for name in COUNTED]
+
+
+# Rounds
+
+
+def test_a_sample_is_shown_after_its_step() -> None:
+    """A sample is shown nowhere until its step is done, then by layer and over all of them."""
+    with Training() as training:
+        training.backward(a=3.0, a_bias=4.0, b=2.0)
+        assert (counted(training, "a"), training.whole("global_norm")) == ([0, 0, 0, 0], None)
+        training.step()
+        assert (counted(training, "a"), counted(training, "b")) == ([1, 1, 5, 25], [1, 1, 2, 4])
+        assert [training.layer("norm", layer) for layer in "ab"] == [5.0, 2.0]
+        assert training.whole("global_norm") == pytest.approx(math.sqrt(29))
+        assert (training.whole("sample_step"), training.whole("exporter_captures_total")) == (1, 1)
+
+
+def test_the_gradients_of_a_round_count_at_its_end() -> None:
+    """Of the backwards of an accumulation the sample has what they add up to, once."""
+    with Training() as training:
+        training.backward(a=100.0, b=1.0)
+        training.backward(clear=False, a=-40.0)
+        training.backward(clear=False, a=-57.0)
+        training.step()
+        assert (counted(training, "a"), training.layer("norm", "a")) == ([1, 1, 3, 9], 3)
+
+
+def test_families_that_were_collected_do_not_change() -> None:
+    """What one scrape has collected stays as it is when the training goes on."""
+    with Training() as training:
+        training.round(a=2.0)
+        families = {family.spec.name: family for family in training.exporter.collect()}
+        training.round(a=9.0)
+        assert families["torch_grad_norm"].values[0] == 2.0
+        assert families["torch_grad_captures_total"].values[0] == 1.0
+
+
+def nans(training: Training) -> float | None:
+    """Return the elements of layer `a` that were NaN."""
+    return training.layer("nonfinite_elements_total", "a", kind="nan")
+
+
+def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
+    """A NaN that no step follows shows after a second; the finite layer waits for the end of the round, each counts once."""
+    with Training() as training:
+        training.round(a=1.0, b=1.0)
+        start = time.monotonic()
+        training.backward(a=NAN, b=1.0)
+        assert nans(training) == 0 or time.monotonic() - start >= 1
+        assert eventually(lambda: nans(training) == 1)
+        assert time.monotonic() - start >= 0.9
+        for _ in range(2):
+            assert (counted(training, "b"), training.layer("norm", "b")) == ([2, 1, 1, 1], None)
+            assert training.outcomes() == {"unknown": 1}
+        training.backward(clear=False, b=4.0)
+        training.step()
+        assert (counted(training, "b"), training.layer("norm", "b")) == ([2, 2, 6, 26], 5)
+        assert (nans(training), training.outcomes(), training.whole("exporter_captures_total")) == (1, {"unknown": 1}, 2)
+        assert errors(training.exporter) == {}
+
+
+def test_a_finite_sample_waits_for_its_step() -> None:
+    """A finite sample enters no sum before its step, however late that is, and each sum once."""
+    with Training() as training:
+        training.backward(a=2.0, b=1.0)
+        start = time.monotonic()
+        assert eventually(lambda: counted(training, "a") != [0, 0, 0, 0] or time.monotonic() - start > 1.5)
+        assert (counted(training, "a"), training.layer("norm", "a")) == ([0, 0, 0, 0], None)
+        training.backward(clear=False, a=5.0)
+        training.step()
+        assert (counted(training, "a"), counted(training, "b")) == ([1, 1, 7, 49], [1, 1, 1, 1])
+
+
+# Several optimizers
+
+
+def test_only_what_was_stepped_on_is_shown() -> None:
+    """In a round of one of two optimizers the layers of the other one are neither shown nor counted."""
+    with Training(optimizers=by_layer) as training:
+        for number in range(1, 4):
+            training.backward(a=3.0, a_bias=4.0, b=70.0)
+            training.step(0)
+            training.backward(a=3.0, a_bias=4.0, b=2.0 * number)
+            training.step()
+            assert training.layer("norm", "b") == 2.0 * number
+        assert (training.layer("captures_total", "a"), training.layer("captures_total", "b")) == (6, 3)
+        assert training.layer("norm_distribution_sum", "b") == 12
+        assert [training.whole("global_norm", optimizer=name) for name in ("SGD", "Adam")] == [5.0, 6.0]
+
+
+def test_an_optimizer_that_steps_late_counts_once() -> None:
+    """A sample shows what was stepped on a second later, and the rest as the other optimizers step."""
+
+    def optimizers(model: Given) -> list[torch.optim.Optimizer]:
+        return [*by_layer(model), torch.optim.RMSprop(model["c"].parameters(), 0.0)]
+
+    model = Given({name: nn.Linear(2, 2, bias=False) for name in "abc"}).double()
+    with Training(model, optimizers) as training:
+        for _ in range(3):
+            training.round(a=1.0, b=1.0, c=1.0)
+        training.backward(a=3.0, b=4.0, c=5.0)
+        training.step(0)
+        assert eventually(lambda: counted(training, "a") == [4, 4, 6, 12])
+        assert counted(training, "b") == counted(training, "c") == [3, 3, 3, 3]
+        training.step(1)
+        assert eventually(lambda: counted(training, "b") == [4, 4, 7, 19])
+        assert (counted(training, "a"), counted(training, "c")) == ([4, 4, 6, 12], [3, 3, 3, 3])
+        training.step(2)
+        training.backward(a=3.0, b=4.0, c=5.0)
+        assert [counted(training, layer) for layer in "abc"] == [[4, 4, 6, 12], [4, 4, 7, 19], [4, 4, 8, 28]]
+        assert [training.whole("global_norm", optimizer=name) for name in ("SGD", "Adam", "RMSprop")] == [3, 4, 5]
+
+
+def test_a_layer_of_two_optimizers() -> None:
+    """Where two optimizers own parts of a layer, a round of one shows the norm of its part."""
+
+    def optimizers(model: Given) -> list[torch.optim.Optimizer]:
+        weight, bias, other = model.parameters()
+        return [torch.optim.SGD([weight], 0.0), torch.optim.Adam([bias, other], 0.0)]
+
+    with Training(optimizers=optimizers) as training:
+        training.round(a=1.0, a_bias=1.0, b=1.0)
+        for _ in range(2):
+            training.backward(a=3.0, a_bias=4.0, b=2.0)
+            training.step(1)
+        training.backward(a=3.0, a_bias=4.0, b=2.0)
+        assert training.layer("norm", "a") == 4.0
+        assert training.whole("global_norm", optimizer="Adam") == pytest.approx(math.sqrt(20))
+
+
+def test_a_hang_is_of_the_optimizers_that_usually_step() -> None:
+    """A NaN that no step follows counts for the optimizer that has stepped after such backwards before."""
+    with Training(optimizers=by_layer) as training:
+        training.round(a=1.0, b=1.0)
+        for _ in range(6):
+            training.backward(a=1.0, b=1.0)
+            training.step(1)
+        training.backward(a=NAN, b=NAN)
+        assert eventually(lambda: training.outcomes("Adam") == {"unknown": 1})
+        assert training.outcomes("SGD") == {}
+
+
+# Histograms and sums
+
+
+def test_histograms_and_sums_are_exact() -> None:
+    """Over samples of every size, also exactly on the bounds, buckets and sums are those of a loop."""
+    generator = np.random.default_rng(0)
+    norms = [*np.exp(generator.uniform(-22, 12, 100)).tolist(), 0.0, *DECADES, *HALF_DECADES, 1e5]
+    with Training() as training:
+        for norm in norms:
+            training.round(b=norm)
+        found = values(training.exporter)
+    for bounds, name, labels in (
+        (DECADES, "torch_grad_norm_distribution", {"layer": "b"}),
+        (HALF_DECADES, "torch_grad_global_norm_distribution", {}),
+    ):
+        ordered = sorted(norms)
+        for bound in bounds:
+            assert found[key(f"{name}_bucket", le=str(bound), **labels)] == bisect.bisect_right(ordered, bound), bound
+        assert found[key(f"{name}_count", **labels)] == len(norms)
+        assert found[key(f"{name}_sum", **labels)] == pytest.approx(math.fsum(norms), rel=1e-12)
+    squares = found[key("torch_grad_norm_squared_accumulated_total", layer="b")]
+    assert squares == pytest.approx(math.fsum(norm * norm for norm in norms), rel=1e-12)
+    assert found[key("torch_grad_captures_total", layer="b")] == len(norms)
+    assert found[key("torch_grad_captures_total", layer="a")] == 0
+
+
+def test_what_is_not_finite_enters_no_sum() -> None:
+    """NaN and Inf count by element and by step; gauges show them until the next sample; sums and histograms never do."""
+    with Training() as training:
+        training.round(a=2.0)
+        training.round(a=torch.full((4, 3), NAN), a_bias=1.0)
+        assert math.isnan(training.layer("norm", "a") or 0.0)
+        assert math.isnan(training.layer("max_magnitude", "a") or 0.0)
+        assert math.isnan(training.whole("global_norm") or 0.0)
+        training.round(a=torch.tensor([[INF, -INF, NAN]] + [[1.0] * 3] * 3))
+        training.round(a=2.0)
+        assert [training.layer("nonfinite_elements_total", "a", kind=kind) for kind in ("nan", "inf")] == [13, 2]
+        assert (counted(training, "a"), training.layer("norm", "a")) == ([4, 2, 4, 8], 2)
+        assert training.layer("norm_recent_max", "a") == 2
+        assert training.outcomes() == {"stepped": 2}
+        assert [training.whole(f"global_norm_distribution_{name}") for name in ("count", "sum")] == [2, 4]
+
+
+@pytest.mark.parametrize("norms", [(1e200, 1e200), (1e-200, 1e-200), (3e-30, 4e30), (0.0, 0.0), (INF, 1e200)])
+def test_norms_are_combined_without_overflow(norms: tuple[float, float]) -> None:
+    """A norm over several parameters is the root of the sum of squares, whatever their size, without a warning."""
+    with Training() as training:
+        training.round(a=norms[0], a_bias=norms[1])
+        assert training.layer("norm", "a") == pytest.approx(math.hypot(*norms), rel=1e-12)
+        assert training.whole("global_norm") == pytest.approx(math.hypot(*norms), rel=1e-12)
+        assert errors(training.exporter) == {}
+
+
+# Values of layers
+
+
+def test_values_of_a_layer_are_over_all_its_elements() -> None:
+    """Moments, extremes and ratios of a layer are those of the elements of all its parameters together."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (3 + torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (4,)))
+    weight[1:3], weight[0, 0], bias[2] = 0.0, -9.0, 0.0
+    elements = torch.cat([weight.reshape(-1), bias])
+    equal = torch.full((2, 4), 0.1)
+    with Training(moments=True, dead_window=2) as training:
+        for _ in range(2):
+            training.round(a=weight, a_bias=bias, b=equal)
+        expected = {
+            "norm": elements.norm(), "mean": elements.mean(), "stddev": elements.std(correction=0),
+            "min": elements.min(), "max": elements.max(), "max_magnitude": elements.abs().max(),
+            "zero_ratio": 7 / 16, "zero_units_ratio": 2 / 4, "dead_ratio": 2 / 4,
+        }  # fmt: skip
+        assert {name: training.layer(name, "a") for name in expected} == pytest.approx(
+            {name: float(number) for name, number in expected.items()}, rel=1e-12
+        )
+        assert training.layer("stddev", "b") == pytest.approx(0, abs=1e-8)
+        training.round(a_bias=1.0)
+        assert [training.layer(name, "a") for name in ("zero_units_ratio", "dead_ratio")] == [None, None]
+
+
+def test_parameters_without_a_gradient_are_counted() -> None:
+    """Parameters that the backward did not reach count for their layer, also where all of it was not reached."""
+    with Training() as training:
+        training.round(a=1.0)
+        assert [training.layer("missing_parameters", layer) for layer in "ab"] == [1, 1]
+        assert [training.layer("captures_total", layer) for layer in "ab"] == [1, 0]
+        training.round(a=1.0, a_bias=1.0, b=1.0)
+        assert [training.layer("missing_parameters", layer) for layer in "ab"] == [0, 0]
+
+
+@pytest.mark.full
+def test_the_recent_maximum_is_of_the_last_minute() -> None:
+    """The largest finite norm is the recent maximum for a minute, then the largest one that came later."""
+    with Training() as training:
+        start = time.monotonic()
+        training.round(a=9.0)
+        assert eventually(lambda: time.monotonic() - start > 20)
+        for norm in (3.0, INF, 2.0):
+            training.round(a=norm)
+        assert training.layer("norm_recent_max", "a") == 9
+        assert eventually(lambda: training.layer("norm_recent_max", "a") == 3)
+        assert time.monotonic() - start >= 59
+        assert eventually(lambda: training.layer("norm_recent_max", "a") is None)
+        assert time.monotonic() - start >= 79
+
+
+def test_a_spike_counts_for_its_layer_and_the_whole() -> None:
+    """A norm of 1,000 times the usual one is one spike of its layer and one of the whole; 20 samples come before a z-score."""
+    generator = np.random.default_rng(2)
+    usual = np.exp(generator.normal(0.0, 0.2, (50, 2)))
+    usual[40, 0] *= 1000
+    with Training() as training:
+        for number, (a, b) in enumerate(usual.tolist()):
+            training.round(a=a, b=b)
+            if number in (19, 20):
+                assert (training.layer("norm_zscore", "a") is None) == (number == 19)
+        assert [training.layer("norm_spikes_total", layer) for layer in "ab"] == [1, 0]
+        assert training.whole("global_norm_spikes_total") == 1
+        assert 0 < abs(training.layer("norm_zscore", "a") or 0.0) < 6
+
+
+def test_a_layer_that_a_closure_thaws_is_in_its_sample() -> None:
+    """A closure thaws a layer within the step: its gradient is shown, and the weights of the others are measured."""
+    with Training(weights=True) as training:
+        training.model["a"].requires_grad_(False)
+        training.round(b=2.0)
+
+        def closure() -> torch.Tensor:
+            training.model["a"].requires_grad_(True)
+            training.backward(a=3.0, b=4.0)
+            return torch.zeros(())
+
+        training.optimizers[0].step(closure)
+        training.round(a=3.0, b=4.0)
+        assert [training.layer("norm", layer) for layer in "ab"] == [3, 4]
+        norm = float(training.model["b"].weight.detach().norm())
+        assert value(training.exporter, "torch_weight_norm", layer="b") == pytest.approx(norm)
+        assert errors(training.exporter) == {}
+
+
+# The loss scale
+
+
+def test_the_loss_scale_is_divided_out() -> None:
+    """With a scaler norms, extremes and moments are those of the unscaled gradient; clipping is what follows the unscaling."""
+    with Training(moments=True, grad_scaler=(scaler := torch.amp.GradScaler("cpu", init_scale=1024.0))) as training:
+        scaler.scale(torch.zeros(1))
+        gradient = torch.tensor([[-1.0, 2.0, 0.0, 0.0], [1.0, 2.0, 0.0, 2.0]])
+        training.backward(loss_scale=1024.0, b=gradient)
+        scaler.unscale_(training.optimizers[0])
+        training.multiply(1 / 64)
+        scaler.step(training.optimizers[0])
+        scaler.update()
+        found = [training.layer(name, "b") for name in ("norm", "min", "max", "mean", "max_magnitude", "zero_ratio")]
+        assert found == pytest.approx([math.sqrt(14), -1, 2, 6 / 8, 2, 3 / 8])
+        assert (training.layer("norm_distribution_sum", "b"), training.whole("global_norm")) == pytest.approx((math.sqrt(14),) * 2)
+        assert training.whole("global_norm_after_clip") == pytest.approx(math.sqrt(14) / 64)
+
+
+def test_overflows_before_the_first_step_have_no_sizes() -> None:
+    """Where a scaler skips the first steps, counts and ratios are shown, and sizes from the first step on."""
+    with Training() as training:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.zeros(1))
+        for gradient in (INF, 2.0):
+            training.backward(loss_scale=scaler.get_scale(), a=gradient, b=4.0)
+            if gradient == INF:
+                scaler.unscale_(training.optimizers[0])
+                scaler.update()
+        assert [training.layer("norm", layer) for layer in "ab"] == [None, None]
+        assert training.layer("zero_ratio", "b") == 7 / 8
+        assert (training.layer("nonfinite_elements_total", "a", kind="inf"), counted(training, "b")) == (1, [1, 0, 0, 0])
+        scaler.unscale_(training.optimizers[0])
+        scaler.step(training.optimizers[0])
+        assert [training.layer("norm", layer) for layer in "ab"] == [2, 4]
+
+
+# Norms that the user observes
+
+
+def test_an_observed_norm_takes_over() -> None:
+    """From the first observed norm on the global norm, its histogram and its spikes are those that the user observes."""
+    with Training() as training:
+        for _ in range(25):
+            training.round(a=1.0)
+        for norm in (100.0, NAN, 30.0):
+            training.exporter.observe(grad_norm=norm)
+        training.round(a=5.0)
+        assert (training.whole("global_norm"), training.whole("global_norm_spikes_total")) == (30, 0)
+        assert [training.whole(f"global_norm_distribution_{name}") for name in ("count", "sum")] == [2, 130]
+        assert (training.layer("norm", "a"), training.whole("sample_step")) == (5, 26)
+        for norm in (*[50.0, 60.0] * 12, 1e5):
+            training.exporter.observe(grad_norm=norm)
+        assert training.whole("global_norm_spikes_total") == 1
+
+
+def test_an_observed_norm_among_two_optimizers() -> None:
+    """As soon as a second optimizer has stepped, the captured norms of both are shown, from the first one on."""
+    with Training(optimizers=by_layer) as training:
+        for number, (which, norm) in enumerate([(0, 9.0), (1, 8.0), (0, 7.0), (1, 6.0)], 1):
+            training.exporter.observe(grad_norm=norm)
+            training.backward(a=float(number), b=10.0 * number)
+            training.step(which)
+        training.backward(a=1.0, b=1.0)
+        assert [training.whole("global_norm", optimizer=name) for name in ("SGD", "Adam")] == [3, 40]
+        assert [training.whole("global_norm_distribution_sum", optimizer=name) for name in ("SGD", "Adam")] == [4, 60]
