@@ -44,10 +44,11 @@ from torch_grad_exporter.transfer.events import (
 )
 from torch_grad_exporter.transfer.transfer import Ticket
 
-CLOSE_SECONDS = 0.5
+# A drain takes milliseconds; on a machine with other work its thread may not run for a second or two.
+CLOSE_SECONDS = 5.0
 """How long `close` waits for a drain under way."""
 
-WAIT_SECONDS = 0.5
+WAIT_SECONDS = 5.0
 """How long a scrape waits for a drain; then it has the values from before."""
 
 MOST_WAITING = 1 << 13
