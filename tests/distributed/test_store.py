@@ -24,7 +24,6 @@ from torch_grad_exporter.distributed.identity import Identity
 from torch_grad_exporter.distributed.store import JobStore, NoStoreError, StoreError, connected, run_name
 from torch_grad_exporter.torch_compat import replicas
 
-
 TWO_RANKS = Identity(rank=1, world_size=2)
 
 HOST = """

@@ -1,4 +1,4 @@
-"""The comparison of clipping policies: the page says what the picture shows, and the script does what it says."""
+"""The comparison of clipping policies: page, picture and script agree."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _script() -> dict[str, Any]:
 
 
 def shown(picture: Path) -> dict[str, Any]:
-    """The numbers that a picture carries."""
+    """Return the numbers that a picture carries."""
     with Image.open(picture) as image:
         found: dict[str, Any] = json.loads(image.text["Description"])  # type: ignore[attr-defined] # of PNG files
     return found
 
 
 def test_the_page_says_what_the_picture_shows(script: dict[str, Any]) -> None:
-    """The table, the steps, the largest norm and the median are those of the run in the picture, and its policies the script's."""
+    """The table and numbers of the page are those of the run in the picture."""
     text, numbers = PAGE.read_text(encoding="utf-8"), shown(PICTURE)
     table = text.partition("| policy | steps clipped, of ")[2].partition("\n\n")[0]
     rows = {name: int(count) for name, count in re.findall(r"^\| `([^`]+)`[^|]*\| (\d+) \|$", table, re.MULTILINE)}
@@ -51,7 +51,7 @@ def test_the_page_says_what_the_picture_shows(script: dict[str, Any]) -> None:
 
 
 def test_a_short_run(script: dict[str, Any], tmp_path: Path) -> None:
-    """The thresholds and counts of the script's run are those of the policies' formulas on its norms, and it draws them."""
+    """Thresholds and counts of a short run of the script are those of the policies' formulas."""
     seen = script["train"](STEPS)
     known = {
         "MaxNorm(0.5)": references.MaxNorm(0.5), "AutoClip()": references.AutoClip(10, 1000),

@@ -1,4 +1,4 @@
-"""The examples of docs/notify.md run, and what they show is what is sent."""
+"""The examples of docs/notify.md run and send what the page shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = REPOSITORY / "docs" / "notify.md"
 
 
 def example(number: int, **names: object) -> dict[str, object]:
-    """Runs one of the page's blocks of Python, with the addresses of the page replaced by one of the test."""
+    """Run a block of Python of the page, with its addresses replaced by one of the test."""
     text, url = blocks(PAGE, "python")[number], str(names.get("url", ""))
     text = re.sub(r'"https?://[^"]+"', repr(url), text)
     text = re.sub(r'"/run/secrets/[^"]+"', repr(str(names.get("file", ""))), text)
@@ -29,7 +29,7 @@ def example(number: int, **names: object) -> dict[str, object]:
 
 
 def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
-    """What the webhook of an example sends, and its content type."""
+    """Return the body and content type of an example's webhook."""
     with receiver() as there:
         file = tmp_path / "url"
         file.write_text(there.url)
@@ -40,8 +40,8 @@ def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
     return asked.body, asked.headers["Content-Type"]
 
 
-def test_the_first_example_tells_of_a_problem(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three notifiers of the first block: a loss that is NaN is in the log and at both receivers."""
+def test_the_first_example_notifies(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN loss is in the log and at both receivers of the first example."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,25 +61,25 @@ def test_the_first_example_tells_of_a_problem(caplog: pytest.LogCaptureFixture, 
 
 
 def test_the_body_for_slack(tmp_path: Path) -> None:
-    """JSON with a `text`, in which everything is filled in."""
+    """Slack gets JSON with a filled `text`."""
     body, kind = sent(1, "slack", tmp_path)
     text = "*LossSpike* (critical, firing): The loss jumped 3 times.\nRun run 7, rank 0, step 7. Look."
     assert (json.loads(body), kind) == ({"text": text}, "application/json")
 
 
 def test_the_body_for_discord(tmp_path: Path) -> None:
-    """JSON with a `content` that is short enough."""
+    """Discord gets JSON with a short `content`."""
     body, kind = sent(2, "discord", tmp_path)
     assert kind == "application/json"
     assert json.loads(body) == {"content": "🔥 **LossSpike** in run 7 at step 7: The loss jumped 3 times."}
 
 
 def test_the_text_for_ntfy(tmp_path: Path) -> None:
-    """Plain text."""
+    """Ntfy gets plain text."""
     assert sent(3, "ntfy", tmp_path) == (b"critical: The loss jumped 3 times. (run run 7, step 7)", "text/plain; charset=utf-8")
 
 
-def test_the_payload_of_the_page_has_the_fields_that_are_sent() -> None:
-    """The JSON of the page and a real payload have the same fields in the same order."""
+def test_the_page_has_the_fields_of_a_payload() -> None:
+    """The JSON of the page has the fields of a payload in order."""
     (shown,) = blocks(PAGE, "json")
     assert tuple(json.loads(shown)) == tuple(notification().payload()) == FIELDS

@@ -1,4 +1,4 @@
-"""The documentation: every link leads somewhere, in the repository and in the site that `make docs` builds."""
+"""Every link of the documentation resolves, in the repository and in the built site."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from tests.support.browser import chromium, visit
 from tests.support.tools import REPOSITORY
 
 PAGES = [
-    *(
-        REPOSITORY / name
-        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/mutants/README.md")
-    ),
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
@@ -41,14 +38,14 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "lin
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading: in lower case, without punctuation, a hyphen for each space."""
+    """Return the anchor of a heading as GitHub makes it."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
     return re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
 
 
 @functools.cache
 def anchors(page: Path) -> frozenset[str]:
-    """What links to a page may end in. Of equal headings the second has `-1` behind it, and so on."""
+    """Return the anchors of a page; the second of equal headings gets `-1`."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     found = set(IDENTIFIER.findall(text))
     for heading in HEADING.findall(text):
@@ -58,8 +55,8 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere_in_the_repository(page: Path) -> None:
-    """Each relative link of a page names a file that is there and, if it has an anchor, a heading of that file."""
+def test_links_of_pages_resolve(page: Path) -> None:
+    """Each relative link of a page names an existing file and heading."""
     prose = CODE.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
     for link in LINK.findall(prose):
         address = urlsplit(link)
@@ -70,7 +67,7 @@ def test_links_lead_somewhere_in_the_repository(page: Path) -> None:
 
 
 def test_slugs_follow_the_rule_of_github() -> None:
-    """Code, punctuation, underscores and double spaces in headings become anchors as GitHub makes them."""
+    """Code, punctuation and double spaces in headings become anchors as on GitHub."""
     assert slug("`observe()`") == "observe"
     assert slug("TLS & `pass_words`, or not") == "tls--pass_words-or-not"
     assert slug("See [the page](page.md)") == "see-the-page"
@@ -133,8 +130,8 @@ def served(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """The site builds without a warning, each link and anchor resolves, and a browser asks no other server for anything."""
+def test_the_site_is_whole_and_self_contained(tmp_path: Path) -> None:
+    """The site builds without a warning, all its links resolve, and a browser asks no other server."""
     build(tmp_path)
     pages = {page.relative_to(tmp_path).as_posix(): parsed(page) for page in tmp_path.rglob("*.html") if page.name != "404.html"}
     assert len(pages) == len(PAGES)

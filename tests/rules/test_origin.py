@@ -1,4 +1,4 @@
-"""Where a NaN began, in the texts of the rules: in the process, and in Prometheus' alerts."""
+"""The place where a NaN began, in the texts of the rules and of Prometheus' alerts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TIME = {"run": "a", "rank": "0", "job": "t", "instance": "h:0"}
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
-    """A series of a unit test of promtool."""
+    """Return a series of a unit test of promtool."""
     return {"series": name + "{" + ", ".join(f'{k}="{v}"' for k, v in (TIME | labels).items()) + "}", "values": values}
 
 
-def test_the_first_problem_begins_with_the_place() -> None:
-    """A step on NaN from the backward of a module: what is wrong now says so first."""
+def test_a_problem_begins_with_the_place() -> None:
+    """A step on NaN from the backward of a module is reported with that module."""
     model = around(Function(lambda x: (x * 0).sqrt()))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always") as exporter:
@@ -38,8 +38,8 @@ def test_the_first_problem_begins_with_the_place() -> None:
     assert problem.text.startswith((*places,))
 
 
-def test_a_loss_that_is_nan_is_told_with_its_place() -> None:
-    """A batch with a NaN, whose loss is observed."""
+def test_a_nan_loss_is_reported_with_its_place() -> None:
+    """A NaN loss of a batch with a NaN is reported with the batch."""
     model = around()
     with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always") as exporter:
         loss = model(torch.full((4, 8), NAN)).square().mean()
@@ -57,8 +57,8 @@ def test_a_loss_that_is_nan_is_told_with_its_place() -> None:
         ("TrainingNonFiniteLoss", "training", "torch_train_loss_nonfinite_total"),
     ],
 )
-def test_the_description_of_an_alert_names_the_place(alert: str, group: str, metric: str, tmp_path: Path) -> None:
-    """Prometheus' own template finds layer, pass, kind and step in the run's metrics, and adds nothing without them."""
+def test_an_alerts_description_names_the_place(alert: str, group: str, metric: str, tmp_path: Path) -> None:
+    """Prometheus' template adds layer, pass, kind and step if the run has them, and nothing otherwise."""
     rules = yaml.safe_load((ALERTS / f"{group}.alerts.yml").read_text(encoding="utf-8"))
     rule = next(rule for one in rules["groups"] for rule in one["rules"] if rule.get("alert") == alert)
     said = rule["annotations"]["description"]
@@ -86,8 +86,8 @@ def test_the_description_of_an_alert_names_the_place(alert: str, group: str, met
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_place_is_preferred_to_what_followed_from_it() -> None:
-    """Of several places the last one counts that is no parameter, which may have become NaN by it."""
+def test_a_place_goes_before_a_parameter() -> None:
+    """Of several places the last one that is not a parameter counts."""
     places = {("a", "forward", "nan"): 3.0, ("b", "backward", "inf"): 9.0, ("c", "parameter", "nan"): 10.0}
 
     class Table:

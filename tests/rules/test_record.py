@@ -1,4 +1,4 @@
-"""What was wrong in a run: by the clock as in Prometheus, and by samples, of which one stands for a scrape."""
+"""Problems of a whole run: by the clock as in Prometheus, and by samples, of which one stands for a scrape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from tests.rules.test_problems import Metrics, c, device, family, layer, optimizer
 from torch_grad_exporter.metrics.families import Spec
 from torch_grad_exporter.rules import RULES, Alert, Finding, Problem, Record, Rule, RuleContext, Values, Watch
-from torch_grad_exporter.rules.memory import MINUTES_10
 from torch_grad_exporter.rules.record import EVERY, MOST, Moment, Wrong
 from torch_grad_exporter.rules.values import Table
 
@@ -20,7 +19,7 @@ START = 1_800_000_000.0
 
 
 def values(state: str = "training", **metrics: Rows) -> Values:
-    """A moment of a run that began at `START`."""
+    """Return a moment of a run that began at `START`."""
     given: dict[str, Rows] = {"TRAIN_START_TIMESTAMP": START, **metrics}
     families = [family(getattr(c, name), rows if isinstance(rows, Mapping) else {(): rows}) for name, rows in given.items()]
     states = ("initialising", "training", "evaluating", "finished", "failed")
@@ -28,7 +27,7 @@ def values(state: str = "training", **metrics: Rows) -> Values:
 
 
 def by_samples(record: Record, first: int, last: int, **metrics: Rows) -> list[Wrong]:
-    """Samples number `first` to `last`, in no time."""
+    """Judge samples `first` to `last`, in no time."""
     for sample in range(first, last + 1):
         record.of_sample(sample, sample, lambda: values(**metrics))
     return record.wrong
@@ -40,7 +39,7 @@ def small(norm: float) -> Metrics:
 
 
 def at_clock(record: Record, watch: Watch, seconds: float, state: str = "training", samples: int = 0, **metrics: Rows) -> None:
-    """A judgement by the clock so many seconds after the start."""
+    """Judge by the clock, this many seconds after the start."""
     now, found = START + seconds, values(state, **metrics)
     watch.remember(found, now)
     over = watch.problems(found, now) if state in ("finished", "failed") else ()
@@ -51,7 +50,7 @@ def at_clock(record: Record, watch: Watch, seconds: float, state: str = "trainin
 
 
 def test_a_wait_of_ten_minutes_is_forty_samples() -> None:
-    """A gradient that vanishes is told after as many samples as there are scrapes in ten minutes, and not one judgement before."""
+    """A vanishing gradient is a problem after as many samples as there are scrapes in ten minutes."""
     record = Record()
     assert by_samples(record, 1, 40, **small(1e-5)) == []
     [wrong] = by_samples(record, 41, 44, **small(1e-5))
@@ -62,8 +61,8 @@ def test_a_wait_of_ten_minutes_is_forty_samples() -> None:
     assert (record.wrong[0].last, len(record.wrong)) == (60, 1)
 
 
-def test_what_holds_for_less_was_not_wrong() -> None:
-    """Thirty samples without a gradient, then one with: the wait begins anew."""
+def test_a_shorter_time_is_no_problem() -> None:
+    """A sample with a gradient restarts the wait."""
     record = Record()
     by_samples(record, 1, 30, **small(1e-5))
     by_samples(record, 31, 35, **small(1.0))
@@ -72,7 +71,7 @@ def test_what_holds_for_less_was_not_wrong() -> None:
 
 
 def test_a_window_of_ten_minutes_is_forty_samples() -> None:
-    """Three spikes within forty samples are an explosion; of three that are farther apart two at most are in one window."""
+    """Three spikes within forty samples are an explosion, and farther apart they are not."""
     record = Record()
     for sample in range(1, 121):
         spikes = float(sum(sample >= at for at in (10, 60, 110)))
@@ -86,8 +85,8 @@ def test_a_window_of_ten_minutes_is_forty_samples() -> None:
     assert "in the last 40 samples" in wrong.text
 
 
-def test_only_rules_on_training_and_gradients_count_in_samples() -> None:
-    """Memory that is full for a hundred samples in no time is not yet full for five minutes."""
+def test_memory_does_not_count_in_samples() -> None:
+    """Memory that is full for 400 samples in no time is no problem yet."""
     record = Record()
     assert by_samples(record, 1, 400, HOST_MEMORY_TOTAL=100.0, HOST_MEMORY_AVAILABLE=1.0) == []
     assert {rule.name for rule in RULES if rule.by_samples} == {
@@ -96,8 +95,8 @@ def test_only_rules_on_training_and_gradients_count_in_samples() -> None:
     }  # fmt: skip
 
 
-def test_a_rule_that_counts_in_samples_reads_nothing_but_samples_and_steps() -> None:
-    """Each metric that such a rule reads is one of the collectors that are read at samples, so that its past is one of samples."""
+def test_rules_by_samples_read_samples_only() -> None:
+    """Rules that count in samples read only metrics that are collected at samples."""
     seen: set[Spec] = set()
 
     class Reading(Values):
@@ -121,8 +120,8 @@ def test_a_rule_that_counts_in_samples_reads_nothing_but_samples_and_steps() -> 
 # By the clock
 
 
-def test_waits_pass_by_the_clock_as_well() -> None:
-    """Memory that is nearly full for five minutes is told, and before that it is not."""
+def test_other_rules_wait_by_the_clock() -> None:
+    """Memory that is nearly full for five minutes is a problem, and not before."""
     record, watch = Record(), Watch()
     full = {"HOST_MEMORY_TOTAL": 100.0, "HOST_MEMORY_AVAILABLE": 1.0}
     for seconds in range(0, 300, 15):
@@ -134,7 +133,7 @@ def test_waits_pass_by_the_clock_as_well() -> None:
 
 
 def test_a_stall_takes_its_minutes() -> None:
-    """The loop hangs: by the clock alone, though there are samples enough before."""
+    """A stall is judged by the clock, whatever samples came before."""
     record, watch = Record(), Watch()
     by_samples(record, 1, 400, TRAIN_LAST_ACTIVITY_TIMESTAMP=START)
     active = {"TRAIN_LAST_ACTIVITY_TIMESTAMP": START, "TRAIN_SLOWEST_STEP": 1.0}
@@ -144,8 +143,8 @@ def test_a_stall_takes_its_minutes() -> None:
     assert [one.alert for one in record.wrong] == ["TrainingStalled"]
 
 
-def test_what_is_over_before_the_next_judgement_counts_at_the_end() -> None:
-    """A run of less than the fifteen seconds between two judgements is judged at its end as if it went on."""
+def test_a_short_run_is_judged_at_its_end() -> None:
+    """A run shorter than the pause between judgements is judged at its end as if it went on."""
     record, watch = Record(), Watch()
     at_clock(record, watch, 0, **device(CUDA_ALLOC_RETRIES=0.0))
     at_clock(record, watch, 9, "finished", samples=3, **device(CUDA_ALLOC_RETRIES=2.0))
@@ -153,7 +152,7 @@ def test_what_is_over_before_the_next_judgement_counts_at_the_end() -> None:
 
 
 def test_a_failed_run_has_failed_at_once() -> None:
-    """Nothing comes after its end that could be a restart; one that has finished has not failed."""
+    """A failed run is a problem at once, a finished one is not."""
     record, watch = Record(), Watch()
     at_clock(record, watch, 0)
     at_clock(record, watch, 9, "finished")
@@ -162,8 +161,8 @@ def test_a_failed_run_has_failed_at_once() -> None:
     assert [(one.alert, one.severity) for one in record.wrong] == [("TrainingFailed", "critical")]
 
 
-def test_the_end_begins_nothing_that_has_to_hold_for_a_while() -> None:
-    """What is seen for the first time at the last judgement has not held for ten minutes, nor for forty samples."""
+def test_the_end_begins_no_long_wait() -> None:
+    """A problem first seen at the last judgement has not held for its `for`."""
     record, watch = Record(), Watch()
     by_samples(record, 1, 200, **small(1.0))
     at_clock(record, watch, 9, "finished", samples=201, **small(1e-5))
@@ -171,15 +170,15 @@ def test_the_end_begins_nothing_that_has_to_hold_for_a_while() -> None:
 
 
 def test_a_scrape_between_samples_ends_no_wait() -> None:
-    """A scrape has the largest norm of a minute, in which the gradient was there; of the last four samples it was not."""
+    """The larger norm of a scrape does not end the wait of samples."""
     record, watch = Record(), Watch()
     by_samples(record, 1, 20, **small(1e-5))
     at_clock(record, watch, 1, samples=20, **small(1.0))
     assert len(by_samples(record, 21, 44, **small(1e-5))) == 1
 
 
-def test_samples_that_no_longer_come_one_by_one_are_judged_by_scrapes() -> None:
-    """After the first ones each scrape counts as many samples as there were since the one before."""
+def test_later_samples_are_judged_by_scrapes() -> None:
+    """After the first samples each scrape counts as many samples as came since the one before."""
     record, watch = Record(), Watch()
     by_samples(record, 1, 8, **small(1.0))
     for seconds, samples in ((15, 30), (30, 60), (45, 110)):
@@ -190,8 +189,8 @@ def test_samples_that_no_longer_come_one_by_one_are_judged_by_scrapes() -> None:
 # What is kept
 
 
-def test_what_there_was_to_judge_is_known() -> None:
-    """A rule whose metrics the run never had is not among them; a row that it needs has to be there."""
+def test_rules_without_metrics_are_left_out() -> None:
+    """A rule whose metrics or rows the run never had is not among those judged."""
     record = Record()
     record.of_scrape(values(TRAIN_PHASE_SECONDS={("forward",): 1.0}), Moment(START, 1, 1), ())
     assert "DataLoaderStarvation" not in record.there
@@ -200,8 +199,8 @@ def test_what_there_was_to_judge_is_known() -> None:
     assert "DataLoaderStarvation" in record.there
 
 
-def test_problems_beyond_a_number_are_left_out() -> None:
-    """The memory of a run in which everything goes wrong is bounded."""
+def test_the_number_of_problems_is_bounded() -> None:
+    """The number of recorded problems is bounded."""
     rule = Rule(name="Each", alerts=(Alert("warning", "x", summary="Layer {{ $labels.layer }}."),))
     record = Record([rule])
     problems = [Problem("Each", "warning", "It is.", str(number)) for number in range(MOST + 5)]
@@ -209,8 +208,8 @@ def test_problems_beyond_a_number_are_left_out() -> None:
     assert len(record.wrong) == MOST
 
 
-def test_a_judgement_that_fails_leaves_the_next_ones() -> None:
-    """What a rule raises comes out, as does that another thread judges for too long; neither keeps the lock."""
+def test_a_failed_judgement_leaves_the_next_ones() -> None:
+    """A rule that raises, or a judgement that another thread holds up, leaves the next judgement unharmed."""
 
     def judge(context: RuleContext) -> Iterator[Finding]:
         if context.values.one(c.TRAIN_LOSS):
@@ -235,12 +234,3 @@ def test_a_judgement_that_fails_leaves_the_next_ones() -> None:
     go_on.set()
     thread.join()
     assert [one.alert for one in record.wrong] == ["Broken"]
-
-
-def test_seconds_are_counted_by_the_rules_own_windows() -> None:
-    """A context that counts samples says so in its words."""
-    watch = Watch([], by_samples=True)
-    context = RuleContext(values(), START + 10_000, "training", {}, None, by_samples=True)
-    assert context.within(MINUTES_10) == "in the last 40 samples"
-    assert RuleContext(values(), START + 10_000, "training", {}, None).within(MINUTES_10) == "in the last 10 minutes"
-    assert watch.problems(values(), START) == []

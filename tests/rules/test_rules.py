@@ -1,4 +1,4 @@
-"""The rules that are shipped: what promtool says of them, and that they ask for what there is."""
+"""The shipped rules: promtool accepts them, their unit tests pass, and they ask for what exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 import yaml
 
 from tests.support.catalogue import CATALOGUE
-from tests.support.tools import PATIENCE, REPOSITORY, find
+from tests.support.tools import FOREVER, REPOSITORY, find
+from torch_grad_exporter.actions import Stop
+from torch_grad_exporter.collectors.gpu import QUESTIONS
+from torch_grad_exporter.collectors.outcomes import Outcome as Done
+from torch_grad_exporter.collectors.outcomes import Result as Sent
+from torch_grad_exporter.collectors.training import STATES
 from torch_grad_exporter.metrics.families import Kind
 
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
@@ -19,30 +24,40 @@ RULES = sorted(PROMETHEUS.glob("*.rules.yml"))
 ALERTS = sorted(PROMETHEUS.glob("*.alerts.yml"))
 TESTS = sorted((REPOSITORY / "tests" / "rules").glob("*.test.yml"))
 
-MADE_BY_PROMETHEUS = {"up"}
-"""What a rule may ask for that is neither exported nor recorded."""
-
 OF_PROMETHEUS = {"job", "instance"}
-"""Labels that every series has beside `run`, `rank` and those of its metric."""
+"""Labels of every series in Prometheus."""
+
+
+VALUES = {
+    "state": set(STATES),
+    "phase": {"data", "outside", "optimizer"},
+    "outcome": {"skipped"},
+    "reason": {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "reason"},
+    "result": {result.value for kind in (Done, Sent) for result in kind},
+    "action": {Stop.__name__},
+    "source": {"clip"},
+    "kind": {"nan", "inf"} | {question.label[0] for question in QUESTIONS if question.spec.labels[-1] == "kind"},
+}
+"""The values of labels that the exporter gives and rules ask for."""
 
 
 def promtool(*arguments: object) -> None:
-    """Runs promtool; what it complains of fails the test."""
+    """Run promtool; its complaints fail the test."""
     command = [find("promtool"), *map(str, arguments)]
     # It would spend a third of its time on collecting garbage.
     environment = os.environ | {"GOGC": "off", "GOMEMLIMIT": "700MiB"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=FOREVER, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def rules(path: Path) -> list[dict[str, str]]:
-    """The rules of a file, in their order."""
+    """Return the rules of a file in order."""
     groups = yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def exported() -> dict[str, set[str]]:
-    """The labels of each metric of the catalogue, by the names that its series have."""
+    """Return the labels of each exported series by name."""
     known = {}
     for spec in CATALOGUE.values():
         labels = {"run", "rank", *spec.labels}
@@ -54,7 +69,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def test_all_rules_are_tested() -> None:
-    """Each file of rules is loaded by a file of tests, and each of these loads only what there is."""
+    """Each file of rules is loaded by a file of unit tests, which load only shipped rules."""
     loaded = {(path.parent / name).resolve() for path in TESTS for name in yaml.safe_load(path.read_text())["rule_files"]}
     assert RULES
     assert ALERTS
@@ -63,12 +78,12 @@ def test_all_rules_are_tested() -> None:
 
 @pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
 def test_promtool_takes_the_rules(path: Path) -> None:
-    """The tool of Prometheus finds nothing to complain of, nor does its linter."""
+    """Promtool and its linter accept the rules."""
     promtool("check", "rules", "--lint=all", "--lint-fatal", path)
 
 
 def test_promtool_takes_the_configuration() -> None:
-    """So it does with the sample of a configuration, which loads all rules and lets labels of series win over those of targets."""
+    """Promtool accepts the sample configuration, which loads all rules and keeps the labels of series."""
     path = PROMETHEUS / "prometheus.yml"
     promtool("check", "config", path)
     configuration = yaml.safe_load(path.read_text())
@@ -78,24 +93,51 @@ def test_promtool_takes_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
-def test_rules_say_what_is_so(path: Path) -> None:
-    """Of series that are made up the rules make what is written down beside them."""
+def test_promtool_unit_tests(path: Path) -> None:
+    """Promtool runs the unit tests of rules and alerts."""
     promtool("test", "rules", path)
 
 
-@pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
-def test_rules_ask_for_metrics_that_exist(path: Path) -> None:
-    """Each metric in an expression is in the catalogue or recorded above it, and each record is called level:metric:operation."""
-    known = {*exported(), *MADE_BY_PROMETHEUS}
-    for rule in rules(path):
-        assert re.fullmatch(r"[a-z_]+:[a-z_]+:[a-z0-9_]+", rule["record"])
-        known.add(rule["record"])  # A rule may ask for its own last value.
-        asked = metrics(rule["expr"])
-        assert asked
-        assert asked <= known, rule["record"]
-
-
 def metrics(expression: str) -> set[str]:
-    """The metrics and records that an expression asks for."""
+    """Return the metrics and records in an expression."""
     bare = re.sub(r'"[^"]*"', "", expression)
     return set(re.findall(r"(?<![\w:])(?:[a-z_]+:)?(?:torch_\w+|up\b(?! ?:))(?::\w+)?", bare))
+
+
+@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
+def test_rules_ask_for_what_exists(path: Path) -> None:
+    """Metrics, labels and values of labels in an expression are exported or recorded; records are level:metric:operation."""
+    labels = exported()
+    known = {*labels, "up", *(rule["record"] for file in RULES for rule in rules(file))}
+    for rule in rules(path):
+        assert re.fullmatch(r"[a-z_]+:[a-z_]+:[a-z0-9_]+", rule.get("record", "a:b:c"))
+        asked = metrics(rule["expr"])
+        assert asked
+        assert asked <= known, rule
+        for metric, matchers in re.findall(r"(torch_\w+)\{([^}]*)\}", rule["expr"]):
+            for label, values in re.findall(r'(\w+)\s*[=!]~?"([^"]*)"', matchers):
+                assert label in labels.get(metric, {label}), rule
+                assert set(values.split("|")) <= VALUES[label], rule
+        of_these = {label for metric in asked for label in labels.get(metric, ())}
+        for names in re.findall(r"\b(?:by|on|group_left|group_right|without) \(([^)]*)\)", rule["expr"]):
+            grouped = set(names.replace(" ", "").split(",")) - {""}
+            assert grouped <= of_these | OF_PROMETHEUS | {"run", "rank", "layer"}, rule
+
+
+def parenthesis(text: str) -> str:
+    """Return the content of the parenthesis with which the text begins."""
+    assert text.startswith("(")
+    depth = 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return text[1:position].strip()
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
+def test_divisions_are_guarded(path: Path) -> None:
+    """A divisor is kept above a number, as a division by 0 is NaN or infinite."""
+    for rule in rules(path):
+        for division in re.finditer(r"(?:^|\s)/ (?:on \(\w+\) group_left \(\) )?", rule["expr"]):
+            assert re.search(r" > \d+$", parenthesis(rule["expr"][division.end() :])), rule

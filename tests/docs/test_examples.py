@@ -1,0 +1,157 @@
+"""The examples of the pages on inspection and of the hook list run, and print what the pages show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import torch_grad_exporter
+from tests.docs.test_commands import blocks
+from tests.support.models import Perceptron, sgd
+from tests.support.scrape import Key, values
+from tests.support.tools import REPOSITORY
+from torch_grad_exporter import Exporter
+from torch_grad_exporter.collectors.activations import ACTIVATIONS
+from torch_grad_exporter.collectors.layer_times import METRICS
+from torch_grad_exporter.collectors.watched import WATCHED
+from torch_grad_exporter.inspection.explain import Verdict
+from torch_grad_exporter.integrations.hook_list import POINTS, PRIORITIES
+from torch_grad_exporter.integrations.session import running_exporter
+
+DOCS = REPOSITORY / "docs"
+EXPLAIN, RECORD, LOSS = DOCS / "explain.md", DOCS / "record.md", DOCS / "loss-does-not-fall.md"
+HOOKS, ACTIVATIONS_PAGE, TIMES = DOCS / "hook-list.md", DOCS / "activations.md", DOCS / "where-time-goes.md"
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample each step, without a port, from the same weights each time."""
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
+    monkeypatch.setenv("TORCH_GRAD_EXPORTER_EVERY", "1")
+    torch.manual_seed(0)
+
+
+def printed(text: str, names: dict[str, Any]) -> str:
+    """Return what an example prints, as a program of the name `train.py`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(text, "train.py", "exec"), names)  # noqa: S102 - what a user copies
+    return out.getvalue()
+
+
+def trained(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[Key, float]:
+    """Run an example that trains, and return the values of its exporter."""
+    started: list[Exporter] = []
+    start = torch_grad_exporter.start_exporter
+
+    def kept(*arguments: object, **options: object) -> Exporter:
+        started.append(start(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    monkeypatch.setattr(torch_grad_exporter, "start_exporter", kept)  # an example need not keep its exporter
+    model = Perceptron()
+    batches = [(torch.randn(5, 6), torch.randn(5, 3)) for _ in range(4)]
+    exec(text, {"model": model, "optimizer": sgd(model), "batches": batches, "loss_function": mse_loss})  # noqa: S102
+    (exporter,) = started
+    return values(exporter)
+
+
+@pytest.mark.parametrize("page", [EXPLAIN, RECORD], ids=lambda page: page.name)
+def test_the_first_example_prints_its_output(page: Path) -> None:
+    """The first example prints what the page shows, with the lines of the program that it names."""
+    shown = blocks(page, "text")[0]
+    assert printed(blocks(page, "python")[0], {}).split("\n") == shown.split("\n")
+
+
+def test_the_second_example_of_explain() -> None:
+    """The second example of docs/explain.md goes on from the first and shows a gradient."""
+    names: dict[str, Any] = {}
+    first, second = blocks(EXPLAIN, "python")
+    printed(first, names)
+    assert re.fullmatch(r"torch.Size\(\[4, 16\]\) tensor\(0\.\d+\)\n", printed(second, names))
+
+
+def test_every_verdict_is_on_the_page() -> None:
+    """The table of docs/explain.md has a line for each verdict and no other."""
+    listed = re.findall(r"^\| `(\w+)` \|", EXPLAIN.read_text(encoding="utf-8"), re.MULTILINE)
+    assert listed == [str(verdict) for verdict in Verdict]
+
+
+def test_the_walk_through_a_loss_prints_its_output() -> None:
+    """The cells of docs/loss-does-not-fall.md print what the page shows, one after the other in one program."""
+    names: dict[str, Any] = {}
+    cells = re.findall(r"^```(python|text)\n(.*?)^```", LOSS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for place, (kind, text) in enumerate(cells):
+        if kind == "python":
+            following = cells[place + 1 : place + 2]
+            shown = following[0][1] if following and following[0][0] == "text" else ""
+            assert printed(text, names).rstrip() == shown.rstrip()
+
+
+@pytest.mark.parametrize("number", range(len(blocks(ACTIVATIONS_PAGE, "python"))))
+def test_an_example_of_activations(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example of docs/activations.md trains, and its metrics are exported."""
+    names = {name for name, _ in trained(blocks(ACTIVATIONS_PAGE, "python")[number], monkeypatch)}
+    assert ("torch_activation_rms" if number == 0 else "torch_watch_grad_norm") in names
+    assert ("torch_watch_clipped_total" in names) == (number == 2)
+
+
+def test_the_example_of_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/where-time-goes.md trains, and each layer has the time of both passes."""
+    (example,) = blocks(TIMES, "python")
+    series = [dict(labels) for name, labels in trained(example, monkeypatch) if name == "torch_layer_seconds_total"]
+    assert {(labels["layer"], labels["pass"]) for labels in series} == {
+        (layer, name) for layer in ("first", "second") for name in ("forward", "backward")
+    }
+
+
+def test_the_pages_name_their_metrics() -> None:
+    """The pages on activations and layer times name the declared metrics and no others."""
+    said = set(re.findall(r"torch_(?:activation|watch)_[a-z_]+", ACTIVATIONS_PAGE.read_text(encoding="utf-8")))
+    declared = {spec.name for section in (ACTIVATIONS, WATCHED) for spec in section.specs}
+    assert said <= declared
+    assert declared - said <= {"torch_activation_captures_total"}
+    assert all(spec.name in TIMES.read_text(encoding="utf-8") for spec in METRICS.specs)
+
+
+def test_the_example_of_the_hook_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of docs/hook-list.md trains, prints and ends its exporter."""
+    model = torch.nn.Linear(3, 3)
+    names: dict[str, object] = {"model": model, "loader": [torch.ones(2, 3)] * 3, "loss_function": mse_loss}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(blocks(HOOKS, "python")[0], names)  # noqa: S102 - what a user copies
+    assert capsys.readouterr().out.count("loss ") == 6
+    assert running_exporter(model) is None
+
+
+def test_an_exception_in_the_hook_list(tmp_path: Path) -> None:
+    """An exception in the second loop of docs/hook-list.md reaches the caller and fails the run."""
+    model, exporters = torch.nn.Linear(3, 3), []
+
+    def train(model: torch.nn.Module, loader: object, hooks: object) -> None:
+        exporters.append(running_exporter(model))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        exec(blocks(HOOKS, "python")[1], {"model": model, "loader": [], "train": train})  # noqa: S102 - what a user copies
+    (exporter,) = exporters
+    assert exporter is not None
+    exporter.save(tmp_path / "saved.json")
+    status = json.loads((tmp_path / "saved.json").read_text())["status"]
+    assert (status["state"], status["ended_by"]) == ("failed", "ZeroDivisionError")
+    assert running_exporter(model) is None
+
+
+def test_the_hook_list_has_all_points() -> None:
+    """docs/hook-list.md names every point and priority."""
+    text = HOOKS.read_text(encoding="utf-8")
+    assert all(f"`{point}`" in text for point in POINTS)
+    assert all(f"`{name}` {number}" in text for name, number in PRIORITIES.items())
