@@ -23,15 +23,10 @@ def train(
     clip: float | None = None,
 ) -> None:
     """Some ordinary steps, with a check after each. `of`: the loss of the model's output."""
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            run.backward(of(model(data())))
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, steps):
+        run.backward(of(model(data())))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
 
 
 def parameters_of(model: nn.Module, *layers: str) -> list[str]:
@@ -171,16 +166,11 @@ def packed_sequences(run: Run, to_root: bool) -> None:
             return pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
 
     model = Packed()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            x = torch.randn(3, 5, 6)
-            optimizer.zero_grad()
-            packed = pack_padded_sequence(x, [4, 4, 1], batch_first=True)
-            out = model(packed).data if to_root else model(x)
-            run.backward(out.square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        x = torch.randn(3, 5, 6)
+        packed = pack_padded_sequence(x, [4, 4, 1], batch_first=True)
+        out = model(packed).data if to_root else model(x)
+        run.backward(out.square().mean())
 
 
 @regime(Naive.STEP, each=[True, False])
@@ -232,17 +222,12 @@ def recurrent_state_that_is_not_detached(run: Run) -> None:
             return self.cell(x, state)
 
     model = Cell()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            state, loss = None, torch.zeros(())
-            for _ in range(4):
-                state = model(batch(), state)
-                loss = loss + state.square().mean()
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        state, loss = None, torch.zeros(())
+        for _ in range(4):
+            state = model(batch(), state)
+            loss = loss + state.square().mean()
+        run.backward(loss)
 
 
 # Parts that are idle in some steps
@@ -268,48 +253,34 @@ class Experts(nn.Module):
         return self.head(x + out)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def mixture_of_experts(run: Run) -> None:
     """Experts without a token in a step are missing, and their old gradients, zeroed in place, are not read."""
     model = Experts()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(10):
-            optimizer.zero_grad(set_to_none=False)
-            loss = model(batch(3)).square().mean()
-            run.backward(loss, unused=parameters_of(model, *model.idle))
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 10, set_to_none=False):
+        loss = model(batch(3)).square().mean()
+        run.backward(loss, unused=parameters_of(model, *model.idle))
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def mixture_of_experts_without_gradients(run: Run) -> None:
     """Experts without a token in a step are missing where gradients are cleared to `None` as well."""
     model = Experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(10):
-            optimizer.zero_grad()
-            run.backward(model(batch(3)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 10, optimizer):
+        run.backward(model(batch(3)).square().mean())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def mixture_of_experts_accumulated(run: Run) -> None:
     """An expert that is idle in one backward of a step and busy in the other has the gradient of the busy one."""
     model = Experts(6)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(10):
-            optimizer.zero_grad(set_to_none=False)
-            idle = set(parameters_of(model, "experts"))
-            for _ in range(2):
-                loss = model(batch(2)).square().mean()
-                idle &= set(parameters_of(model, *model.idle))
-                run.backward(loss, unused=idle)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 10, set_to_none=False):
+        idle = set(parameters_of(model, "experts"))
+        for _ in range(2):
+            loss = model(batch(2)).square().mean()
+            idle &= set(parameters_of(model, *model.idle))
+            run.backward(loss, unused=idle)
 
 
 class Skipping(nn.Module):
@@ -331,21 +302,17 @@ class Skipping(nn.Module):
         return self.head(x)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def stochastic_depth(run: Run) -> None:
     """Blocks that a step skips are missing, and their momentum's stale gradient is not theirs."""
     model = Skipping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with run.watching(model, optimizer):
-        for _ in range(10):
-            optimizer.zero_grad(set_to_none=False)
-            loss = model(batch()).square().mean()
-            run.backward(loss, unused=parameters_of(model, *model.skipped))
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 10, optimizer, set_to_none=False):
+        loss = model(batch()).square().mean()
+        run.backward(loss, unused=parameters_of(model, *model.skipped))
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def alternating_branches(run: Run) -> None:
     """Two branches in turn without any `zero_grad` on the idle one: its last gradient stays out of every number."""
 
@@ -368,7 +335,7 @@ def alternating_branches(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def heads_of_several_tasks(run: Run) -> None:
     """A shared body and one head per task, each step of which trains one task, with all gradients zeroed in place."""
 
@@ -450,21 +417,17 @@ def module_used_twice(run: Run) -> None:
     train(run, Universal(), of=lambda out: (out * torch.arange(6)).square().mean())
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def module_in_two_roots(run: Run) -> None:
     """A body that two watched models share stands under the first one's name, whichever of them ran."""
     body = nn.Linear(6, 6)
     models = {"a": nn.Sequential(body, nn.Tanh(), nn.Linear(6, 2)), "b": nn.Sequential(body, nn.ReLU(), nn.Linear(6, 3))}
     optimizer = torch.optim.SGD([*models["a"].parameters(), *models["b"][2].parameters()], lr=0.05)
-    with run.watching(models, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = models["a"](batch()).square().mean() if step % 3 != 1 else torch.zeros(())
-            if step % 3 != 0:
-                loss = loss + models["b"](batch()).square().mean()
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(models, 8, optimizer):
+        loss = models["a"](batch()).square().mean() if step % 3 != 1 else torch.zeros(())
+        if step % 3 != 0:
+            loss = loss + models["b"](batch()).square().mean()
+        run.backward(loss)
 
 
 # Sparse gradients and complex numbers
@@ -548,14 +511,9 @@ class Complex(nn.Module):
 def complex_parameters(run: Run) -> None:
     """Complex parameters beside real ones; a complex element is two real numbers in every metric."""
     model = Complex()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)  # the other way refuses a conjugated gradient
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        run.backward(model(batch()).square().mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)  # the other way refuses a conjugated gradient
 
 
 @regime()
@@ -563,12 +521,8 @@ def complex_network(run: Run) -> None:
     """A network that is complex throughout, in double precision, with Adam."""
     model = nn.Sequential(nn.Linear(6, 4, dtype=torch.complex128), nn.Tanh(), nn.Linear(4, 2, dtype=torch.complex128))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch().to(torch.complex128)).abs().square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5, optimizer):
+        run.backward(model(batch().to(torch.complex128)).abs().square().mean())
 
 
 # Weights with the inputs first
@@ -607,18 +561,14 @@ def parametrized_in_the_run(run: Run) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     params = optimizer.param_groups[0]["params"]
-    with run.watching(model, optimizer):
-        for step in range(9):
-            if step == 3:
-                parametrizations.weight_norm(model.first)
-            if step == 6:
-                nn.utils.parametrize.remove_parametrizations(model.first, "weight")
-            if step in (3, 6):
-                params[:] = model.parameters()
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 9, optimizer):
+        if step == 3:
+            parametrizations.weight_norm(model.first)
+        if step == 6:
+            nn.utils.parametrize.remove_parametrizations(model.first, "weight")
+        if step in (3, 6):
+            params[:] = model.parameters()
+        run.backward(model(batch()).square().mean())
 
 
 # Parameters in unusual places and of unusual shapes
@@ -644,13 +594,13 @@ class Odd(nn.Module):
         return self.out(x) / self.temperature
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def odd_parameters(run: Run) -> None:
     """Parameters of the root itself, scalars, empty ones, and those in lists and dictionaries."""
     train(run, Odd())
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def empty_layer(run: Run) -> None:
     """A layer without any element, and one whose gradient has elements in only one of its parameters."""
 
@@ -711,12 +661,9 @@ def parameters_shared_as_views(run: Run) -> None:
             parameter.data = flat[start:end].view_as(parameter)
             parameter.grad = gradient[start:end].view_as(parameter)
             start = end
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            gradient.zero_()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6, optimizer, clear=False):
+        gradient.zero_()
+        run.backward(model(batch()).square().mean())
 
 
 # Wrappers and companions

@@ -74,7 +74,7 @@ def unfrozen_one_by_one(run: Run) -> None:
             train(run, model, optimizer)
 
 
-@regime(stale=[True, False])
+@regime({True: Naive.STEP}, stale=[True, False])
 def frozen_in_the_run(run: Run, stale: bool) -> None:
     """A layer that is frozen in the run keeps its totals and shows nothing else, also with an old `.grad` that still moves it."""
     model = Perceptron()
@@ -92,7 +92,7 @@ def frozen_in_the_run(run: Run, stale: bool) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, zeroed=[True, False])
+@regime(Naive.STEP, zeroed=[True, False])
 def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
     """A branch that is frozen and unfrozen again keeps its old `.grad`, which counts as a gradient only where it is added to."""
     model = Perceptron()
@@ -114,22 +114,17 @@ def unfrozen_with_an_old_gradient(run: Run, zeroed: bool) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def frozen_between_backward_and_step(run: Run) -> None:
     """What is frozen after its backward still steps on that gradient, and is shown with it."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            model.first.requires_grad_(True)
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            model.first.requires_grad_(False)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        model.first.requires_grad_(True)
+        run.backward(model(batch()).square().mean())
+        model.first.requires_grad_(False)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def unfrozen_between_backward_and_step(run: Run) -> None:
     """What is unfrozen after a backward had no gradient in it and is not missed, whatever old one it holds."""
     model = Perceptron()
@@ -145,21 +140,16 @@ def unfrozen_between_backward_and_step(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def frozen_every_other_step(run: Run) -> None:
     """A layer that is frozen in every other step remembers over the gaps which of its units are silent."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(16):
-            model.first.requires_grad_(step % 2 == 0)
-            optimizer.zero_grad()
-            run.backward(model(batch(2)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 16):
+        model.first.requires_grad_(step % 2 == 0)
+        run.backward(model(batch(2)).square().mean())
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def gan_that_freezes_its_discriminator(run: Run) -> None:
     """A GAN whose discriminator is frozen in the generator's backward, as image translation does."""
     generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -240,7 +230,7 @@ BEFORE_THE_TAKEOVER = (
 """What counts on from rounds in which a layer had no optimizer of its own, and went with the only one there was."""
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def optimizer_that_takes_over(run: Run) -> None:
     """An optimizer that trained something else gets a group of the watched model, which was not trained until then."""
     model, other = Perceptron(), nn.Linear(3, 3)
@@ -404,7 +394,7 @@ def tied_and_untied(run: Run) -> None:
 # Removing
 
 
-@regime(held=[True, False])
+@regime(Naive.ACCUMULATE, held=[True, False])
 def layer_removed(run: Run, held: bool) -> None:
     """A layer that is taken out of the model leaves the scrape, whether or not it is still referenced."""
     model = Stack(depth=3)
@@ -419,7 +409,7 @@ def layer_removed(run: Run, held: bool) -> None:
         train(run, model, optimizer, 4)
 
 
-@regime(held=[True, False])
+@regime(Naive.ACCUMULATE, held=[True, False])
 def layer_removed_and_its_group(run: Run, held: bool) -> None:
     """A layer that is taken out of the model and out of the optimizer leaves no number behind."""
     model = Stack(depth=2)

@@ -30,14 +30,9 @@ def not_clipped(run: Run) -> None:
 def clip_grad_norm(run: Run, norm_type: float) -> None:
     """Norms are those before `clip_grad_norm_`, whatever kind it uses; the coefficient is its factor."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 12):
+        run.backward(model(batch()).square().mean() * (10.0 if step % 3 else 0.001))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
 
 
 @regime(Naive.STEP)
@@ -58,14 +53,9 @@ def clip_grad_norm_scraped_at_the_end(run: Run) -> None:
 def clip_grad_value(run: Run) -> None:
     """`clip_grad_value_` in every step shows the norm after it and the ratio, also where only some parameters are cut."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().sum() * 10)
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 12):
+        run.backward(model(batch()).square().sum() * 10)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
 
 @regime(Naive.STEP)
@@ -73,13 +63,9 @@ def clip_grad_value_now_and_then(run: Run) -> None:
     """A clip by value that cuts every fifth step is counted each time, and has its coefficient."""
     model = Perceptron()
     optimizer = sgd(model, lr=1e-4)
-    with run.watching(model, optimizer):
-        for step in range(24):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().sum() * (1.0 if step % 5 == 4 else 1e-6))
-            torch.nn.utils.clip_grad_value_(model.parameters(), 2.0)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 24, optimizer):
+        run.backward(model(batch()).square().sum() * (1.0 if step % 5 == 4 else 1e-6))
+        torch.nn.utils.clip_grad_value_(model.parameters(), 2.0)
 
 
 @regime(Naive.STEP)
@@ -87,13 +73,9 @@ def clip_of_one_group(run: Run) -> None:
     """Clipping one of an optimizer's parameter groups shows the ratio of the whole norms."""
     model = Perceptron()
     optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
-    with run.watching(model, optimizer):
-        for _ in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().sum())
-            torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.5)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 12, optimizer):
+        run.backward(model(batch()).square().sum())
+        torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.5)
 
 
 @regime(Naive.STEP)
@@ -101,29 +83,20 @@ def clip_of_each_group(run: Run) -> None:
     """Each parameter group clipped to a norm of its own."""
     model = Perceptron()
     optimizer = torch.optim.SGD([{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.05)
-    with run.watching(model, optimizer):
-        for _ in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().sum())
-            for limit, group in zip((0.5, 2.0), optimizer.param_groups, strict=True):
-                torch.nn.utils.clip_grad_norm_(group["params"], limit)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 12, optimizer):
+        run.backward(model(batch()).square().sum())
+        for limit, group in zip((0.5, 2.0), optimizer.param_groups, strict=True):
+            torch.nn.utils.clip_grad_norm_(group["params"], limit)
 
 
 @regime(Naive.STEP)
 def clip_of_each_parameter(run: Run) -> None:
     """Each parameter clipped on its own, as adaptive clipping does."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().sum())
-            for parameter in model.parameters():
-                torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 12):
+        run.backward(model(batch()).square().sum())
+        for parameter in model.parameters():
+            torch.nn.utils.clip_grad_norm_(parameter, 0.1 * float(parameter.detach().norm()) + 1e-3)
 
 
 @regime(Naive.STEP)
@@ -196,16 +169,11 @@ def accumulation_that_clips_each_backward(run: Run, set_to_none: bool) -> None:
 def mean_of_an_accumulation(run: Run) -> None:
     """Gradients that are divided by hand before the step are shown as the backwards left them, without a coefficient."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            for _ in range(3):
-                run.backward(model(batch()).square().mean())
-            for parameter in model.parameters():
-                parameter.grad.div_(3)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        for _ in range(3):
+            run.backward(model(batch()).square().mean())
+        for parameter in model.parameters():
+            parameter.grad.div_(3)
 
 
 def divide(model: torch.nn.Module, divisor: float) -> None:
@@ -238,14 +206,9 @@ def divided_by_tokens(run: Run) -> None:
 def one_step_of_128_tokens(run: Run) -> None:
     """A division by a power of two that comes once costs no step its norm."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            divide(model, 128 if step == 5 else 1)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 20):
+        run.backward(model(batch()).square().mean())
+        divide(model, 128 if step == 5 else 1)
 
 
 @regime(Naive.ACCUMULATE)
@@ -262,8 +225,7 @@ def divided_by_tokens_and_the_norm_is_given(run: Run) -> None:
             run.backward(model(batch()).square().mean() * TOKENS[step % 8])
             divide(model, TOKENS[step % 8])
             given = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-            if run.exporter is not None:
-                run.exporter.observe(grad_norm=given)
+            run.observe(grad_norm=given)
             run.step(optimizer)
             run.check()
 
@@ -283,8 +245,7 @@ def divided_by_tokens_and_clipped_and_the_norm_is_given(run: Run) -> None:
             run.backward(model(batch()).square().mean() * TOKENS[step % 8])
             divide(model, TOKENS[step % 8])
             given = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            if run.exporter is not None:
-                run.exporter.observe(grad_norm=given)
+            run.observe(grad_norm=given)
             run.step(optimizer)
             run.check(without=[*sums, "torch_grad_global_norm_distribution"], optional=SIZES if step < 2 else ())
             run.shows(max(0.0, step - 1.0), "torch_grad_clipped_steps_total")
@@ -300,13 +261,13 @@ def divided_by_tokens_that_are_told(run: Run, told: str) -> None:
             run.record.told = True
         for step in range(16):
             tokens = TOKENS[step % 8]
-            if run.exporter is not None and told != "after the backward":
-                run.exporter.observe(grad_divisor=torch.tensor(tokens) if told == "by a tensor" else tokens)
+            if told != "after the backward":
+                run.observe(grad_divisor=torch.tensor(tokens) if told == "by a tensor" else tokens)
             optimizer.zero_grad()
             run.unscale(1 / tokens)
             run.backward(model(batch()).square().mean() * tokens)
-            if run.exporter is not None and told == "after the backward":
-                run.exporter.observe(grad_divisor=tokens)
+            if told == "after the backward":
+                run.observe(grad_divisor=tokens)
             divide(model, tokens)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 if step % 3 else 1e6)
             run.step(optimizer)
@@ -317,97 +278,67 @@ def divided_by_tokens_that_are_told(run: Run, told: str) -> None:
 def accumulation_whose_tokens_are_told(run: Run) -> None:
     """The number of tokens so far, told before each backward or after the last: the last one of the round counts."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            optimizer.zero_grad()
-            tokens = 0
-            for part in range(3):
-                tokens += TOKENS[(step + part) % 8]
-                if run.exporter is not None and (step < 5 or part == 2):
-                    run.exporter.observe(grad_divisor=tokens)
-                run.unscale(1 / tokens)
-                run.backward(model(batch()).square().mean() * 100)
-            divide(model, tokens)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 9):
+        tokens = 0
+        for part in range(3):
+            tokens += TOKENS[(step + part) % 8]
+            if step < 5 or part == 2:
+                run.observe(grad_divisor=tokens)
+            run.unscale(1 / tokens)
+            run.backward(model(batch()).square().mean() * 100)
+        divide(model, tokens)
 
 
 @regime(Naive.STEP)
 def nan_before_clipping(run: Run) -> None:
     """One NaN element is counted as one, though `clip_grad_norm_` makes every gradient NaN."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(4):
-            optimizer.zero_grad()
-            if step == 3:
-                model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.nan, g[1:])))
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 4):
+        if step == 3:
+            model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.nan, g[1:])))
+        run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @regime(Naive.STEP)
 def inf_before_clipping(run: Run) -> None:
     """One infinite element is counted as one, though `clip_grad_norm_` leaves zeros and a NaN."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(4):
-            optimizer.zero_grad()
-            if step == 3:
-                model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.inf, g[1:])))
-            run.backward(model(batch()).square().mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 4):
+        if step == 3:
+            model.second.bias.register_hook(lambda g: torch.cat((g[:1] * math.inf, g[1:])))
+        run.backward(model(batch()).square().mean())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @regime(Naive.STEP)
 def nan_replaced_before_the_step(run: Run) -> None:
     """A loop that writes zeros over the NaN of a backward, and steps, has had that NaN all the same."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * (math.nan if step in (1, 4) else 1.0))
-            for parameter in model.parameters():
-                parameter.grad.nan_to_num_(0.0)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean() * (math.nan if step in (1, 4) else 1.0))
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(0.0)
 
 
 @regime(Naive.STEP)
 def noise_before_the_step(run: Run) -> None:
     """Noise that is added after the backward is none of the backward's norm: it shows in what the optimizer saw."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(12):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            for parameter in model.parameters():
-                parameter.grad.add_(0.1 * torch.randn_like(parameter))
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 12):
+        run.backward(model(batch()).square().mean())
+        for parameter in model.parameters():
+            parameter.grad.add_(0.1 * torch.randn_like(parameter))
 
 
 @regime(Naive.STEP)
 def gradients_replaced_before_the_step(run: Run) -> None:
     """Gradients that are replaced by other tensors after the backward, half as long: that half is no clipping for sure."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            for parameter in model.parameters():
-                parameter.grad = parameter.grad * 0.5
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
 
 
 @regime()
@@ -416,10 +347,5 @@ def clipped_by_a_hook(run: Run) -> None:
     model = Perceptron()
     for parameter in model.parameters():
         parameter.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())

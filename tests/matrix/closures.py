@@ -10,7 +10,7 @@ from tests.matrix.harness import Naive, Run, regime
 from tests.support.models import Perceptron, batch, sgd
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def closure(run: Run) -> None:
     """`SGD.step(closure)` uses the gradient that its closure computes, and that is the sample."""
     model = Perceptron()
@@ -30,7 +30,7 @@ def closure(run: Run) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def closure_with_two_backwards(run: Run) -> None:
     """A closure that accumulates two backwards is one sample, and the second backward is no skipped step."""
     model = Perceptron()
@@ -51,7 +51,7 @@ def closure_with_two_backwards(run: Run) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def closure_that_keeps_its_graph(run: Run) -> None:
     """A closure that runs the backward of one loss twice shows the doubled gradient."""
     model = Perceptron()
@@ -72,7 +72,7 @@ def closure_that_keeps_its_graph(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.STEP, kind=[torch.optim.SGD, torch.optim.AdamW])
+@regime(Naive.ACCUMULATE | Naive.STEP, kind=[torch.optim.SGD, torch.optim.AdamW])
 def closure_that_clips(run: Run, kind: type[torch.optim.Optimizer]) -> None:
     """A closure that runs forward, clears, backward and clips, as Lightning's does: norms before and after clipping."""
     model = Perceptron()
@@ -93,7 +93,7 @@ def closure_that_clips(run: Run, kind: type[torch.optim.Optimizer]) -> None:
             run.check()
 
 
-@regime(Naive.STEP)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def accumulation_whose_last_is_a_closure(run: Run) -> None:
     """Two micro-batches outside of the step and the third in its closure, as Lightning accumulates, are one sample."""
     model = Perceptron()
@@ -120,7 +120,7 @@ def accumulation_whose_last_is_a_closure(run: Run) -> None:
             run.check()
 
 
-@regime(search=[None, "strong_wolfe"])
+@regime(Naive.ACCUMULATE | Naive.STEP, search=[None, "strong_wolfe"])
 def lbfgs(run: Run, search: str | None) -> None:
     """LBFGS calls its closure many times in a step: that is one step, one sample of the last, and nothing skipped."""
     model = Perceptron()
@@ -140,7 +140,7 @@ def lbfgs(run: Run, search: str | None) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def lbfgs_that_clears_in_place(run: Run) -> None:
     """A closure that zeroes in place between its calls is told from an accumulation, since all is within one step."""
     model = Perceptron()
@@ -160,7 +160,7 @@ def lbfgs_that_clears_in_place(run: Run) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def closure_and_steps_by_turns(run: Run) -> None:
     """A loop in which every second step has a closure shows the gradient of each step."""
     model = Perceptron()
@@ -211,7 +211,7 @@ class Failure(Exception):
     """What a closure of the user raises."""
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def closure_that_raises_before_its_backward(run: Run) -> None:
     """A closure that raises before its backward ends its step, and the loop goes on."""
     model = Perceptron()

@@ -233,7 +233,7 @@ def compiled_backward(run: Run) -> None:
                     run.check(without=(*CUMULATIVE, *UNSEEN))
 
 
-@regime(told=[False, True])
+@regime({False: Naive.ACCUMULATE | Naive.STEP}, told=[False, True])
 def compiled_training_step(run: Run, told: bool) -> None:
     """Clearing, forward, backward and step in one compiled function.
 
@@ -257,8 +257,8 @@ def compiled_training_step(run: Run, told: bool) -> None:
                 run.losses.append(training_step(batch()).clone())
                 run.passed()
                 run.stepping()
-                if told and run.exporter is not None:
-                    run.exporter.step()
+                if told:
+                    run.stepped()
                     settled(run, step)
                 elif not told:
                     run.shows(None, "torch_grad_norm", layer="first")
@@ -266,7 +266,7 @@ def compiled_training_step(run: Run, told: bool) -> None:
                     run.shows(0, "torch_train_skipped_steps_total")
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def compiled_optimizer(run: Run) -> None:
     """`torch.compile(optimizer.step)` traces the hooks of the step away: that makes it no skipped step."""
     with compiling(run):
@@ -306,8 +306,7 @@ def compiled_optimizer_and_told(run: Run) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 run.stepping()
                 step()
-                if run.exporter is not None:
-                    run.exporter.step()
+                run.stepped()
                 run.check()
 
 

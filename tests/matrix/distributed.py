@@ -106,7 +106,7 @@ def ddp(run: Run, kind: str) -> None:
             for layer, norm in expected.items():
                 run.shows(pytest.approx(norm, rel=1e-5), "torch_grad_norm", layer=layer)
     if kind.startswith("buckets"):
-        sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]  # private: torch shows the buckets nowhere else
         assert sizes.count(",") > 0, f"one bucket only, of {sizes} bytes"
 
 
@@ -142,46 +142,32 @@ class Branches(torch.nn.Module):
 def ddp_unused_parameters(run: Run, set_to_none: bool) -> None:
     """What no rank used has no gradient, though one of zeros or of an earlier step is still there; all ranks agree on that."""
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(8):
-            for parameter in wrapped.module.always.parameters():
-                parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
-            taken = ["always", "never"] if step == 0 else ["always", "sometimes"] if step % 3 else ["always"]
-            unused = {"always", "sometimes", "never"} - set(taken)
-            loss = wrapped(data(step), taken).square().mean()
-            run.backward(loss, unused=[f"module.{name}.{part}" for name in unused for part in ("weight", "bias")])
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 8, clear=False):
+        for parameter in wrapped.module.always.parameters():
+            parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
+        taken = ["always", "never"] if step == 0 else ["always", "sometimes"] if step % 3 else ["always"]
+        unused = {"always", "sometimes", "never"} - set(taken)
+        loss = wrapped(data(step), taken).square().mean()
+        run.backward(loss, unused=[f"module.{name}.{part}" for name in unused for part in ("weight", "bias")])
 
 
 @two_ranks(Naive.ACCUMULATE)
 def ddp_used_on_one_rank(run: Run) -> None:
     """A parameter that only the other rank used has the mean of that rank's gradient and nothing, on both."""
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
-            run.backward(wrapped(data(step), taken).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 8):
+        taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
+        run.backward(wrapped(data(step), taken).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE, as_views=[False, True])
 def ddp_no_sync(run: Run, as_views: bool) -> None:
     """Two backwards that stay on their rank and one that is reduced are one sample, of the reduced sum."""
     wrapped = DistributedDataParallel(Perceptron(), gradient_as_bucket_view=as_views)
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            for part in range(3):
-                with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
-                    run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        for part in range(3):
+            with wrapped.no_sync() if part < 2 else contextlib.nullcontext():
+                run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
 
 
 @two_ranks(Naive.ACCUMULATE, hook=["fp16", "powersgd"])
@@ -193,13 +179,8 @@ def ddp_compressed(run: Run, hook: str) -> None:
         wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
     else:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).square().mean())
 
 
 class Checkpointed(torch.nn.Module):
@@ -220,40 +201,29 @@ class Checkpointed(torch.nn.Module):
 def ddp_checkpointed(run: Run, use_reentrant: bool) -> None:
     """Backwards within the backward, as checkpoints run them, are no samples of their own."""
     wrapped = DistributedDataParallel(Checkpointed(use_reentrant=use_reentrant))
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE | Naive.STEP)
 def ddp_clip_grad_norm(run: Run) -> None:
     """Norms are those of the reduced gradients before clipping."""
     wrapped = DistributedDataParallel(Perceptron())
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean() * (10.0 if step % 3 else 0.001))
-            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 8):
+        run.backward(wrapped(data(step)).square().mean() * (10.0 if step % 3 else 0.001))
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP)
-def ddp_overflow_on_one_rank(run: Run) -> None:
-    """An overflow on the other rank is one here as well: both count it, and both skip the step."""
-    wrapped = DistributedDataParallel(Perceptron())
-    optimizer = sgd(wrapped)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-    with run.watching(wrapped, optimizer):
+def overflow_loop(
+    run: Run, model: torch.nn.Module, scaler: torch.amp.GradScaler, loss_of: Callable[[torch.Tensor, bool], torch.Tensor]
+) -> None:
+    """Trains under a scaler with overflows in two steps, which both ranks skip."""
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
         for step in range(9):
             overflow = step in (3, 6)
             optimizer.zero_grad()
-            loss = wrapped(data(step)).square().mean() * (math.inf if overflow and dist.get_rank() == 1 else 1.0)
+            loss = loss_of(model(data(step)), overflow)
             run.unscale(1 / scaler.get_scale())
             run.backward(scaler.scale(loss))
             scaler.unscale_(optimizer)
@@ -262,6 +232,18 @@ def ddp_overflow_on_one_rank(run: Run) -> None:
             scaler.update()
             if not overflow:  # a skip is known when the next backward begins
                 run.check()
+
+
+def infinite_on_rank_1(output: torch.Tensor, overflow: bool) -> torch.Tensor:
+    """Return a loss that is infinite on one rank where it overflows."""
+    return output.square().mean() * (math.inf if overflow and dist.get_rank() == 1 else 1.0)
+
+
+@two_ranks(Naive.ACCUMULATE)
+def ddp_overflow_on_one_rank(run: Run) -> None:
+    """An overflow on the other rank is one here as well: both count it, and both skip the step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+    overflow_loop(run, DistributedDataParallel(Perceptron()), scaler, infinite_on_rank_1)
 
 
 @two_ranks(Naive.ACCUMULATE)
@@ -284,13 +266,8 @@ def ddp_compiled(run: Run, around: str) -> None:
     compiled = functools.partial(torch.compile, backend="aot_eager")
     wrapped = DistributedDataParallel(compiled(Perceptron()) if around == "inner" else Perceptron())
     wrapped = compiled(wrapped) if around == "wrapper" else wrapped
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE)
@@ -321,12 +298,8 @@ def zero_redundancy_optimizer(run: Run) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns at import
     wrapped = DistributedDataParallel(Perceptron())
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.05)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6, optimizer):
+        run.backward(wrapped(data(step)).square().mean())
 
 
 # Shards
@@ -351,13 +324,8 @@ def fsdp(run: Run, kind: str) -> None:
     model = even()
     layers = [] if kind.startswith("root") else [model.first, model.second]
     shard(model, layers, reshard_after_forward=not kind.endswith("kept"))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step)).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE, layerwise=[True, False])
@@ -389,15 +357,10 @@ def fsdp_checkpointed(run: Run, kind: str) -> None:
     else:
         model = Checkpointed(use_reentrant=reentrant)
     shard(model, [model.first, model.second])
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            with warning_of_torch(".*reentrant.*"):
-                output = model(data(step).requires_grad_())
-            run.backward(output.square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        with warning_of_torch(".*reentrant.*"):
+            output = model(data(step).requires_grad_())
+        run.backward(output.square().mean())
 
 
 @two_ranks()
@@ -406,13 +369,8 @@ def fsdp_mixed_precision(run: Run) -> None:
     model = even()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, [model.first, model.second], mp_policy=policy)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).float().square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step)).float().square().mean())
 
 
 @two_ranks(kind=["synchronised", "not synchronised", "not synchronised, kept"])
@@ -420,18 +378,13 @@ def fsdp_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, whether each is reduced or only the last one is."""
     model = even()
     shard(model, [model.first, model.second])
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            for part in range(3):
-                if kind != "synchronised":
-                    model.set_requires_gradient_sync(part == 2)
-                if kind.endswith("kept"):
-                    model.set_reshard_after_backward(part == 2)
-                run.backward(model(data(3 * step + part)).square().mean() / 3)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        for part in range(3):
+            if kind != "synchronised":
+                model.set_requires_gradient_sync(part == 2)
+            if kind.endswith("kept"):
+                model.set_reshard_after_backward(part == 2)
+            run.backward(model(data(3 * step + part)).square().mean() / 3)
 
 
 @two_ranks(Naive.STEP)
@@ -439,14 +392,9 @@ def fsdp_clip_grad_norm(run: Run) -> None:
     """`clip_grad_norm_` knows the norm over all ranks; what is shown is the part before it, and the whole where it is observed."""
     model = even()
     shard(model, [model.first, model.second])
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean() * 10)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step)).square().mean() * 10)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
 @two_ranks(Naive.STEP)
@@ -460,8 +408,7 @@ def fsdp_observed_norm(run: Run) -> None:
             optimizer.zero_grad()
             run.backward(model(data(step)).square().mean() * 10)
             whole = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
-            if run.exporter is not None:
-                run.exporter.observe(grad_norm=whole)
+            run.observe(grad_norm=whole)
             run.step(optimizer)
             # The record of this rank knows its part alone.
             run.check(without=["torch_grad_global_norm", "torch_grad_clip"])
@@ -474,13 +421,8 @@ def fsdp_offloaded(run: Run) -> None:
     """Gradients that FSDP2 brings to the host."""
     model = even()
     shard(model, [model.first, model.second], offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step)).square().mean())
 
 
 class Lopsided(torch.nn.Module):
@@ -497,18 +439,13 @@ class Lopsided(torch.nn.Module):
         return self.last(self.second(self.first(x).relu()).relu()) * self.scale
 
 
-@two_ranks(layerwise=[True, False])
+@two_ranks(Naive.ACCUMULATE | Naive.STEP, layerwise=[True, False])
 def fsdp_uneven(run: Run, layerwise: bool) -> None:
     """Parts of different sizes, and empty ones: sizes and units are those of this rank's part."""
     model = Lopsided()
     shard(model, [model.first, model.second, model.last] if layerwise else [])
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(25):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 25):
+        run.backward(model(data(step)).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE)
@@ -517,15 +454,10 @@ def fsdp_frozen(run: Run) -> None:
     model = even()
     model.first.requires_grad_(False)
     shard(model, [model.first, model.second])
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            if step == 4:
-                model.first.requires_grad_(True)
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8):
+        if step == 4:
+            model.first.requires_grad_(True)
+        run.backward(model(data(step)).square().mean())
 
 
 @two_ranks()
@@ -534,12 +466,8 @@ def fsdp_nested(run: Run) -> None:
     model = torch.nn.Sequential(even(), torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh()), Perceptron(6, 4, 2))
     shard(model, model.children())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6, optimizer):
+        run.backward(model(data(step)).square().mean())
 
 
 @two_ranks()
@@ -548,36 +476,20 @@ def fsdp_beside_replicated(run: Run) -> None:
     need(2, 7, "FSDP2 on a CPU")
     model = even()
     fully_shard(model.first)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP)
+@two_ranks(Naive.ACCUMULATE)
 def fsdp_overflow_in_one_part(run: Run) -> None:
     """An overflow in the part of one rank skips the step on both; only the rank that has it counts its elements."""
-    model = torch.nn.Linear(6, 4)
-    shard(model)
-    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            overflow = step in (3, 6)
-            optimizer.zero_grad()
-            *finite, last = model(data(step)).square().mean(0)
-            loss = sum(finite) + last * (math.inf if overflow else 1.0)
-            run.unscale(1 / scaler.get_scale())
-            run.backward(scaler.scale(loss))
-            scaler.unscale_(optimizer)
-            run.skipped() if overflow else run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            if not overflow:  # a skip is known when the next backward begins
-                run.check()
+
+    def infinite_in_the_last(output: torch.Tensor, overflow: bool) -> torch.Tensor:
+        *finite, last = output.square().mean(0)
+        return sum(finite) + last * (math.inf if overflow else 1.0)
+
+    overflow_loop(run, shard(torch.nn.Linear(6, 4)), scaler, infinite_in_the_last)
 
 
 # Shards of flat parameters
@@ -621,20 +533,18 @@ class Whole:
                 parameter.sub_(0.05 * parameter.grad)
 
 
-@two_ranks(Naive.ACCUMULATE, kind=FLAT)
+PADDED = dict.fromkeys(("flat", "flat, after forward"), Naive.ACCUMULATE | Naive.STEP)
+
+
+@two_ranks(dict.fromkeys(FLAT, Naive.ACCUMULATE) | PADDED, kind=FLAT)
 def fsdp1(run: Run, kind: str) -> None:
     """Each rank shows its piece of the flat parameters, or the first one the whole where nothing is cut."""
     model = Lopsided()
     alone = Whole(model)
     wrapped = flatten(model, **FLAT[kind])
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            alone.agrees(wrapped, step, pieces=not kind.endswith("whole"))
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).square().mean())
+        alone.agrees(wrapped, step, pieces=not kind.endswith("whole"))
 
 
 KEPT = ["flat", "original"]
@@ -646,7 +556,7 @@ GATHERED = ["flat", "flat, root only", "original, root only"]
 SEEN = ["original", "original, optimizer first"]
 
 
-@two_ranks(dict.fromkeys(GATHERED, Naive.ACCUMULATE | Naive.STEP) | dict.fromkeys(SEEN, Naive.ACCUMULATE), kind=[*GATHERED, *SEEN])
+@two_ranks(Naive.ACCUMULATE, kind=[*GATHERED, *SEEN])
 def fsdp1_started_before(run: Run, kind: str) -> None:
     """An exporter that was started before wrapping watches the module within, whose forward sees gathered parameters only."""
     model = even()
@@ -674,15 +584,10 @@ def fsdp1_started_before(run: Run, kind: str) -> None:
 def fsdp1_accumulation(run: Run, kind: str) -> None:
     """Three backwards to a step are one sample, also where FSDP reduces the last one only."""
     wrapped = flatten(even(), **FLAT[kind.rpartition(", ")[0]])
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            for part in range(3):
-                with wrapped.no_sync() if kind.endswith("not reduced") and part < 2 else contextlib.nullcontext():
-                    run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        for part in range(3):
+            with wrapped.no_sync() if kind.endswith("not reduced") and part < 2 else contextlib.nullcontext():
+                run.backward(wrapped(data(3 * step + part)).square().mean() / 3)
 
 
 @two_ranks(Naive.ACCUMULATE | Naive.STEP, kind=KEPT)
@@ -695,8 +600,8 @@ def fsdp1_clip_grad_norm(run: Run, kind: str) -> None:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             run.backward(wrapped(data(step)).square().mean() * 10)
             whole = wrapped.clip_grad_norm_(0.5)
-            if run.exporter is not None and step > 2:
-                run.exporter.observe(grad_norm=whole)
+            if step > 2:
+                run.observe(grad_norm=whole)
             run.step(optimizer)
             # The record of this rank knows its piece alone.
             run.check(without=["torch_grad_global_norm", "torch_grad_clip"] if step > 2 else [])
@@ -709,13 +614,8 @@ def fsdp1_mixed_precision(run: Run, kind: str) -> None:
     """bfloat16 in forward, backward and reduction: the gradients that the optimizer sees are float32."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     wrapped = flatten(even(), use_orig_params=kind == "original", mixed_precision=precision)
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).float().square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).float().square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE, kind=["original", "original, whole"])
@@ -725,50 +625,26 @@ def fsdp1_frozen(run: Run, kind: str) -> None:
     model.first.requires_grad_(False)
     model.second.bias.requires_grad_(False)
     wrapped = flatten(model, **FLAT[kind])
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(8):
-            if step == 4:
-                model.first.requires_grad_(True)
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 8):
+        if step == 4:
+            model.first.requires_grad_(True)
+        run.backward(wrapped(data(step)).square().mean())
 
 
-@two_ranks(Naive.ACCUMULATE | Naive.STEP, kind=KEPT)
+@two_ranks(Naive.ACCUMULATE, kind=KEPT)
 def fsdp1_overflow_on_one_rank(run: Run, kind: str) -> None:
     """An overflow skips the step on both ranks."""
     with warning_of_torch(".*"):
         scaler = ShardedGradScaler("cpu", init_scale=2.0**14, growth_interval=4)
-    wrapped = flatten(even(), use_orig_params=kind == "original")
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(9):
-            overflow = step in (3, 6)
-            optimizer.zero_grad()
-            loss = wrapped(data(step)).square().mean() * (math.inf if overflow and dist.get_rank() == 1 else 1.0)
-            run.unscale(1 / scaler.get_scale())
-            run.backward(scaler.scale(loss))
-            scaler.unscale_(optimizer)
-            run.skipped() if overflow else run.stepping()
-            scaler.step(optimizer)
-            scaler.update()
-            if not overflow:  # a skip is known when the next backward begins
-                run.check()
+    overflow_loop(run, flatten(even(), use_orig_params=kind == "original"), scaler, infinite_on_rank_1)
 
 
 @two_ranks(Naive.ACCUMULATE, kind=KEPT)
 def fsdp1_checkpointed(run: Run, kind: str) -> None:
     """Layers whose parameters are gathered again within the backward, for the activations to be computed again."""
     wrapped = flatten(Checkpointed(use_reentrant=False), use_orig_params=kind == "original")
-    optimizer = sgd(wrapped)
-    with run.watching(wrapped, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(wrapped(data(step)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(wrapped, 6):
+        run.backward(wrapped(data(step)).square().mean())
 
 
 @two_ranks(Naive.ACCUMULATE, kind=KEPT)
@@ -869,13 +745,8 @@ def tensor_parallel(run: Run) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = even()
     parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step, rank=0)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step, rank=0)).square().mean())
 
 
 class Normed(torch.nn.Module):
@@ -891,7 +762,7 @@ class Normed(torch.nn.Module):
         return self.second(self.first(self.norm(x)).relu())
 
 
-@two_ranks(Naive.ACCUMULATE)
+@two_ranks(Naive.ACCUMULATE | Naive.STEP)
 def sequence_parallel(run: Run) -> None:
     """A replicated weight each rank of which has a part of the sum that its gradient is."""
     need(2, 6, "the backward of a layer norm under SequenceParallel")
@@ -903,10 +774,5 @@ def sequence_parallel(run: Run) -> None:
         "second": RowwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, table)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            run.backward(model(data(step, rank=0).view(1, -1, 6)[:, :4].contiguous()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        run.backward(model(data(step, rank=0).view(1, -1, 6)[:, :4].contiguous()).square().mean())

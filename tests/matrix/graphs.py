@@ -83,15 +83,10 @@ def _nested_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def checkpointed_blocks(run: Run, around: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     """Checkpointed blocks, whose backward runs forwards or whole backwards inside, with accumulation and clipping."""
     model = Blocks(around)
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            for _ in range(2):
-                run.backward(model(batch()).square().mean())
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        for _ in range(2):
+            run.backward(model(batch()).square().mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 @regime(reentrant=[True, False])
@@ -108,42 +103,26 @@ def checkpointed_sequence(run: Run, reentrant: bool) -> None:
             return checkpoint_sequential(self.body, 2, self.embed(x), use_reentrant=reentrant)
 
     model = Sequence()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())
 
 
 @regime(reentrant=[True, False])
 def checkpointed_root(run: Run, reentrant: bool) -> None:
     """A root that is itself called through a checkpoint, so that its forward, or its whole backward, runs within a backward."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
-            run.step(optimizer)
-            if step >= 5:  # no output is seen outside of the backward: another rung is taken after the first rounds
-                run.check(without=CUMULATIVE)
+    # no output is seen outside of the backward: another rung is taken after the first rounds
+    for _ in run.rounds(model, 8, since=5, without=CUMULATIVE):
+        run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
 
 
 @regime(reentrant=[True, False])
 def accumulation_beside_a_checkpointed_root(run: Run, reentrant: bool) -> None:
     """Of the backwards of one step some run through a checkpoint around the root and some do not."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(10):
-            optimizer.zero_grad()
-            run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            if step >= 5:  # as above
-                run.check(without=CUMULATIVE)
+    for _ in run.rounds(model, 10, since=5, without=CUMULATIVE):  # as above
+        run.backward(checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant).square().mean())
+        run.backward(model(batch()).square().mean())
 
 
 # Second derivatives
@@ -153,66 +132,46 @@ def accumulation_beside_a_checkpointed_root(run: Run, reentrant: bool) -> None:
 def gradient_penalty(run: Run) -> None:
     """`torch.autograd.grad(create_graph=True)` in the loop is no backward, and its graph is part of the one that follows."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            inputs = batch().requires_grad_()
-            out = model(inputs)
-            (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-            optimizer.zero_grad()
-            run.backward(out.square().mean() + (slope.norm(dim=1) - 1).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        inputs = batch().requires_grad_()
+        out = model(inputs)
+        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        run.backward(out.square().mean() + (slope.norm(dim=1) - 1).square().mean())
 
 
 @regime()
 def gradient_penalty_alone(run: Run) -> None:
     """A loss that is a second derivative alone does not reach the last bias, which is missing."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            inputs = batch().requires_grad_()
-            (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-            optimizer.zero_grad()
-            run.backward((slope.norm(dim=1) - 1).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        inputs = batch().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        run.backward((slope.norm(dim=1) - 1).square().mean())
 
 
 @regime()
 def gradient_penalty_in_a_second_backward(run: Run) -> None:
     """A penalty with a backward of its own, after or before that of the loss, is part of one accumulation."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            first = step % 2 == 0
-            if first:
-                run.backward(model(batch()).square().mean())
-            inputs = batch().requires_grad_()
-            (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-            run.backward(slope.square().mean())
-            if not first:
-                run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        first = step % 2 == 0
+        if first:
+            run.backward(model(batch()).square().mean())
+        inputs = batch().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        run.backward(slope.square().mean())
+        if not first:
+            run.backward(model(batch()).square().mean())
 
 
 @regime()
 def gradient_penalty_over_parameters(run: Run) -> None:
     """A penalty on the gradient with respect to the parameters, by `autograd.grad` over all of them."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            loss = model(batch()).square().mean()
-            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            optimizer.zero_grad()
-            run.backward(loss + sum(slope.square().sum() for slope in slopes))
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        loss = model(batch()).square().mean()
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        run.backward(loss + sum(slope.square().sum() for slope in slopes))
 
 
 @regime()
@@ -220,15 +179,11 @@ def backward_with_create_graph(run: Run) -> None:
     """`backward(create_graph=True)` gives gradients that carry a graph; they are measured all the same."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch's own, of the reference cycle
-                run.backward(model(batch()).square().mean(), create_graph=True)
-            run.step(optimizer)
-            run.check()
-        optimizer.zero_grad()
+    for _ in run.rounds(model, 5, optimizer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's own, of the reference cycle
+            run.backward(model(batch()).square().mean(), create_graph=True)
+    optimizer.zero_grad()
 
 
 @regime(set_to_none=[True, False])
@@ -256,31 +211,22 @@ def accumulation_with_create_graph(run: Run) -> None:
     """Gradients that are added up with a graph are new tensors each time, in an accumulation that begins after calm steps."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(12):
-            optimizer.zero_grad()
-            for _ in range(3):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # as above
-                    run.backward(model(batch()).square().mean(), create_graph=step >= 4)
-            run.step(optimizer)
-            run.check()
-        optimizer.zero_grad()
+    for step in run.rounds(model, 12, optimizer):
+        for _ in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # as above
+                run.backward(model(batch()).square().mean(), create_graph=step >= 4)
+    optimizer.zero_grad()
 
 
 @regime()
 def retained_graph(run: Run) -> None:
     """Two backwards through one graph are two backwards and one sample."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            out = model(batch())
-            run.backward(out.square().mean(), retain_graph=True)
-            run.backward(out.abs().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        out = model(batch())
+        run.backward(out.square().mean(), retain_graph=True)
+        run.backward(out.abs().mean())
 
 
 @regime()
@@ -300,7 +246,7 @@ def gradients_only_asked_for(run: Run) -> None:
 # Who starts a backward, and from where
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def several_roots(run: Run) -> None:
     """`torch.autograd.backward` from several tensors with their own gradients is one backward."""
 
@@ -315,54 +261,40 @@ def several_roots(run: Run) -> None:
             return self.left(hidden), self.right(hidden)
 
     model = Heads()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            left, right = model(batch())
-            if step % 3 == 2:
-                torch.autograd.backward([left], [torch.randn_like(left)])
-            else:
-                torch.autograd.backward([left, right], [torch.randn_like(left), torch.randn_like(right)])
-            run.passed()
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        left, right = model(batch())
+        if step % 3 == 2:
+            torch.autograd.backward([left], [torch.randn_like(left)])
+        else:
+            torch.autograd.backward([left, right], [torch.randn_like(left), torch.randn_like(right)])
+        run.passed()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def backward_into_some(run: Run) -> None:
     """`backward(inputs=...)` writes the gradients of some parameters only; the old ones of the others do not count."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(9):
-            chosen = (model, model.second, model.first)[step % 3]
-            if step:
-                chosen.zero_grad()
-            loss = model(batch()).square().mean()
-            run.losses.append(loss.detach().clone())
-            loss.backward(inputs=list(chosen.parameters()))
-            used = [name for name, p in model.named_parameters() if any(p is own for own in chosen.parameters())]
-            run.passed(unused=parameters_but(model, *used))
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 9, clear=False):
+        chosen = (model, model.second, model.first)[step % 3]
+        if step:
+            chosen.zero_grad()
+        loss = model(batch()).square().mean()
+        run.losses.append(loss.detach().clone())
+        loss.backward(inputs=list(chosen.parameters()))
+        used = [name for name, p in model.named_parameters() if any(p is own for own in chosen.parameters())]
+        run.passed(unused=parameters_but(model, *used))
 
 
 @regime()
 def backward_into_each_in_turn(run: Run) -> None:
     """Several backwards of one graph, each into one parameter, as memory-saving loops have it."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            names = dict(model.named_parameters())
-            for position, parameter in enumerate(names.values()):
-                loss.backward(inputs=[parameter], retain_graph=True)
-                run.passed(unused=list(names)[position + 1 :])
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        loss = model(batch()).square().mean()
+        names = dict(model.named_parameters())
+        for position, parameter in enumerate(names.values()):
+            loss.backward(inputs=[parameter], retain_graph=True)
+            run.passed(unused=list(names)[position + 1 :])
 
 
 class Outside(nn.Module):
@@ -380,45 +312,28 @@ class Outside(nn.Module):
 def submodules_called_directly(run: Run) -> None:
     """A loop that never calls the root is captured by another rung, right from then on."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model.second(model.first(batch()).relu()).square().mean())
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            run.step(optimizer)
-            if step >= 5:  # the first rounds are not seen by the rung `output`
-                run.check(without=CUMULATIVE)
-        assert rung(run) in (None, "parameter")
+    for _ in run.rounds(model, 8, since=5, without=CUMULATIVE):  # the first rounds are not seen by the rung `output`
+        run.backward(model.second(model.first(batch()).relu()).square().mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert rung(run) in (None, "parameter")
 
 
 @regime(aux_first=[True, False])
 def auxiliary_backward(run: Run, aux_first: bool) -> None:
     """A backward through submodules alone, before or after the one through the root, belongs to the sample."""
     model = Outside()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            for auxiliary in (aux_first, not aux_first):
-                out = model.aux(model.body(batch())) if auxiliary else model(batch())
-                run.backward(out.square().mean())
-            run.step(optimizer)
-            if step >= 3:  # the auxiliary backwards of the first rounds are not counted
-                run.check(without=CUMULATIVE)
+    for _ in run.rounds(model, 8, since=3, without=CUMULATIVE):  # the auxiliary backwards of the first rounds are not counted
+        for auxiliary in (aux_first, not aux_first):
+            out = model.aux(model.body(batch())) if auxiliary else model(batch())
+            run.backward(out.square().mean())
 
 
 @regime()
 def auxiliary_loss(run: Run) -> None:
     """A loss through the root and a loss through submodules alone in one backward."""
     model = Outside()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() + model.aux(model.body(batch())).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean() + model.aux(model.body(batch())).square().mean())
 
 
 @regime(Naive.STEP)
@@ -464,14 +379,8 @@ def unfrozen_without_the_root(run: Run) -> None:
 def lazy_modules_without_the_root(run: Run) -> None:
     """Lazy layers that are initialised by being called directly, in a loop that never calls the root."""
     model = nn.ModuleDict({"first": nn.LazyLinear(6), "second": nn.LazyLinear(3)})
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model["second"](model["first"](batch()).relu()).square().mean())
-            run.step(optimizer)
-            if step >= 5:  # as above
-                run.check(without=CUMULATIVE)
+    for _ in run.rounds(model, 8, since=5, without=CUMULATIVE):  # as above
+        run.backward(model["second"](model["first"](batch()).relu()).square().mean())
 
 
 # Gradients that no backward writes
@@ -481,19 +390,15 @@ def lazy_modules_without_the_root(run: Run) -> None:
 def gradients_assigned_by_hand(run: Run) -> None:
     """Gradients from `torch.autograd.grad` that the loop assigns are read at the step, on the last rung."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(10):
-            parameters = list(model.parameters())
-            loss = model(batch()).square().mean()
-            run.losses.append(loss.detach().clone())
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient * 3
-            run.passed()
-            run.step(optimizer)
-            if step >= 7:  # two rungs see nothing, for two rounds each; a dead ratio takes three samples
-                run.check(without=CUMULATIVE + AFTER_CLIPPING)
-        assert rung(run) in (None, "optimizer")
+    # two rungs see nothing, for two rounds each; a dead ratio takes three samples
+    for _ in run.rounds(model, 10, clear=False, since=7, without=CUMULATIVE + AFTER_CLIPPING):
+        parameters = list(model.parameters())
+        loss = model(batch()).square().mean()
+        run.losses.append(loss.detach().clone())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient * 3
+        run.passed()
+    assert rung(run) in (None, "optimizer")
 
 
 @regime(Naive.ACCUMULATE)
@@ -525,36 +430,27 @@ def functional_gradients(run: Run, per_sample: bool) -> None:
     model = Perceptron()
     optimizer = sgd(model)
     gradient = torch.func.grad(lambda parameters, x: _loss(model, parameters, x))
-    with run.watching(model, optimizer):
-        for step in range(10):
-            parameters = {name: p.detach() for name, p in model.named_parameters()}
-            x = batch()
-            if per_sample:
-                each = torch.func.vmap(gradient, in_dims=(None, 0))(parameters, x.unsqueeze(1))
-                lengths = sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt()
-                factor = (0.2 / lengths).clamp(max=1)
-                found = {name: torch.einsum("n,n...->...", factor, g) for name, g in each.items()}
-            else:
-                found = gradient(parameters, x)
-            for name, parameter in model.named_parameters():
-                parameter.grad = found[name]
-            run.passed()
-            run.step(optimizer)
-            if step >= 7:  # as above
-                run.check(without=CUMULATIVE + AFTER_CLIPPING)
+    for _ in run.rounds(model, 10, optimizer, clear=False, since=7, without=CUMULATIVE + AFTER_CLIPPING):  # as above
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        x = batch()
+        if per_sample:
+            each = torch.func.vmap(gradient, in_dims=(None, 0))(parameters, x.unsqueeze(1))
+            lengths = sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt()
+            factor = (0.2 / lengths).clamp(max=1)
+            found = {name: torch.einsum("n,n...->...", factor, g) for name, g in each.items()}
+        else:
+            found = gradient(parameters, x)
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name]
+        run.passed()
 
 
 @regime()
 def functional_call_with_own_parameters(run: Run) -> None:
     """`functional_call` with the model's own parameters is a forward like any other."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(torch.func.functional_call(model, dict(model.named_parameters()), (batch(),)).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(torch.func.functional_call(model, dict(model.named_parameters()), (batch(),)).square().mean())
 
 
 @regime(mixed=[True, False])
@@ -579,17 +475,13 @@ def inner_steps(run: Run) -> None:
     """Meta-learning: inner steps by `autograd.grad` on copies, then one backward through them to the model."""
     model = Perceptron()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
+    for _ in run.rounds(model, 6, optimizer):
+        for _ in range(2):
+            fast = dict(model.named_parameters())
             for _ in range(2):
-                fast = dict(model.named_parameters())
-                for _ in range(2):
-                    slopes = torch.autograd.grad(_loss(model, fast, batch()), list(fast.values()), create_graph=True)
-                    fast = {name: p - 0.1 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
-                run.backward(_loss(model, fast, batch()))
-            run.step(optimizer)
-            run.check()
+                slopes = torch.autograd.grad(_loss(model, fast, batch()), list(fast.values()), create_graph=True)
+                fast = {name: p - 0.1 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+            run.backward(_loss(model, fast, batch()))
 
 
 # Hooks of the user's own
@@ -679,15 +571,10 @@ def tensor_hook_that_clears(run: Run) -> None:
 def gradients_changed_before_the_step(run: Run) -> None:
     """Noise that is added to gradients after the backward changes what the optimizer sees, not the gradient of the backward."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            for parameter in model.parameters():
-                parameter.grad.mul_(0.25)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.25)
 
 
 @regime()
@@ -759,14 +646,9 @@ def custom_function(run: Run) -> None:
             return self.label(hidden), self.domain(Reversed.apply(hidden, 0.5))
 
     model = Adversarial()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            label, domain = model(batch())
-            run.backward(label.square().mean() + domain.square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        label, domain = model(batch())
+        run.backward(label.square().mean() + domain.square().mean())
 
 
 class Inner(torch.autograd.Function):
@@ -800,44 +682,29 @@ def custom_function_with_a_backward_inside(run: Run) -> None:
             return self.head(Inner.apply(self.embed(x), self.inner).tanh())
 
     model = Deep()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean())
 
 
 @regime()
 def inplace_activations(run: Run) -> None:
     """In-place ReLUs, the last of them on the root's output, are untouched by the hooks."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.ReLU(inplace=True))
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward((model(batch()) - 1).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward((model(batch()) - 1).square().mean())
 
 
 @regime()
 def output_changed_in_place(run: Run) -> None:
     """A loop that writes into the model's output before it computes the loss."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            out = model(batch())
-            out[:, 0] = 0
-            out.mul_(2)
-            if step % 2:
-                out.relu_()
-            run.backward((out - 1).square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        out = model(batch())
+        out[:, 0] = 0
+        out.mul_(2)
+        if step % 2:
+            out.relu_()
+        run.backward((out - 1).square().mean())
 
 
 @regime()
@@ -849,64 +716,44 @@ def output_is_a_view(run: Run) -> None:
             return super().forward(x).t().unbind(0)
 
     model = Views()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            outs = model(batch())
-            # Rows of the last layer that belong to outputs without a loss have a gradient of zero.
-            run.backward(sum(out.square().mean() for out in outs[step % 3 :]))
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        outs = model(batch())
+        # Rows of the last layer that belong to outputs without a loss have a gradient of zero.
+        run.backward(sum(out.square().mean() for out in outs[step % 3 :]))
 
 
 @regime()
 def siamese(run: Run) -> None:
     """A model that is called several times in a step has one gradient."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            outs = [model(batch()) for _ in range(2 + step % 3)]
-            run.backward((outs[0] - outs[1]).square().mean() + sum(out.mean() for out in outs[2:]))
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8):
+        outs = [model(batch()) for _ in range(2 + step % 3)]
+        run.backward((outs[0] - outs[1]).square().mean() + sum(out.mean() for out in outs[2:]))
 
 
 @regime()
 def without_gradients_first(run: Run) -> None:
     """Forwards under `no_grad` and `inference_mode`, and one whose graph is dropped, before the one that is trained on."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            with torch.no_grad():
-                target = model(batch())
-            with torch.inference_mode():
-                model(batch())
+    for _ in run.rounds(model, 6):
+        with torch.no_grad():
+            target = model(batch())
+        with torch.inference_mode():
             model(batch())
-            run.backward((model(batch()) - target).square().mean())
-            with torch.no_grad():
-                model(batch())
-            run.step(optimizer)
-            run.check()
+        model(batch())
+        run.backward((model(batch()) - target).square().mean())
+        with torch.no_grad():
+            model(batch())
 
 
 @regime()
 def inputs_that_require_gradients(run: Run) -> None:
     """Inputs that require gradients, and a backward into the inputs alone, as for adversarial examples."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            inputs = batch().requires_grad_()
-            (slope,) = torch.autograd.grad(model(inputs).square().mean(), inputs)
-            optimizer.zero_grad()
-            run.backward(model((inputs + 0.1 * slope.sign()).detach().requires_grad_()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        inputs = batch().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).square().mean(), inputs)
+        run.backward(model((inputs + 0.1 * slope.sign()).detach().requires_grad_()).square().mean())
 
 
 @regime()
@@ -929,29 +776,19 @@ def backward_into_the_inputs_alone(run: Run) -> None:
 def detached_branch(run: Run) -> None:
     """A bootstrap target from the model itself, detached, takes no part in the backward."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward((model(batch()) - 0.9 * model(batch()).detach()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward((model(batch()) - 0.9 * model(batch()).detach()).square().mean())
 
 
 @regime()
 def saved_tensors_offloaded(run: Run) -> None:
     """Saved tensors that are packed and unpacked by hooks of the user's."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            pack, unpack = lambda t: (t.device, t.numpy(force=True)), lambda kept: torch.from_numpy(kept[1]).to(kept[0])
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                out = model(batch())
-            run.backward(out.square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        pack, unpack = lambda t: (t.device, t.numpy(force=True)), lambda kept: torch.from_numpy(kept[1]).to(kept[0])
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = model(batch())
+        run.backward(out.square().mean())
 
 
 # What a root returns
@@ -1004,17 +841,12 @@ def output_structures(run: Run, shape: Callable[[torch.Tensor, torch.Tensor], ob
             return shape(out.square().mean(), out)
 
     model = Model()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(LOSS[shape](model(batch())))
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            run.check()
-        assert rung(run) in (None, "output")
-        if shape in (_as_dict, Output, Plain):
-            run.shows(float(run.losses[-1]), "torch_train_loss")
+    for _ in run.rounds(model, 5):
+        run.backward(LOSS[shape](model(batch())))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert rung(run) in (None, "output")
+    if shape in (_as_dict, Output, Plain):
+        run.shows(float(run.losses[-1]), "torch_train_loss")
 
 
 @regime(Naive.STEP)
@@ -1027,12 +859,6 @@ def output_of_no_known_shape(run: Run) -> None:
             return lambda: out
 
     model = Model()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            run.backward(model(batch())().square().mean())
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            run.step(optimizer)
-            if step >= 5:  # as above
-                run.check(without=CUMULATIVE)
+    for _ in run.rounds(model, 8, since=5, without=CUMULATIVE):  # as above
+        run.backward(model(batch())().square().mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)

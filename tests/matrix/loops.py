@@ -18,13 +18,8 @@ from tests.support.models import Perceptron, batch, sgd
 def plain(run: Run, set_to_none: bool) -> None:
     """One forward, one backward, one step."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(25):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 25, set_to_none=set_to_none):
+        run.backward(model(batch()).square().mean())
 
 
 @regime(set_to_none=[True, False])
@@ -59,11 +54,8 @@ def never_cleared(run: Run) -> None:
     """Without any `zero_grad` each gradient is the sum of all before, and each step is a round of its own."""
     model = Perceptron()
     optimizer = sgd(model, lr=0.01)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6, optimizer, clear=False):
+        run.backward(model(batch()).square().mean())
 
 
 @regime(set_to_none=[True, False])
@@ -112,29 +104,19 @@ def accumulation_that_begins_short(run: Run, set_to_none: bool) -> None:
 def accumulation_of_one_forward_each(run: Run) -> None:
     """All forwards first, then their backwards in the opposite order, as a pipeline has it."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            losses = [model(batch()).square().mean() for _ in range(3)]
-            for loss in reversed(losses):
-                run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        losses = [model(batch()).square().mean() for _ in range(3)]
+        for loss in reversed(losses):
+            run.backward(loss)
 
 
 @regime()
 def two_losses_of_two_forwards(run: Run) -> None:
     """Two forwards with a loss each, whose backwards are run one by one: one sample of their sum."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.backward(model(batch()).abs().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        run.backward(model(batch()).square().mean())
+        run.backward(model(batch()).abs().mean())
 
 
 class TwoHeads(torch.nn.Module):
@@ -152,97 +134,67 @@ class TwoHeads(torch.nn.Module):
 RIGHT = ("right.weight", "right.bias")
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def two_graphs_of_one_forward(run: Run) -> None:
     """One forward with two separate graphs, each with a backward of its own; now and then the second has none."""
     model = TwoHeads()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=False)
-            left, right = model(batch())
-            run.backward(left.square().mean(), unused=RIGHT)
-            if step % 4 != 3:
-                run.backward(right.square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8, set_to_none=False):
+        left, right = model(batch())
+        run.backward(left.square().mean(), unused=RIGHT)
+        if step % 4 != 3:
+            run.backward(right.square().mean())
 
 
 @regime()
 def a_backward_for_each_graph_at_once(run: Run) -> None:
     """`torch.autograd.backward` of several losses is one backward."""
     model = TwoHeads()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            left, right = model(batch())
-            torch.autograd.backward([left.square().mean(), right.square().mean()])
-            run.passed()
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        left, right = model(batch())
+        torch.autograd.backward([left.square().mean(), right.square().mean()])
+        run.passed()
 
 
 @regime()
 def retain_graph(run: Run) -> None:
     """Three backwards through one graph, two of which keep it, are one sample."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            out = model(batch())
-            run.backward(out.square().mean(), retain_graph=True)
-            run.backward(out.abs().mean(), retain_graph=True)
-            run.backward(out.exp().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        out = model(batch())
+        run.backward(out.square().mean(), retain_graph=True)
+        run.backward(out.abs().mean(), retain_graph=True)
+        run.backward(out.exp().mean())
 
 
 @regime()
 def retain_graph_of_one_loss(run: Run) -> None:
     """The same loss twice, kept the first time: the gradient doubles, and it is one sample."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            run.backward(loss, retain_graph=True)
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        loss = model(batch()).square().mean()
+        run.backward(loss, retain_graph=True)
+        run.backward(loss)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def untouched_modules(run: Run) -> None:
     """Of a part that a backward does not reach the zeros that `zero_grad(set_to_none=False)` left are no gradient."""
     model = TwoHeads()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=False)
-            left, right = model(batch())
-            if step % 2:
-                run.backward(left.square().mean(), unused=RIGHT)
-            else:
-                run.backward(left.square().mean() + right.square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8, set_to_none=False):
+        left, right = model(batch())
+        if step % 2:
+            run.backward(left.square().mean(), unused=RIGHT)
+        else:
+            run.backward(left.square().mean() + right.square().mean())
 
 
 @regime()
 def zero_gradients(run: Run) -> None:
     """A part whose loss has a factor of zero got a gradient, which is zero."""
     model = TwoHeads()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            left, right = model(batch())
-            run.backward(left.square().mean() + (step % 2) * right.square().mean())
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8):
+        left, right = model(batch())
+        run.backward(left.square().mean() + (step % 2) * right.square().mean())
 
 
 # Between steps
@@ -277,17 +229,12 @@ def evaluation_between_epochs(run: Run, evaluation: type) -> None:
 def evaluation_before_the_backward(run: Run) -> None:
     """An evaluation forward with gradients on, between forward and backward of training, changes nothing."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            model.eval()
-            model(batch(7))
-            model.train()
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5):
+        loss = model(batch()).square().mean()
+        model.eval()
+        model(batch(7))
+        model.train()
+        run.backward(loss)
 
 
 @regime()
@@ -314,20 +261,15 @@ def average_by_deepcopy(run: Run) -> None:
 def a_copy_is_trained_beside_it(run: Run) -> None:
     """A copy that was made in the run and has an optimizer of its own is ignored."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            if step == 2:
-                twin = copy.deepcopy(model)
-                of_twin = sgd(twin)
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            if step >= 2:
-                of_twin.zero_grad()
-                twin(batch()).square().mean().backward()
-                of_twin.step()
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        if step == 2:
+            twin = copy.deepcopy(model)
+            of_twin = sgd(twin)
+        run.backward(model(batch()).square().mean())
+        if step >= 2:
+            of_twin.zero_grad()
+            twin(batch()).square().mean().backward()
+            of_twin.step()
     run.state += [p.detach().clone() for p in twin.parameters()]
 
 
@@ -341,17 +283,13 @@ class CallsSuper(torch.optim.SGD):
         return super().step(closure)
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def step_that_calls_super(run: Run) -> None:
     """A step within which the inherited step runs is one step."""
     model = Perceptron()
     optimizer = CallsSuper(model.parameters(), lr=0.05)
-    with run.watching(model, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 5, optimizer):
+        run.backward(model(batch()).square().mean())
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -365,7 +303,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def optimizer_around_another(run: Run) -> None:
     """A round in which a wrapper and the optimizer in it step is one sample and one step; the inner one is its tool."""
     model = Perceptron()
@@ -397,7 +335,7 @@ def scheduler(run: Run, kind: type) -> None:
             run.shows(rate, "torch_train_learning_rate", optimizer="SGD", group="0")
 
 
-@regime(around=[True, False])
+@regime({False: Naive.ACCUMULATE | Naive.STEP}, around=[True, False])
 def patched_step(run: Run, around: bool) -> None:
     """A `step` that replaces the optimizer's own: around that, or instead and with `exporter.step()`."""
     model = Perceptron()
@@ -409,8 +347,7 @@ def patched_step(run: Run, around: bool) -> None:
             optimizer.zero_grad()
             run.backward(model(batch()).square().mean())
             run.step(optimizer)
-            if run.exporter is not None:
-                run.exporter.step()
+            run.stepped()
             run.check()
 
 
@@ -430,7 +367,7 @@ class HandMade:
             parameter.grad = None
 
 
-@regime(Naive.STEP, numbered=[False, True])
+@regime(Naive.ACCUMULATE | Naive.STEP, numbered=[False, True])
 def duck_typed_optimizer(run: Run, numbered: bool) -> None:
     """With `exporter.step()`, with and without a number, a hand-made optimizer is seen like any other."""
     model = Perceptron()
@@ -441,8 +378,7 @@ def duck_typed_optimizer(run: Run, numbered: bool) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             run.stepping()
             optimizer.step()
-            if run.exporter is not None:
-                run.exporter.step(*[100 + step] * numbered)
+            run.stepped(*[100 + step] * numbered)
             optimizer.zero_grad()
             run.check()
 
@@ -461,16 +397,13 @@ def by_hand(run: Run) -> None:
     """Where neither the output nor a parameter sees a backward, gradients are read at the step: rung `optimizer`."""
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            written_by_hand(run, model, model(batch()).square().mean())
-            run.step(optimizer)
-            if step >= 5:  # by then two rungs have seen steps without a backward, twice each, and so `optimizer` is reached
-                run.check(without=[*UNSEEN, *CUMULATIVE])
-        run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
+    # by then two rungs have seen steps without a backward, twice each, and so `optimizer` is reached
+    for _ in run.rounds(model, 8, optimizer, clear=False, since=5, without=[*UNSEEN, *CUMULATIVE]):
+        written_by_hand(run, model, model(batch()).square().mean())
+    run.shows(1, "torch_grad_exporter_capture_mode", mode="optimizer")
 
 
-@regime(Naive.ACCUMULATE)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
     """Where neither a backward nor a step is seen, `exporter.step()` alone tells of both: gradients are read there."""
     model = Perceptron()
@@ -480,8 +413,7 @@ def by_hand_with_a_duck_typed_optimizer(run: Run) -> None:
             written_by_hand(run, model, model(batch()).square().mean())
             run.stepping()
             optimizer.step()
-            if run.exporter is not None:
-                run.exporter.step()
+            run.stepped()
             if step >= 5:  # as above
                 run.check(without=[*UNSEEN, *CUMULATIVE])
             run.shows(step + 1, "torch_train_steps_total", optimizer="manual")
@@ -521,7 +453,7 @@ class SharpnessAware(torch.optim.Optimizer):
         self.zero_grad()
 
 
-@regime()
+@regime(Naive.ACCUMULATE)
 def two_passes(run: Run) -> None:
     """A loop that climbs, clears and runs a second backward before each step shows the gradient of the second."""
     model = Perceptron()
@@ -537,7 +469,7 @@ def two_passes(run: Run) -> None:
             run.check(without=["torch_train_steps_total"])
 
 
-@regime(Naive.STEP)
+@regime()
 def two_passes_with_a_closure(run: Run) -> None:
     """A step that climbs and then calls its closure shows the gradient that the closure found."""
     model = Perceptron()

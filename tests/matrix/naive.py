@@ -1,76 +1,69 @@
-"""Captures that read gradients in a naive place: the exporter with that one thing changed."""
+"""A gradient monitor as a user writes it: hooks in one place, and a norm of each layer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
-from unittest import mock
+import enum
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.matrix.harness import Naive
-from torch_grad_exporter.capture.build import Capture
-from torch_grad_exporter.capture.ladder import Ladder
-from torch_grad_exporter.capture.parts import Parts
-from torch_grad_exporter.capture.steps import StepWatch
-from torch_grad_exporter.transfer.outcomes import Mode
+from tests.support.record import named_parameters, wide
 
 
-class AtStep(Ladder):
-    """Reads in the optimizer's pre-hook, in its post-hook where there is a closure."""
+class Naive(enum.Flag):
+    """The place where a naive monitor reads gradients."""
 
-    def __init__(self, *stages: Any) -> None:  # noqa: ANN401 - those of the original
-        super().__init__(*stages[:3], mode=Mode.OPTIMIZER)
+    ACCUMULATE = enum.auto()
+    """In post-accumulate-grad hooks that are registered once, at the start."""
+    STEP = enum.auto()
+    """In a pre-hook of the optimizer's step."""
 
 
-class AtAccumulation(StepWatch):
-    """Copies each gradient in a post-accumulate-grad hook that was registered at the start; reads the last copy at the step."""
+class NaiveMonitor:
+    """Computes the float64 norm of each layer's gradient at each step, from what it read in the place `way`."""
 
-    def __init__(self, parts: Parts, *stages: Any) -> None:  # noqa: ANN401 - as above
-        super().__init__(parts, *stages)
-        self._copies: dict[int, torch.Tensor] = {}
-        HANDLES.extend(p.register_post_accumulate_grad_hook(self._copy) for p in parts.index.table.parameters() or ())
+    def __init__(self, models: Mapping[str, torch.nn.Module], way: Naive) -> None:
+        self._models = models
+        self._way = way
+        self._at_start = [named for named in named_parameters(models) if not is_lazy(named.parameter)]
+        self._read: dict[torch.Tensor, float] = {}
+        self._at_step: dict[torch.Tensor, float] = {}
 
-    def _copy(self, parameter: torch.Tensor) -> None:
-        self._copies[id(parameter)] = parameter.grad.detach().clone()
-
-    def _read(self, optimizer: int) -> None:
-        table = self._parts.index.refresh()
-        owners = self._parts.optimizers.owners(table, {optimizer})
-        parameters = table.parameters() or []
-        kept = [p.grad for p in parameters]
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Registers the hooks."""
+        handles = [register_optimizer_step_pre_hook(self._stepping)]
+        if self._way is Naive.ACCUMULATE:
+            handles += [named.parameter.register_post_accumulate_grad_hook(self._accumulated) for named in self._at_start]
         try:
-            for parameter in parameters:
-                parameter.grad = self._copies.get(id(parameter))
-            super()._read(optimizer)
+            yield
         finally:
-            for parameter, gradient, owner in zip(parameters, kept, owners, strict=True):
-                parameter.grad = gradient
-                if owner == optimizer:
-                    self._copies.pop(id(parameter), None)
+            for handle in handles:
+                handle.remove()
 
+    def norms(self) -> dict[str, float]:
+        """Return the norm of each layer that had a gradient at the last step of its optimizer."""
+        squares: dict[str, float] = {}
+        named = self._at_start if self._way is Naive.ACCUMULATE else named_parameters(self._models, frozen=True)
+        for each in named:
+            if (square := self._at_step.get(each.parameter)) is not None:
+                squares[each.layer] = squares.get(each.layer, 0.0) + square
+        return {layer: math.sqrt(square) for layer, square in squares.items()}
 
-HANDLES: list[Any] = []
-"""Of hooks on parameters, until the capture is closed."""
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._read[parameter] = float(wide(parameter.grad).square().sum())
 
-
-class Closing(Capture):
-    """Removes those hooks too."""
-
-    def close(self) -> None:
-        """As the exporter's."""
-        super().close()
-        while HANDLES:
-            HANDLES.pop().remove()
-
-
-@contextlib.contextmanager
-def naive_capture(way: Naive) -> Iterator[None]:
-    """Exporters that are started meanwhile read in this naive place."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("torch_grad_exporter.capture.parts.Ladder", AtStep))
-        if way is Naive.ACCUMULATE:
-            stack.enter_context(mock.patch("torch_grad_exporter.capture.build.StepWatch", AtAccumulation))
-            stack.enter_context(mock.patch("torch_grad_exporter.stages.Capture", Closing))
-        yield
+    def _stepping(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            if self._way is Naive.STEP:
+                self._accumulated(parameter)
+            square = self._read.pop(parameter, None)
+            if square is None:
+                self._at_step.pop(parameter, None)
+            else:
+                self._at_step[parameter] = square

@@ -66,7 +66,7 @@ def own_optimizers(run: Run, kind: str) -> None:
         loop(run, model, optimizer)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def matrices_and_the_rest(run: Run) -> None:
     """Muon for the weights, which takes matrices only, and AdamW for the rest: each has its own norm."""
     need(2, 9, "Muon")
@@ -169,7 +169,10 @@ class Signs(torch.optim.Optimizer):
                 parameter.grad = None
 
 
-@regime(Naive.STEP, kind=[EightBit, Centralized, Signs])
+BOTH = Naive.ACCUMULATE | Naive.STEP
+
+
+@regime({EightBit: Naive.STEP, Centralized: BOTH, Signs: Naive.STEP}, kind=[EightBit, Centralized, Signs])
 def optimizers_of_others(run: Run, kind: type[torch.optim.Optimizer]) -> None:
     """What a step does to the gradients is the optimizer's own business, and changes neither norm nor factor."""
     model = Perceptron()
@@ -300,7 +303,7 @@ def clipping(run: Run, model: torch.nn.Module) -> Callable[..., None]:
     return clip
 
 
-@regime(Naive.STEP, registered=["before", "after"])
+@regime(registered=["before", "after"])
 def clipping_in_a_hook(run: Run, registered: str) -> None:
     """A pre-hook of the optimizer that clips runs after those of all optimizers, wherever it was registered: its factor is seen."""
     model = Perceptron()
@@ -322,7 +325,7 @@ def clipping_in_a_hook_of_all_optimizers_before(run: Run) -> None:
         clipped_in_a_hook(run, model, optimizer)
 
 
-@regime(Naive.STEP)
+@regime()
 def clipping_in_a_hook_of_all_optimizers_after(run: Run) -> None:
     """A pre-hook of all optimizers that clips and was registered after the exporter was started."""
     model = Perceptron()
@@ -387,7 +390,7 @@ def steps_without_a_backward(run: Run, cleared: bool) -> None:
             run.check()
 
 
-@regime()
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def steps_by_hand(run: Run) -> None:
     """A loop that subtracts gradients itself, and says so."""
     model = Perceptron()
@@ -396,8 +399,7 @@ def steps_by_hand(run: Run) -> None:
             run.backward(model(batch()).square().mean())
             run.stepping()
             update(model)
-            if run.exporter is not None:
-                run.exporter.step()
+            run.stepped()
             model.zero_grad()
             run.check()
 
@@ -426,7 +428,7 @@ def update(model: torch.nn.Module) -> None:
             parameter.sub_(0.05 * parameter.grad)
 
 
-@regime(Naive.ACCUMULATE)
+@regime(Naive.ACCUMULATE | Naive.STEP)
 def gradients_by_hand(run: Run) -> None:
     """Gradients by `torch.autograd.grad`, which is no backward, and updates by hand: steps count by `exporter.step()`."""
     model = Perceptron()
@@ -440,8 +442,7 @@ def gradients_by_hand(run: Run) -> None:
             run.passed()
             run.stepping()
             update(model)
-            if run.exporter is not None:
-                run.exporter.step()
+            run.stepped()
             run.shows(step + 1.0, "torch_train_steps_total", optimizer="manual")
             # Two rungs have to see nothing, twice each, before gradients are read at the step: totals lack those rounds.
             if step >= 4:

@@ -19,7 +19,7 @@ class Failure(Exception):
 # Steps that are skipped
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def nan_and_a_skipped_step(run: Run, set_to_none: bool) -> None:
     """A loop that does not step where the loss is not finite: that NaN counts once, as skipped."""
     model = Perceptron()
@@ -36,7 +36,7 @@ def nan_and_a_skipped_step(run: Run, set_to_none: bool) -> None:
                 run.skipped()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def steps_skipped_in_a_row(run: Run, set_to_none: bool) -> None:
     """Three, then five skipped steps in a row, of finite gradients, are as many skipped steps and as many samples."""
     model = Perceptron()
@@ -52,7 +52,7 @@ def steps_skipped_in_a_row(run: Run, set_to_none: bool) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def steps_skipped_at_the_start(run: Run) -> None:
     """Before the first step three are skipped, for overflows as under a loss scale that is yet too large: shown after two steps."""
     model = Perceptron()
@@ -68,7 +68,7 @@ def steps_skipped_at_the_start(run: Run) -> None:
                 run.check(without=["torch_train_skipped_steps_total"] if step < 5 else [])
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def steps_skipped_by_turns(run: Run, set_to_none: bool) -> None:
     """A loop that skips every second step for three steps, twice: those are no two passes to a step."""
     model = Perceptron()
@@ -84,7 +84,7 @@ def steps_skipped_by_turns(run: Run, set_to_none: bool) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.STEP)
 def skipped_after_clipping(run: Run) -> None:
     """A loop that clips and then looks at the norm: the NaN is one of the backward, and the clipped step that follows is right."""
     model = Perceptron()
@@ -100,7 +100,7 @@ def skipped_after_clipping(run: Run) -> None:
                 run.skipped()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
     """A NaN in the second of three micro-batches, after which the round has no step: one skipped step, one sample."""
     model = Perceptron()
@@ -117,7 +117,7 @@ def accumulation_that_is_skipped(run: Run, set_to_none: bool) -> None:
                 run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def accumulation_that_is_broken_off(run: Run) -> None:
     """A NaN in the first of three micro-batches, after which the loop clears and begins anew: lost once, which shows, then seen."""
     model = Perceptron()
@@ -170,7 +170,7 @@ class Branches(torch.nn.Module):
         return self.right(x) if right else self.left(x)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.ACCUMULATE)
 def skipped_and_then_another_branch(run: Run) -> None:
     """A NaN in one branch, skipped and cleared, is no gradient of the next round, which takes the other branch."""
     model = Branches()
@@ -206,7 +206,7 @@ def nan_and_a_step(run: Run) -> None:
                 model.load_state_dict(good)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def a_second_step_on_the_same_gradients(run: Run) -> None:
     """A step that no backward came before is a step and no sample; the next round is right."""
     model = Perceptron()
@@ -228,7 +228,7 @@ def again(run: Run, optimizer: torch.optim.Optimizer) -> None:
     run.step(optimizer)
 
 
-@regime(Naive.ACCUMULATE)
+@regime()
 def a_step_without_gradients(run: Run) -> None:
     """A step after `zero_grad`, with nothing to step with, is a step and no sample."""
     model = Perceptron()
@@ -303,19 +303,14 @@ def a_backward_that_raises_and_is_not_cleared(run: Run) -> None:
 def a_backward_that_raises_amid_an_accumulation(run: Run) -> None:
     """Of three micro-batches the second's backward raises; what it left belongs to the sum, and the step follows."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
-            optimizer.zero_grad()
-            for micro_batch in range(3):
-                loss = model(batch()).square().mean()
-                if step in (1, 3) and micro_batch == 1:
-                    with failing(model.first.weight, Failure):
-                        loss.backward()
-                else:
-                    run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 6):
+        for micro_batch in range(3):
+            loss = model(batch()).square().mean()
+            if step in (1, 3) and micro_batch == 1:
+                with failing(model.first.weight, Failure):
+                    loss.backward()
+            else:
+                run.backward(loss)
 
 
 @regime()
@@ -323,16 +318,12 @@ def a_backward_that_is_tried_again(run: Run) -> None:
     """A backward that raised, as for want of memory, is run again with a smaller batch."""
     model = Perceptron()
     optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(6):
+    for step in run.rounds(model, 6, optimizer):
+        if step in (1, 4):
+            with failing(model.second.bias, Failure):
+                model(batch(8)).square().mean().backward()
             optimizer.zero_grad()
-            if step in (1, 4):
-                with failing(model.second.bias, Failure):
-                    model(batch(8)).square().mean().backward()
-                optimizer.zero_grad()
-            run.backward(model(batch(4)).square().mean())
-            run.step(optimizer)
-            run.check()
+        run.backward(model(batch(4)).square().mean())
 
 
 class Fails(Perceptron):
@@ -351,18 +342,13 @@ class Fails(Perceptron):
 def a_forward_that_raises(run: Run) -> None:
     """A forward that raises half way and is caught leaves nothing behind."""
     model = Fails()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            model.fails = step in (0, 3, 4)
-            try:
-                loss = model(batch()).square().mean()
-            except Failure:
-                continue
-            run.backward(loss)
-            run.step(optimizer)
-            run.check()
+    for step in run.rounds(model, 8):
+        model.fails = step in (0, 3, 4)
+        try:
+            loss = model(batch()).square().mean()
+        except Failure:
+            continue
+        run.backward(loss)
 
 
 def inspect(step: int) -> None:
@@ -371,7 +357,7 @@ def inspect(step: int) -> None:
         raise Failure
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, set_to_none=[True, False])
+@regime(set_to_none=[True, False])
 def raised_between_backward_and_step(run: Run, set_to_none: bool) -> None:
     """An exception after the backward costs its step: the gradients are a sample, and the step counts as skipped."""
     model = Perceptron()
@@ -400,7 +386,7 @@ class FailsToStep(torch.optim.SGD):
         return super().step(closure)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime(Naive.ACCUMULATE)
 def a_step_that_raises(run: Run) -> None:
     """A step that raises has not taken place: its backward counts as one that no step followed."""
     model = Perceptron()

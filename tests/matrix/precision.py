@@ -125,7 +125,7 @@ def scaler_and_clipping(run: Run, told: str) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+@regime(Naive.ACCUMULATE, told=TOLD)
 def scaler_and_accumulation(run: Run, told: str) -> None:
     """Three scaled backwards to a step, one of which overflows now and then."""
     model = TwoParts()
@@ -169,19 +169,22 @@ def overflowing(run: Run, told: str, at: str) -> None:
 OVERFLOWS = {"once": (4,), "in a row": (3, 4, 5), "first": (0,), "first three": (0, 1, 2), "last": (9,)}
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, at=OVERFLOWS)
+CAUGHT = dict.fromkeys(OVERFLOWS, Naive.ACCUMULATE) | {"last": Naive.ACCUMULATE | Naive.STEP}
+
+
+@regime(CAUGHT, at=OVERFLOWS)
 def overflow(run: Run, at: str) -> None:
     """Steps that a given scaler skips are counted, with their infinities, and the scale that backs off is divided out."""
     overflowing(run, "given", at)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, at=["once", "in a row", "last"])
+@regime(CAUGHT, at=["once", "in a row", "last"])
 def overflow_with_a_scaler_that_is_not_given(run: Run, at: str) -> None:
     """The same where the scaler was found among the callers of the first step."""
     overflowing(run, "found", at)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, at=["first", "first three"])
+@regime(Naive.ACCUMULATE, at=["first", "first three"])
 def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
     """Before the first step the scale cannot be known: all sizes are absent, the infinities are counted, the rest is right."""
     model = TwoParts()
@@ -211,7 +214,7 @@ def overflow_before_the_scaler_is_found(run: Run, at: str) -> None:
                 )
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, told=TOLD)
+@regime(Naive.ACCUMULATE, told=TOLD)
 def two_optimizers_and_one_scaler(run: Run, told: str) -> None:
     """Of two optimizers under one scaler only that one is skipped whose gradients overflowed, and these are counted."""
     model = TwoParts()
@@ -303,13 +306,13 @@ FUSED = {
 }
 
 
-@regime(kind=FUSED)
+@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
 def fused_under_a_scaler(run: Run, kind: str) -> None:
     """A fused optimizer that divides by the scale in its step has clipped nothing."""
     fused(run, kind, "given")
 
 
-@regime(kind=FUSED)
+@regime(Naive.ACCUMULATE | Naive.STEP, kind=FUSED)
 def fused_under_a_scaler_that_is_not_given(run: Run, kind: str) -> None:
     """The same where the scaler was found."""
     fused(run, kind, "found")
@@ -378,18 +381,13 @@ def fused_overflow(run: Run, kind: str) -> None:
 def scale_by_hand(run: Run, scale: float) -> None:
     """A loss scale that is not given and is no scaler's: norms are those of the scaled loss, and it shows in the norm after."""
     model = Perceptron()
-    optimizer = sgd(model)
-    with run.watching(model, optimizer):
-        for _ in range(6):
-            optimizer.zero_grad()
-            run.backward(model(batch()).square().mean() * scale)
-            for parameter in model.parameters():
-                parameter.grad.div_(scale)
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(model, 6):
+        run.backward(model(batch()).square().mean() * scale)
+        for parameter in model.parameters():
+            parameter.grad.div_(scale)
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, scale=[32.0, 1024.0])
+@regime(Naive.ACCUMULATE, scale=[32.0, 1024.0])
 def power_of_two_by_hand(run: Run, scale: float) -> None:
     """A loss scale that could be a scaler's is divided out, though it was not given, once five samples before had one as well."""
     model = Perceptron()
@@ -535,7 +533,7 @@ class Float8(torch.nn.Module):
         return self.last((x @ self.weight.to(torch.float32).T).relu())
 
 
-@regime(dtype=[torch.float8_e4m3fn, torch.float8_e5m2])
+@regime(Naive.ACCUMULATE | Naive.STEP, dtype=[torch.float8_e4m3fn, torch.float8_e5m2])
 def parameters_of_8_bits(run: Run, dtype: torch.dtype) -> None:
     """Gradients of an 8-bit type, which torch can hardly compute with, beside float32 ones; no optimizer can own them."""
     model = Float8(dtype)
@@ -586,19 +584,19 @@ def with_master_weights(run: Run, clip: float, *, told: bool) -> Iterator[None]:
             torch.nn.utils.clip_grad_norm_(masters.masters, clip)
             run.stepping()
             masters.step()
-            if told and run.exporter is not None:
-                run.exporter.step()
+            if told:
+                run.stepped()
             yield
 
 
-@regime(told=[True, False])
+@regime(Naive.ACCUMULATE | Naive.STEP, told=[True, False])
 def master_weights(run: Run, told: bool) -> None:
     """The model's gradients are shown and the masters' steps are counted, with `exporter.step()` and without."""
     for _ in with_master_weights(run, math.inf, told=told):
         run.check(optional=AFTER)
 
 
-@regime(told=[True, False])
+@regime(Naive.ACCUMULATE | Naive.STEP, told=[True, False])
 def master_weights_that_are_clipped(run: Run, told: bool) -> None:
     """The masters' clipping cannot be seen in the model's gradients: its factor is absent, and never 1."""
     for _ in with_master_weights(run, 0.01, told=told):

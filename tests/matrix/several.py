@@ -19,7 +19,7 @@ def all_of(models: Mapping[str, torch.nn.Module], *names: str) -> list[str]:
 # Optimizers that share a model
 
 
-@regime({False: Naive.ACCUMULATE | Naive.STEP}, named=[False, True])
+@regime(named=[False, True])
 def optimizers_that_share_a_backward(run: Run, named: bool) -> None:
     """With weights in one optimizer and biases in another each shows the norm of what it owns."""
     model = Perceptron()
@@ -68,7 +68,7 @@ def an_optimizer_that_steps_every_other_time(run: Run) -> None:
     run.check()  # after `close`: whether the second still steps on the same backward shows at the next one
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, alive=[True, False])
+@regime(alive=[True, False])
 def another_optimizer_from_then_on(run: Run, alive: bool) -> None:
     """Adam first and SGD from the fifth step on, over the same parameters; the norm is that of who steps."""
     model = Perceptron()
@@ -86,7 +86,7 @@ def another_optimizer_from_then_on(run: Run, alive: bool) -> None:
         run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, named=[False, True])
+@regime(named=[False, True])
 def optimizers_by_turns_on_the_same_parameters(run: Run, named: bool) -> None:
     """Two optimizers that own the same parameters and step by turns each show the gradients that they stepped with."""
     model = Perceptron()
@@ -120,7 +120,7 @@ def by_hand_with_two_optimizers(run: Run) -> None:
 # Models that are trained side by side, or one after the other
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, named=[False, True])
+@regime(named=[False, True])
 def models_one_after_the_other(run: Run, named: bool) -> None:
     """Two models that are trained one after the other in one process, under one exporter."""
     models = {"teacher": Perceptron(), "student": Perceptron()}
@@ -152,7 +152,7 @@ def models_with_a_backward_each(run: Run) -> None:
             run.check()
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP)
+@regime()
 def models_by_turns(run: Run) -> None:
     """Two models, each with forward, backward and step in turn; gradients of the other are left from before."""
     models = {"left": Perceptron(), "right": Perceptron()}
@@ -172,12 +172,8 @@ def models_with_one_optimizer(run: Run) -> None:
     """An encoder and a decoder under one optimizer: one backward through both roots is one sample."""
     models = {"encoder": Perceptron(outputs=4), "decoder": Perceptron(inputs=4)}
     optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.05)
-    with run.watching(models, optimizer):
-        for _ in range(5):
-            optimizer.zero_grad()
-            run.backward(models["decoder"](models["encoder"](batch())).square().mean())
-            run.step(optimizer)
-            run.check()
+    for _ in run.rounds(models, 5, optimizer):
+        run.backward(models["decoder"](models["encoder"](batch())).square().mean())
 
 
 @regime()
@@ -265,7 +261,7 @@ def gan(run: Run, critics: int) -> None:
     run.check()  # after `close`, since the last round is open until the next backward
 
 
-@regime(Naive.ACCUMULATE | Naive.STEP, critics=[1, 2, 3, 5])
+@regime(critics=[1, 2, 3, 5])
 def gan_with_named_optimizers(run: Run, critics: int) -> None:
     """With optimizers that were named at the start each round of the discriminator can be checked at once."""
     gan = Gan(run, names=("of_generator", "of_discriminator"))
@@ -325,7 +321,7 @@ def gan_under_one_root(run: Run, named: bool) -> None:
     run.check()
 
 
-@regime({True: Naive.ACCUMULATE | Naive.STEP}, named=[False, True])
+@regime(named=[False, True])
 def gan_whose_root_is_never_called(run: Run, named: bool) -> None:
     """Generator and discriminator as parts of one model that is never called: seen from the rung `parameter` on."""
     gan = Gan(run, "parts")

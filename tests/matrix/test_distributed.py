@@ -1,7 +1,7 @@
-"""Every regime of training over two ranks: as `test_matrix.py` does, on both ranks at once, and without a collective of ours.
+"""Every regime of training on two ranks, with the checks of `test_matrix.py` on both, and without a collective of ours.
 
-Two processes run all the regimes that were asked for, in all ways, and write down what they find; the tests read it. Each run
-has a process group of its own, so that a rank that fails takes the other one's run with it and nothing else.
+Two processes run all the selected regimes in all ways and write their findings to files, which the tests read. Each run has its own
+process group, so that a rank that fails ends the other rank's run and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.matrix.distributed import REGIMES
-from tests.matrix.harness import Naive, Run, Way, of_reading
-from tests.matrix.naive import naive_capture
+from tests.matrix.harness import Naive, Run, Way
 from tests.matrix.test_matrix import same
 from tests.support.ranks import PATIENCE, joined, start_ranks
 from tests.support.scrape import Key, key, values
@@ -39,9 +38,23 @@ EQUAL_ON_ALL_RANKS = (
 )  # fmt: skip
 
 
+REPRESENTATIVES = {
+    "ddp[kind=plain]", "ddp_unused_parameters[set_to_none=True]", "ddp_no_sync[as_views=False]", "ddp_clip_grad_norm",
+    "ddp_overflow_on_one_rank", "ddp_uneven_inputs", "zero_redundancy_optimizer", "fsdp[kind=resharded]",
+    "fsdp_accumulation[kind=not synchronised]", "fsdp_clip_grad_norm", "fsdp_offloaded", "fsdp_uneven[layerwise=True]",
+    "fsdp1[kind=flat]", "pipeline[kind=gpipe, divided, clipped]", "tensor_parallel",
+}  # fmt: skip
+"""The regimes that `make test` runs."""
+
+
+def thinned(names: Iterable[str]) -> list[object]:
+    """Return the names, the others than the representatives only for `make test-full`."""
+    return [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
 @dataclass
 class Finding:
-    """What one rank found in one run. `collectives`: how many this rank took part in; `shown`: the last scrape."""
+    """The findings of one rank in one run. `collectives`: their number on this rank; `shown`: the last scrape."""
 
     wrong: list[str] = field(default_factory=list)
     failed: str = ""
@@ -52,10 +65,10 @@ class Finding:
 
 
 class Findings(dict[tuple[str, object], list[Finding]]):
-    """By regime and way, each rank's; too long to be printed with a test that fails."""
+    """The findings of each rank, by regime and way."""
 
     def of(self, name: str, way: Way | Naive) -> list[Finding]:
-        """Each rank's in a run; skips the test where the regime could not be run."""
+        """Return the findings of each rank in a run; skip the test if the regime could not run."""
         found = self[name, way]
         if found[0].skipped:
             pytest.skip(found[0].skipped)
@@ -66,7 +79,7 @@ class Findings(dict[tuple[str, object], list[Finding]]):
 
 
 def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive]) -> None:
-    """One rank of two: runs these regimes in these ways, and writes down what it is about to run and what it found."""
+    """Runs these regimes in these ways on one of two ranks, and writes each run and its findings to a file."""
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
     # A collection in a thread of gloo would end the process if it freed that thread's own process group, as wrappers do that
     # are held by cycles. One in this thread, after each run, also tells the other rank at once that this one has failed; it
@@ -99,17 +112,14 @@ def rank_main(rank: int, folder: str, names: list[str], ways: list[Way | Naive])
 
 
 def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
-    """Runs a regime and enters what differs from the record and from the plain run; returns the plain run."""
+    """Runs a regime, enters its differences from the record and from the plain run, and returns the plain run."""
     regime = REGIMES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         let_torch_warn()
-        if isinstance(way, Naive):
-            with naive_capture(way):
-                run = regime.run(Way.EVERYTHING, naive=True)
-        else:
-            run = regime.run(way, tolerant=True)
-    finding.collectives = sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+        run = regime.run(Way.PLAIN, naive=way) if isinstance(way, Naive) else regime.run(way, tolerant=True)
+    groups = dist.distributed_c10d._world.pg_map  # private: torch lists its process groups nowhere else
+    finding.collectives = sum(group._get_sequence_number_for_group() for group in groups)  # private: nor counts collectives
     finding.wrong = run.wrong
     finding.shown = {} if run.exporter is None else values(run.exporter)
     if way is Way.PLAIN:
@@ -121,12 +131,12 @@ def observed(name: str, way: Way | Naive, plain: Run, finding: Finding) -> Run:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Return the part of a tensor that this rank has."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def read(path: Path) -> Iterator[tuple[str, object, Finding | None]]:
-    """What a rank wrote, as far as it came."""
+    """Yield the findings that a rank wrote."""
     if not path.exists():
         return
     with path.open("rb") as report:
@@ -139,7 +149,7 @@ def read(path: Path) -> Iterator[tuple[str, object, Finding | None]]:
 
 @pytest.fixture(scope="module")
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """What both ranks found of all regimes that a selected test asks for."""
+    """The findings of both ranks in all regimes of the selected tests."""
     callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     asked = [spec.params for spec in callspecs if spec is not None]
     names = list(dict.fromkeys(one["name"] for one in asked))
@@ -162,7 +172,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     [Way.EVERYTHING, *(pytest.param(way, marks=pytest.mark.full) for way in (Way.DEFAULTS, Way.INSIDE, Way.ORIGIN))],
     ids=lambda way: way.name.lower(),
 )
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", thinned(REGIMES))
 def test_regime(name: str, way: Way, findings: Findings) -> None:
     """On each rank the scrape agrees with the record, and losses, parameters and collectives are those of a run without."""
     complaints = []
@@ -176,7 +186,7 @@ def test_regime(name: str, way: Way, findings: Findings) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
-@pytest.mark.parametrize("name", [name for name in REGIMES if name.startswith(("ddp", "zero")) and "uneven" not in name])
+@pytest.mark.parametrize("name", thinned(name for name in REGIMES if name.startswith(("ddp", "zero")) and "uneven" not in name))
 def test_ranks_agree(name: str, findings: Findings) -> None:
     """Ranks whose gradients are reduced show the same norms and counts, to the last bit."""
     first, second = (
@@ -191,10 +201,9 @@ def test_ranks_agree(name: str, findings: Findings) -> None:
 @pytest.mark.parametrize("naive", Naive, ids=lambda naive: naive.name.lower())
 @pytest.mark.parametrize("name", REGIMES)
 def test_naive_capture_is_noticed(name: str, naive: Naive, findings: Findings) -> None:
-    """With the capture moved to a naive place the checks fail on some rank, or hold on all where the regime says so."""
+    """A naive monitor is wrong on some rank in the regimes that say so, and right on all ranks in the others."""
     if name == "sequence_parallel":
-        need(2, 10, "what a naive capture misses there")
-    assert not any(mine.failed for mine in findings.of(name, Way.PLAIN))
-    said = [line for mine in findings[name, naive] for line in ([mine.failed] if mine.failed else mine.wrong)]
-    wrong = of_reading(said)
+        need(2, 10, "what a naive monitor misses there")
+    assert not any(mine.failed for mine in findings.of(name, naive))
+    wrong = [line for mine in findings[name, naive] for line in mine.wrong]
     assert bool(wrong) == (naive in REGIMES[name].catches), wrong
