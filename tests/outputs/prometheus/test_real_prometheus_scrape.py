@@ -64,9 +64,9 @@ def test_prometheus_stores_what_was_served(tmp_path: Path, protocol: str, units:
         assert eventually(real.is_scraping)
         stored = real.query('{__name__=~"norm|busy_.*|time_.*"}')
         metadata = real.get("/api/v1/metadata")
-    found = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
-    assert found == expected()
-    assert len(found) == len(stored)
+    result = {(labels["__name__"], labels.get("layer", ""), labels.get("le", "")): value for labels, value in stored}
+    assert result == expected()
+    assert len(result) == len(stored)
     names = {name for labels, _ in stored for name in labels}
     assert names == {"__name__", "instance", "job", "run", "rank", "layer", "le"}
     assert isinstance(metadata, dict)

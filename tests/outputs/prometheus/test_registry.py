@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -33,7 +33,7 @@ FAMILIES = (
 
 
 class Errors(list[tuple[str, BaseException]]):
-    """What went to `on_error`."""
+    """Records the calls of `on_error`."""
 
     def add(self, source: str, error: BaseException) -> None:
         self.append((source, error))
@@ -45,7 +45,7 @@ def collector(scrape: Callable[[], Iterable[Family]] = lambda: FAMILIES, errors:
 
 
 def described(text: str, parse: Callable[[str], Iterable[Metric]]) -> list[tuple[object, ...]]:
-    """Everything that a parser finds, in a form in which NaN equals NaN and the order of labels does not count."""
+    """Return all that a parser finds, in a form in which NaN equals NaN and the order of labels does not count."""
     return [
         (
             metric.name,
@@ -70,36 +70,18 @@ def test_a_registry_shows_what_the_endpoint_shows() -> None:
     assert "absent" not in text
 
 
-def test_registering_runs_no_scrape() -> None:
-    """The names come from the declarations: `register` must not wait for a scrape."""
-    scrapes: list[int] = []
-    registry = CollectorRegistry()
-    collector(lambda: scrapes.append(1) or ()).register(registry)  # type: ignore[func-returns-value]
-    assert scrapes == []
-    assert generate_latest(registry) == b""
-    assert scrapes == [1]
-
-
-def test_two_collectors_in_one_registry_are_refused() -> None:
-    """A second one with the same names raises ValueError while the first is there, and closing the refused one is harmless."""
-    registry = CollectorRegistry()
-    first, second = collector(), collector()
-    first.register(registry)
-    with pytest.raises(ValueError, match="norm"):
-        second.register(registry)
-    second.close()
-    first.close()
-    second.register(registry)
-    assert b"norm{" in generate_latest(registry)
-
-
-def test_close_takes_everything_out_and_may_come_twice() -> None:
-    """After close the registry is as before, the user's own metrics untouched."""
+def test_close_removes_everything() -> None:
+    """After close, also twice, the registry is as before; until then a second collector of the same names is refused."""
     registry = CollectorRegistry()
     Counter("mine", "The user's.", registry=registry).inc()
     before = generate_latest(registry)
     ours = collector()
     ours.register(registry)
+    assert generate_latest(registry) != before
+    other = collector()
+    with pytest.raises(ValueError, match="norm"):
+        other.register(registry)
+    other.close()
     assert generate_latest(registry) != before
     ours.close()
     ours.close()
@@ -122,20 +104,8 @@ def test_a_failing_scrape_leaves_the_users_metrics() -> None:
     assert errors == [("request", failure)]
 
 
-def test_an_exit_passes() -> None:
-    """SystemExit from a scrape reaches the caller and is not counted as an error."""
-
-    def scrape() -> Iterable[Family]:
-        raise SystemExit
-
-    errors = Errors()
-    with pytest.raises(SystemExit):
-        collector(scrape, errors).collect()
-    assert errors == []
-
-
-def test_common_metrics_are_left_to_a_registry_that_has_them() -> None:
-    """In a registry with a metric of such a name of its own ours are left out, all else is shown; else they are shown too."""
+def test_common_metrics_are_left_to_the_registry() -> None:
+    """A common metric is left out of a registry that has one of its name, and all else is shown."""
     mine, busy = CollectorRegistry(), CollectorRegistry()
     Counter("busy_seconds", "Somebody else's.", registry=busy).inc(7)
     for registry, expected in ((mine, 2.5), (busy, 7.0)):
@@ -144,12 +114,3 @@ def test_common_metrics_are_left_to_a_registry_that_has_them() -> None:
         assert registry.get_sample_value("norm", {"layer": "a"}) == 1.0
     assert mine.get_sample_value("time_seconds_count", {"layer": "a"}) == 6.0
     assert busy.get_sample_value("time_seconds_count", {"layer": "a"}) is None
-
-
-def test_names_of_ours_twice_still_raise() -> None:
-    """Metrics that are not common ones cannot stand in a registry twice."""
-    registry = CollectorRegistry()
-    Gauge("norm", "Somebody else's.", registry=registry)
-    Counter("busy_seconds", "Somebody else's.", registry=registry)
-    with pytest.raises(ValueError, match="Duplicated"):
-        RegistryCollector(lambda: FAMILIES, {}, SPECS, common={BUSY}, on_error=Errors().add).register(registry)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import random
 import subprocess
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.utils import floatToGoString
 
-from tests.support.catalogue import CATALOGUE
-from tests.support.made_families import catalogue_families, filled
-from tests.support.tools import best_of, find
+from tests.support.made_families import catalogue_families
+from tests.support.tools import find
 from torch_grad_exporter.metrics.families import Family, Kind, LabelRows, Spec
 from torch_grad_exporter.outputs.prometheus.negotiation import accepts_gzip, negotiate
-from torch_grad_exporter.outputs.prometheus.registry import RegistryCollector
 from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 CONSTANT = {"run": "r1", "rank": "0"}
@@ -36,20 +31,20 @@ both_formats = pytest.mark.parametrize("form", list(Format))
 
 
 def render(families: Iterable[Family], form: Format = Format.TEXT, labels: dict[str, str] = CONSTANT) -> str:
-    """The text of the families."""
+    """Return the text of the families."""
     return Renderer(labels).render(families, form).decode()
 
 
 def parsed(text: str, form: Format) -> dict[tuple[str, frozenset[tuple[str, str]]], str]:
-    """Every sample by name and labels; the value as text, so that NaN equals NaN; a repeated sample fails."""
+    """Return every sample by name and labels; the value is text, so that NaN equals NaN; a repeated sample fails."""
     samples = [sample for metric in PARSERS[form](text) for sample in metric.samples]
-    found = {(sample.name, frozenset(sample.labels.items())): repr(float(sample.value)) for sample in samples}
-    assert len(found) == len(samples)
-    return found
+    result = {(sample.name, frozenset(sample.labels.items())): repr(float(sample.value)) for sample in samples}
+    assert len(result) == len(samples)
+    return result
 
 
 def expected(family: Family) -> Iterator[tuple[tuple[str, frozenset[tuple[str, str]]], str]]:
-    """The reference: the samples of a family by plain loops."""
+    """Return the samples of a family by plain loops, as the reference."""
     spec = family.spec
     for index, row in enumerate(family.labels.rows):
         if family.present is not None and not family.present[index]:
@@ -69,7 +64,7 @@ def expected(family: Family) -> Iterator[tuple[tuple[str, frozenset[tuple[str, s
 
 @both_formats
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_declared_metric_comes_back_from_the_parser_with_its_values(form: Format, masked: bool) -> None:
+def test_the_parser_reads_every_declared_metric(form: Format, masked: bool) -> None:
     """The official parser reads from a scrape of the whole catalogue exactly the samples that went in."""
     families = catalogue_families(40, masked=masked)
     reference = dict(itertools.chain.from_iterable(expected(family) for family in families))
@@ -88,6 +83,7 @@ def test_promtool_finds_nothing_to_complain_about() -> None:
 def test_label_values_survive_whatever_they_contain(form: Format) -> None:
     """500 label values of backslashes, quotes, line breaks, umlauts, emoji and the format's own signs come back unchanged."""
     source = random.Random(3)
+    assert 'layer="a?b"' in render([Family(NORM, np.ones(1), LabelRows((("a\udc80b",),)))])  # a lone surrogate
     values = {"".join(source.choices('\\"\n\tnäß😀 {},=#%', k=source.randint(0, 8))) for _ in range(500)}
     family = Family(NORM, np.arange(float(len(values))), LabelRows(tuple((value,) for value in values)))
     text = Renderer({**CONSTANT, "user": 'a\\"\nü'}).render([family], form).decode()
@@ -95,28 +91,6 @@ def test_label_values_survive_whatever_they_contain(form: Format) -> None:
     # An empty value is left out: to Prometheus that is the same as no label.
     assert [sample.labels.get("layer", "") for sample in metric.samples] == list(values)
     assert {sample.labels["user"] for sample in metric.samples} == {'a\\"\nü'}
-
-
-def test_escaping_is_byte_exact() -> None:
-    """A backslash, a quote and a line break in a label value become two characters each."""
-    family = Family(NORM, np.ones(1), LabelRows((('a\\b"c\nd',),)))
-    assert render([family], labels={}).splitlines()[-1] == r'norm{layer="a\\b\"c\nd"} 1.0'
-
-
-def test_text_that_is_no_unicode_costs_one_character() -> None:
-    """A lone surrogate, as in undecodable file names, becomes a question mark and not an exception."""
-    assert 'layer="a?b"' in render([Family(NORM, np.ones(1), LabelRows((("a\udc80b",),)))])
-
-
-def test_help_escapes_quotes_in_openmetrics_only() -> None:
-    """HELP keeps a quote as it is in the older format and escapes it in OpenMetrics; the parsers give the help back."""
-    help_ = 'A "norm" of C:\\x\nand more.'
-    family = Family(Spec("norm", Kind.GAUGE, help_), np.ones(1))
-    assert render([family]).splitlines()[0] == r'# HELP norm A "norm" of C:\\x\nand more.'
-    openmetrics = render([family], Format.OPENMETRICS)
-    assert openmetrics.splitlines()[0] == r"# HELP norm A \"norm\" of C:\\x\nand more."
-    assert [metric.documentation for metric in parse_text(render([family]))] == [help_]
-    assert [metric.documentation for metric in parse_openmetrics(openmetrics)] == [help_]
 
 
 @both_formats
@@ -161,7 +135,7 @@ def test_openmetrics_is_byte_exact() -> None:
 
 
 @both_formats
-def test_a_metric_without_present_rows_does_not_appear(form: Format) -> None:
+def test_a_metric_without_rows_does_not_appear(form: Format) -> None:
     """Neither a family without rows nor one whose rows are all absent leaves a line, HELP and TYPE included."""
     none = np.zeros(1, dtype=np.bool_)
     families = [
@@ -187,67 +161,11 @@ def test_families_of_one_metric_are_merged(form: Format) -> None:
 
 
 def test_a_familys_own_label_wins_over_a_constant_one() -> None:
-    """A constant label of the name of a family's label is left out there, as two of one name are no valid line."""
+    """A constant label with the name of a family's label is left out there, since two of one name are not a valid line."""
     family = Family(NORM, np.ones(1), LabelRows((("own",),)))
     assert render([family], labels={"run": "r", "layer": "constant"}).splitlines()[-1] == 'norm{run="r",layer="own"} 1.0'
 
 
-def test_arrays_that_do_not_fit_their_rows_raise() -> None:
-    """Values for two rows under three labels are refused, not shown beside the wrong layer."""
-    with pytest.raises(ValueError, match="shape"):
-        render([Family(NORM, np.ones(2), LabelRows((("a",), ("b",), ("c",))))])
-
-
-class CountedRows(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 a tuple's subclass can have no slots
-    """Label rows that know how often they were read."""
-
-    reads = 0
-
-    def __iter__(self) -> Iterator[tuple[str, ...]]:
-        self.reads += 1
-        return super().__iter__()
-
-
-def test_the_text_of_a_row_is_prepared_once() -> None:
-    """Label rows are read at the first scrape and in no later one, also not for the other format."""
-    rows = CountedRows((("a",), ("b",)))
-    labels, renderer = LabelRows(rows), Renderer(CONSTANT)
-    bodies = [renderer.render([Family(NORM, np.array([1.0, k]), labels)], Format.TEXT) for k in range(5)]
-    renderer.render([Family(NORM, np.ones(2), labels)], Format.OPENMETRICS)
-    assert len(set(bodies)) == 5
-    assert rows.reads == 1
-
-
-def test_prepared_text_goes_with_its_rows() -> None:
-    """The renderer keeps no label rows alive that no collector holds any more."""
-    renderer, labels = Renderer(CONSTANT), LabelRows((("a",),))
-    renderer.render([Family(NORM, np.ones(1), labels)], Format.TEXT)
-    reference = weakref.ref(labels)
-    del labels
-    gc.collect()
-    assert reference() is None
-
-
-def test_rendering_is_much_faster_than_generate_latest() -> None:
-    """10,000 samples of histogram layers take less than a third of the time of prometheus_client's own rendering."""
-    rows = LabelRows(tuple((f"model.layers.{i}.self_attn.q_proj",) for i in range(500)))
-    generator = np.random.default_rng(0)
-    specs = [CATALOGUE["torch_grad_norm_distribution"], CATALOGUE["torch_grad_norm"], CATALOGUE["torch_grad_captures_total"]]
-    families = [filled(spec, rows, generator) for spec in specs]
-    renderer, registry = Renderer(CONSTANT), CollectorRegistry()
-    collector = RegistryCollector(lambda: families, CONSTANT, specs, on_error=lambda _source, _error: None)
-    collector.register(registry)
-    reference = parsed(generate_latest(registry).decode(), Format.TEXT)
-    assert parsed(renderer.render(families, Format.TEXT).decode(), Format.TEXT) == reference
-    ours = best_of(5, lambda: renderer.render(families, Format.TEXT))
-    theirs = best_of(3, lambda: generate_latest(registry))
-    assert ours < theirs / 3
-
-
-PROMETHEUS_2 = (
-    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
-    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
-)
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;q=0.5,"
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
@@ -259,26 +177,15 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
     ("accept", "form"),
     [
         ("", Format.TEXT),
-        ("*/*", Format.TEXT),
         (BROWSER, Format.TEXT),
-        (PROMETHEUS_2, Format.OPENMETRICS),
         (PROMETHEUS_3, Format.OPENMETRICS),
-        ("application/openmetrics-text", Format.OPENMETRICS),
         ('Application/OpenMetrics-Text; Version="1.0.0"; charset=utf-8', Format.OPENMETRICS),
         ("application/openmetrics-text;version=0.0.1", Format.TEXT),
-        ("application/openmetrics-text;version=2.0.0,text/plain;q=0.1", Format.TEXT),
-        ("application/openmetrics-text;q=0", Format.TEXT),
         ("application/openmetrics-text;q=0,*/*", Format.TEXT),
-        ("application/openmetrics-text;q=0.4,text/plain;q=0.5", Format.TEXT),
         ("text/plain;q=0.4,application/openmetrics-text;q=0.5", Format.OPENMETRICS),
-        ("text/plain,application/openmetrics-text", Format.TEXT),
         ("application/openmetrics-text,text/plain", Format.OPENMETRICS),
-        ("text/plain;q=0,*/*", Format.OPENMETRICS),
         ("application/*", Format.OPENMETRICS),
         ("text/*;q=0.9,application/openmetrics-text;q=0.8", Format.TEXT),
-        ("application/openmetrics-text;q=high,text/plain;q=0.1", Format.TEXT),
-        ("application/openmetrics-text;q=7,text/plain;q=0.1", Format.TEXT),
-        ("image/png", Format.TEXT),
         (",;=,;q=,", Format.TEXT),
     ],
 )
@@ -289,18 +196,7 @@ def test_the_format_follows_the_accept_header(accept: str, form: Format) -> None
 
 @pytest.mark.parametrize(
     ("accept_encoding", "accepted"),
-    [
-        ("", False),
-        ("gzip", True),
-        ("GZIP;q=0.5, br", True),
-        ("gzip;q=0", False),
-        ("gzip;q=0.000, *", False),
-        ("*", True),
-        ("*;q=0", False),
-        ("identity", False),
-        ("br, deflate", False),
-        ("deflate, *;q=0, gzip", True),
-    ],
+    [("", False), ("GZIP;q=0.5, br", True), ("gzip;q=0.000, *", False), ("*", True), ("br, deflate", False)],
 )
 def test_gzip_follows_the_accept_encoding_header(accept_encoding: str, accepted: bool) -> None:
     """Gzip is used if named or covered by the wildcard, and never at quality 0."""

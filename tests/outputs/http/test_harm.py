@@ -1,0 +1,202 @@
+"""Clients that do harm: they cost themselves, and delay no other client."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.outputs.http.support import (
+    ALICE,
+    BIG_ROWS,
+    GET_METRICS,
+    MUTUAL,
+    RIGHT,
+    TLS,
+    Site,
+    Training,
+    client_hello,
+    connect,
+    exchange,
+    fetch,
+    hangs_up,
+    read_all,
+    reset,
+    server_threads,
+    serving,
+    tls_client,
+)
+from tests.support.certificates import client_context
+from tests.support.tools import PATIENCE, eventually, lasting_threads
+from torch_grad_exporter.outputs.http.server import MetricsServer
+from torch_grad_exporter.outputs.http.web_config import WebConfigFile
+
+with_and_without_tls = pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+
+
+def configured(site: Site, tls: bool) -> WebConfigFile | None:
+    """Return the configuration of a server with or without TLS."""
+    return site.config(TLS) if tls else None
+
+
+@with_and_without_tls
+def test_100_half_open_clients_delay_no_other(training: Training, site: Site, tls: bool) -> None:
+    """Beside 100 clients that say nothing or half of their first message scrapes are answered, with the same threads."""
+    half = client_hello()[:100] if tls else GET_METRICS[:-5]
+    with serving(training, config=configured(site, tls)) as server, contextlib.ExitStack() as stack:
+        assert fetch(server).status == 200
+        threads = len(server_threads())
+        silent = [stack.enter_context(connect(server)) for _ in range(100)]
+        for client in silent[::2]:
+            client.sendall(half)
+        assert fetch(server).status == 200
+        assert len(server_threads()) == threads <= 8
+        assert not hangs_up(silent[-1])
+    assert training.errors == []
+
+
+def drip(client: socket.socket) -> bool:
+    """Send a byte, and return whether the connection has ended."""
+    client.settimeout(0.05)
+    try:
+        client.sendall(b"G")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@with_and_without_tls
+def test_half_open_clients_are_closed_at_the_timeout(training: Training, site: Site, tls: bool) -> None:
+    """A client that says nothing, stops in its handshake or head, or drips a byte now and then is closed without an error."""
+    with serving(training, timeout=0.3, config=configured(site, tls)) as server:
+        hello = client_hello() if tls else GET_METRICS[:-1]
+        for sent in (b"", hello[: len(hello) // 2], hello):
+            with connect(server) as client:
+                client.sendall(sent)
+                read_all(client)
+        with connect(server) as client:
+            assert eventually(lambda: drip(client))
+    assert training.errors == []
+
+
+@with_and_without_tls
+def test_clients_that_do_not_read_delay_no_other(training: Training, site: Site, tls: bool) -> None:
+    """8 clients that ask for megabytes and read nothing or reset leave the next scrape whole."""
+    training.rows = BIG_ROWS
+    with serving(training, config=configured(site, tls)) as server, contextlib.ExitStack() as stack:
+        for number in range(8):
+            client = stack.enter_context(asking(server, tls))
+            if number % 2:
+                assert client.recv(1000)
+                reset(client)
+        whole = fetch(server)
+        assert (whole.status, str(len(whole.body))) == (200, whole.headers["content-length"])
+        assert len(whole.body) > 8_000_000
+    assert training.errors == []
+
+
+def test_clients_that_do_not_read_are_dropped(training: Training) -> None:
+    """A client that asks for megabytes and reads nothing is dropped at the timeout."""
+    training.rows = BIG_ROWS
+    with serving(training, timeout=1.0) as server:
+
+        def is_dropped() -> bool:
+            """Return whether a client is dropped that was served in time, as it may not be on a busy machine."""
+            with asking(server, tls=False) as client:
+                served = client.recv(12) == b"HTTP/1.1 200"
+                return eventually(lambda: hangs_up(client)) and served
+
+        assert eventually(is_dropped)
+    assert training.errors == []
+
+
+def asking(server: MetricsServer, tls: bool) -> socket.socket:
+    """Connect a client with a small window that has asked for the metrics."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(PATIENCE)
+    client.connect(("127.0.0.1", server.port))
+    if tls:
+        client = client_context().wrap_socket(client, server_hostname="127.0.0.1")
+    client.sendall(GET_METRICS)
+    return client
+
+
+def test_junk_over_tls_costs_one_connection(training: Training, site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain HTTP, junk in the handshake and after it, resets and half-closed ends get no metrics and no line in the log."""
+    hello = client_hello()
+    with serving(training, config=site.config(TLS)) as server:
+        for sent in (
+            GET_METRICS,
+            b"\x16" + b"\xff" * 4000,
+            hello[:-1] + b"x" * 500,
+            hello + b"\x17\x03\x03\x00\x05junkk",
+            hello + hello,
+        ):
+            assert b"200 OK" not in exchange(server, sent)
+        for stop_at in (0, 3, len(hello)):
+            client = connect(server)
+            client.sendall(hello[:stop_at])
+            reset(client)
+        with tls_client(server) as client:
+            client.sendall(b"GET /")
+            socket.socket.sendall(client, b"not a record at all")
+            with contextlib.suppress(OSError):
+                client.recv(100)
+        assert training.scrapes == 0
+        assert fetch(server).status == 200
+    assert training.errors == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_nothing_is_left_of_a_closed_server(training: Training, site: Site) -> None:
+    """After a server that met all kinds of clients is closed, the process has its former descriptors and threads."""
+    process = psutil.Process()
+    with serving(training, config=site.config(MUTUAL)):
+        pass
+    before, threads = process.num_fds(), lasting_threads()
+    with serving(training, config=site.config(MUTUAL + ALICE)) as server:
+        shown = client_context(shows=site.client())
+        for _ in range(10):
+            assert fetch(server, tls=shown, Authorization=RIGHT).status == 200
+            with contextlib.suppress(OSError):
+                fetch(server)
+            with connect(server) as client:
+                client.sendall(client_hello())
+            exchange(server, GET_METRICS)
+            reset(connect(server))
+        assert eventually(lambda: process.num_fds() <= before + 12)
+    assert eventually(lambda: (process.num_fds(), lasting_threads()) == (before, threads))
+
+
+def test_a_slow_disk_holds_up_no_other_client(training: Training, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While reading the changed files of the web configuration hangs, other clients are served."""
+    headers = "http_server_config:\n  headers: {X-Frame-Options: %s}\n"
+    config = site.config(headers % "deny")
+    read_bytes = Path.read_bytes
+
+    def slow(path: Path) -> bytes:
+        if path == site.path:
+            training.entered.set()
+            assert training.may_go_on.wait(PATIENCE)
+        return read_bytes(path)
+
+    with serving(training, config=config, clock=training.clock) as server, connect(server) as first:
+        assert fetch(server, "/healthz").headers["x-frame-options"] == "deny"
+        training.may_go_on.clear()
+        site.path.write_text(headers % "sameorigin")
+        monkeypatch.setattr(Path, "read_bytes", slow)
+        training.now += 1
+        first.sendall(b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n")
+        with connect(server):
+            assert training.entered.wait(PATIENCE)
+            assert fetch(server, "/healthz").status == 200
+            training.may_go_on.set()
+        assert eventually(lambda: fetch(server, "/healthz").headers["x-frame-options"] == "sameorigin")
+    assert training.errors == []
