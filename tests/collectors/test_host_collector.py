@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +10,6 @@ import psutil
 import pytest
 
 from tests.support.catalogue import CATALOGUE
-from tests.support.tools import PATIENCE
 from torch_grad_exporter.collectors.host import (
     HOST_CPU,
     HOST_DISK_READ,
@@ -31,7 +28,7 @@ HOST = [spec.name for spec in CATALOGUE.values() if spec.name.startswith("torch_
 
 
 class Cpu(NamedTuple):
-    """As on Linux, where guests' time is within `user` and `nice` as well."""
+    """CPU times as on Linux, where guests' time is also within `user` and `nice`."""
 
     user: float = 0.0
     nice: float = 0.0
@@ -43,13 +40,6 @@ class Cpu(NamedTuple):
     steal: float = 0.0
     guest: float = 0.0
     guest_nice: float = 0.0
-
-
-class MacCpu(NamedTuple):
-    user: float
-    nice: float
-    system: float
-    idle: float
 
 
 class Memory(NamedTuple):
@@ -71,7 +61,7 @@ class Net(NamedTuple):
 
 
 class Fake:
-    """A psutil whose values are set, or are raised where they are errors, and a clock."""
+    """A psutil with a clock whose values are set; an error is raised."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -109,28 +99,17 @@ class Fake:
 
 
 def shown(families: list[Family]) -> dict[str, float]:
-    """The samples by name."""
+    """Return the samples by name."""
     return {f.spec.name: float(f.values[0]) for f in families if f.present is None or f.present.all()}
 
 
 def read(collector: HostCollector, spec: Spec) -> float | None:
-    """One value of a scrape, `None` if it is absent."""
+    """Return one value of a scrape, `None` if it is absent."""
     return shown(collector.collect()).get(spec.name)
 
 
-def test_each_declared_metric_is_collected_once() -> None:
-    """The families are those of the catalogue, in its order."""
-    assert [family.spec.name for family in Fake().collector().collect()] == HOST
-
-
-def test_memory_is_that_of_the_host() -> None:
-    """Total and available memory, not what is free."""
-    collector = Fake().collector()
-    assert (read(collector, HOST_MEMORY_TOTAL), read(collector, HOST_MEMORY_AVAILABLE)) == (64, 48)
-
-
 def test_the_first_share_is_since_the_start() -> None:
-    """Busy and idle time from construction to the first scrape: 3 of 4 seconds, waiting for disks being idle."""
+    """The first scrape shows busy over total time since construction; waiting for disks is idle."""
     fake = Fake()
     fake.cpu = Cpu(user=100, system=50, idle=1000, iowait=10)
     collector = fake.collector()
@@ -139,30 +118,8 @@ def test_the_first_share_is_since_the_start() -> None:
     assert read(collector, HOST_CPU) == 0.75
 
 
-def test_guests_are_not_counted_twice() -> None:
-    """A host that runs nothing but guests, one half of the time, is half busy."""
-    fake = Fake()
-    collector = fake.collector()
-    fake.now += 10
-    fake.cpu = Cpu(user=3, nice=2, guest=3, guest_nice=2, idle=5)
-    assert read(collector, HOST_CPU) == 0.5
-
-
-def test_each_share_is_over_its_own_time() -> None:
-    """What was before the previous scrape does not count; other platforms have other fields."""
-    fake = Fake()
-    fake.cpu = MacCpu(1000, 0, 1000, 5000)
-    collector = fake.collector()
-    shares = []
-    for cpu in (MacCpu(1001, 0, 1000, 5000), MacCpu(1001, 0, 1000, 5001), MacCpu(1001, 0.5, 1000.5, 5002)):
-        fake.now += 0.5
-        fake.cpu = cpu
-        shares.append(read(collector, HOST_CPU))
-    assert shares == [1.0, 0.0, 0.5]
-
-
 def test_a_share_needs_half_a_second() -> None:
-    """Scrapes that come sooner get what the one before them got, the very first nothing, and take no time from the next."""
+    """A scrape within half a second shows the share of the one before, the first one nothing."""
     fake = Fake()
     collector = fake.collector()
     fake.cpu = Cpu(user=1)
@@ -184,13 +141,12 @@ def test_a_share_needs_half_a_second() -> None:
         (Cpu(user=10, idle=10), Cpu(user=11, idle=4), 1.0),
         (Cpu(user=10, idle=10, guest=5), Cpu(user=10, idle=10, guest=6), 0.25),
         (Cpu(user=10, idle=10), Cpu(user=10, idle=10), 0.25),
-        (Cpu(user=10, idle=10), Cpu(user=9, idle=9), 0.25),
     ],
 )
 def test_counters_that_step_back_count_for_nothing(before: Cpu, after: Cpu, share: float) -> None:
-    """The share stays within 0 and 1, and is the one before where no time has passed."""
+    """The share stays within 0 and 1, and keeps its value if no time has passed."""
     fake = Fake()
-    fake.cpu = before._replace(user=before.user - 1, idle=before.idle - 3)
+    fake.cpu = Cpu(*(now - then for now, then in zip(before, Cpu(user=1, idle=3), strict=True)))
     collector = fake.collector()
     fake.cpu, fake.now = before, fake.now + 1
     assert read(collector, HOST_CPU) == 0.25
@@ -198,21 +154,8 @@ def test_counters_that_step_back_count_for_nothing(before: Cpu, after: Cpu, shar
     assert read(collector, HOST_CPU) == share
 
 
-def test_a_share_comes_back_once_it_can_be_read() -> None:
-    """Unreadable at construction and again later: absent, then over the time since the last reading there was."""
-    fake = Fake()
-    fake.cpu = PermissionError()
-    collector = fake.collector()
-    shares = []
-    for cpu in (PermissionError(), Cpu(user=7), Cpu(user=8, idle=1), OSError(), Cpu(user=9, idle=4)):
-        fake.now += 1
-        fake.cpu = cpu
-        shares.append(read(collector, HOST_CPU))
-    assert shares == [None, None, 0.5, None, 0.25]
-
-
 def test_an_interface_that_goes_takes_nothing_with_it() -> None:
-    """Loopback does not count under any platform's name; totals neither fall nor jump when interfaces come and go."""
+    """Loopback does not count; totals neither fall nor jump when interfaces come and go."""
     fake = Fake()
     fake.net = {"lo": Net(900, 900), "lo0": Net(900, 900), "Loopback Pseudo-Interface 1": Net(900, 900), "eth0": Net(50, 60)}
     collector = fake.collector()
@@ -229,19 +172,8 @@ def test_an_interface_that_goes_takes_nothing_with_it() -> None:
     assert totals == [(50, 60), (61, 82), (62, 84), (62, 84), (65, 84)]
 
 
-def test_interfaces_that_cannot_be_read_for_a_while_do_not_count_again() -> None:
-    """A scrape without interfaces, or without leave to read them, has no value and changes none."""
-    fake = Fake()
-    collector = fake.collector()
-    totals = []
-    for interfaces in (fake.net, {}, {"lo": Net(9, 9)}, PermissionError(), {"eth0": Net(51, 61)}):
-        fake.net = interfaces
-        totals.append(read(collector, HOST_NETWORK_RECEIVE))
-    assert totals == [60, None, None, None, 61]
-
-
 def sysfs(directory: Path, *hardware: str, **masters: str) -> Path:
-    """Linux' directory of network interfaces: those of hardware, and the master of each that has one."""
+    """Write Linux' directory of network interfaces: those of hardware, and the master of each that has one."""
     for name in {*hardware, *masters, *masters.values(), "lo", "docker0", "veth1"}:
         (directory / name).mkdir(parents=True)
     for name in hardware:
@@ -252,12 +184,12 @@ def sysfs(directory: Path, *hardware: str, **masters: str) -> Path:
 
 
 def both(collector: HostCollector) -> tuple[float | None, float | None]:
-    """Bytes received and sent."""
+    """Return bytes received and sent."""
     return read(collector, HOST_NETWORK_RECEIVE), read(collector, HOST_NETWORK_TRANSMIT)
 
 
 def test_only_hardware_counts_as_network(tmp_path: Path) -> None:
-    """What runs over a bond, a bridge or a container's cable runs over a wire as well, or over none: wires count, once."""
+    """Only hardware counts, since bonds, bridges and virtual cables run over the same wires."""
     fake = Fake()
     wires = {"eth0": Net(100, 10), "eth1": Net(100, 10)}
     fake.net = {"lo": Net(9, 9), **wires, "bond0": Net(200, 20), "docker0": Net(50, 5), "veth1": Net(50, 5)}
@@ -265,22 +197,8 @@ def test_only_hardware_counts_as_network(tmp_path: Path) -> None:
     assert both(collector) == (20, 200)
 
 
-def test_hardware_below_hardware_counts_once(tmp_path: Path) -> None:
-    """A cloud's virtual function carries the bytes of the interface that it belongs to, and both are devices."""
-    fake = Fake()
-    fake.net = {"eth0": Net(100, 10), "enP1s1": Net(99, 9)}
-    assert both(fake.collector(network_interfaces=sysfs(tmp_path, "eth0", "enP1s1", enP1s1="eth0"))) == (10, 100)
-
-
-def test_a_container_without_hardware_has_its_cables(tmp_path: Path) -> None:
-    """As in a container with a network of its own, whose only way out is virtual: all but the loopback count."""
-    fake = Fake()
-    fake.net = {"lo": Net(9, 9), "eth0": Net(7, 8), "eth1": Net(70, 80)}
-    assert both(fake.collector(network_interfaces=sysfs(tmp_path, eth0="bridge"))) == (88, 77)
-
-
 def test_hardware_that_is_away_is_not_replaced(tmp_path: Path) -> None:
-    """While a driver is loaded anew there is no value; the bond above, which has all bytes again, does not add them."""
+    """While the hardware is away there is no value, and the bond above it is not counted instead."""
     fake = Fake()
     collector = fake.collector(network_interfaces=sysfs(tmp_path, "eth0", eth0="bond0"))
     bond, totals = {"bond0": Net(100, 10), "docker0": Net(50, 5)}, []
@@ -290,22 +208,8 @@ def test_hardware_that_is_away_is_not_replaced(tmp_path: Path) -> None:
     assert totals == [(10, 100), (None, None), (12, 101)]
 
 
-def test_an_interface_that_is_away_for_a_scrape_counts_once() -> None:
-    """One of two that is not listed for a moment adds what it has gained meanwhile, and not all that it had."""
-    fake = Fake()
-    collector, totals = fake.collector(), []
-    for interfaces in (
-        {"eth0": Net(0, 1000), "eth1": Net(0, 5000)},
-        {"eth0": Net(0, 1001)},
-        {"eth0": Net(0, 1001), "eth1": Net(0, 5007)},
-    ):
-        fake.net = interfaces
-        totals.append(read(collector, HOST_NETWORK_RECEIVE))
-    assert totals == [6000, 6001, 6008]
-
-
 def test_only_hardware_counts_as_a_disk(tmp_path: Path) -> None:
-    """Linux lists partitions and volumes beside the disks that they are on: their bytes would count twice."""
+    """Partitions and volumes do not count beside the disks that they are on."""
     for device in ("sda/device", "sda/sda1", "cciss!c0d0/device", "dm-0/dm", "zram0/queue"):
         (tmp_path / device).mkdir(parents=True)
     fake = Fake()
@@ -322,24 +226,6 @@ def test_only_hardware_counts_as_a_disk(tmp_path: Path) -> None:
     assert (read(collector, HOST_DISK_READ), read(collector, HOST_DISK_WRITE)) == (1200, 120)
 
 
-@pytest.mark.parametrize("disks", [None, {}, {"loop0": Disk(1, 1, 1, 1)}])
-def test_a_host_without_disks_has_no_disk_totals(disks: object, tmp_path: Path) -> None:
-    """Nothing listed, or nothing that is hardware: absent."""
-    fake = Fake()
-    fake.disks = disks
-    samples = shown(fake.collector(block_devices=tmp_path).collect())
-    assert HOST_DISK_READ.name not in samples
-    assert HOST_DISK_WRITE.name not in samples
-
-
-def test_a_name_that_sysfs_refuses_is_no_hardware(tmp_path: Path) -> None:
-    """A look that the kernel denies, here as the name is too long, is no failure: no disk, and no wire."""
-    fake = Fake()
-    fake.disks, fake.net = {300 * "x": Disk(1, 1, 1, 1)}, {300 * "x": Net(50, 60)}
-    collector = fake.collector(block_devices=tmp_path, network_interfaces=tmp_path)
-    assert (read(collector, HOST_DISK_READ), read(collector, HOST_NETWORK_RECEIVE)) == (None, 60)
-
-
 DEPENDS = {
     "cpu": [HOST_CPU],
     "memory": [HOST_MEMORY_TOTAL, HOST_MEMORY_AVAILABLE],
@@ -349,20 +235,9 @@ DEPENDS = {
 
 
 @pytest.mark.parametrize("source", DEPENDS)
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(),
-        PermissionError(),
-        NotImplementedError(),
-        RuntimeError("none"),
-        ValueError("not sure how to interpret line"),
-        AttributeError(),
-        psutil.Error(),
-    ],
-)
+@pytest.mark.parametrize("error", [PermissionError(), ValueError("odd line"), psutil.Error()])
 def test_what_a_sandbox_does_not_show_is_absent(source: str, error: Exception) -> None:
-    """One source that psutil cannot read costs its own values alone."""
+    """A source that psutil cannot read costs only its own values."""
     fake = Fake()
     collector = fake.collector()
     fake.now += 1
@@ -370,54 +245,25 @@ def test_what_a_sandbox_does_not_show_is_absent(source: str, error: Exception) -
     setattr(fake, source, error)
     missing = [spec.name for spec in DEPENDS[source]]
     assert list(shown(collector.collect())) == [name for name in HOST if name not in missing]
-
-
-@pytest.mark.parametrize("source", DEPENDS)
-def test_an_unexpected_error_is_a_failure(source: str) -> None:
-    """Other errors reach the scrape, which counts them."""
-    fake = Fake()
-    collector = fake.collector()
-    fake.now += 1
     setattr(fake, source, TypeError("changed"))
-    with pytest.raises(TypeError, match="changed"):
+    fake.now += 1
+    with pytest.raises(TypeError, match="changed"):  # the scrape counts other errors
         collector.collect()
 
 
-def test_two_scrapes_at_once_count_traffic_once() -> None:
-    """A scrape whose reading is overtaken by another's does not make the next one count what lies between again."""
-    fake, begun, done = Fake(), threading.Event(), threading.Event()
-
-    def overtaken(pernic: bool) -> Mapping[str, Net]:
-        begun.set()
-        done.wait(0.2)
-        return {"eth0": Net(50, 60)}
-
-    def later(pernic: bool) -> Mapping[str, Net]:
-        return {"eth0": Net(150, 160)}
-
-    collector = fake.collector()
-    fake.net_io_counters = overtaken
-    with ThreadPoolExecutor() as pool:
-        pool.submit(collector.collect)
-        assert begun.wait(PATIENCE)
-        fake.net_io_counters = later
-        pool.submit(collector.collect).add_done_callback(lambda _: done.set())
-    assert read(collector, HOST_NETWORK_RECEIVE) == 160
-
-
 def proc(path: str, parse: Callable[[list[str]], int]) -> int:
-    """The sum over a file's lines."""
+    """Return the sum over a file's lines."""
     return sum(parse(line.replace(":", " ").split()) for line in Path(path).read_text().splitlines())
 
 
 def disk_sectors(field: int) -> int:
-    """Sectors of 512 bytes over the disks that sysfs does not place among the virtual devices."""
+    """Return sectors of 512 bytes over the disks that sysfs does not place among the virtual devices."""
     real = [disk.name for disk in Path("/sys/block").iterdir() if "/devices/virtual/" not in str(disk.resolve())]
     return proc("/proc/diskstats", lambda words: int(words[field]) if words[2] in real else 0)
 
 
 def traffic(field: int) -> int:
-    """Bytes over the interfaces that sysfs does not place among the virtual devices; without any, over all but the loopback."""
+    """Return bytes over the interfaces that are hardware; without any, over all but the loopback."""
     names = [interface.name for interface in Path("/sys/class/net").iterdir()]
     real = [name for name in names if "/devices/virtual/" not in str((Path("/sys/class/net") / name).resolve())]
     counted = real or [name for name in names if name != "lo"]
@@ -426,7 +272,7 @@ def traffic(field: int) -> int:
 
 @linux
 def test_totals_are_those_of_the_kernel() -> None:
-    """Each total of this machine lies between what /proc says just before and just after."""
+    """Each total of this machine lies between two readings of /proc around it."""
     sources = {
         HOST_DISK_READ: lambda: 512 * disk_sectors(5),
         HOST_DISK_WRITE: lambda: 512 * disk_sectors(9),
@@ -440,25 +286,8 @@ def test_totals_are_those_of_the_kernel() -> None:
 
 
 @linux
-def test_linux_disks_are_looked_up_in_sysfs() -> None:
-    """By default what Linux does not know as a disk is none."""
-    fake = Fake()
-    fake.disks = {"no such disk": Disk(1, 1, 1, 1)}
-    assert read(HostCollector(machine=fake), HOST_DISK_READ) is None
-
-
-@linux
-def test_linux_interfaces_are_looked_up_in_sysfs() -> None:
-    """By default a name that Linux does not know adds nothing where there is hardware."""
-    fake, psutils = Fake(), dict(psutil.net_io_counters(pernic=True))
-    fake.net = {**psutils, "no such wire": Net(10**18, 10**18)}
-    hardware = any((Path("/sys/class/net") / name / "device").exists() for name in psutils)
-    assert ((read(HostCollector(machine=fake), HOST_NETWORK_RECEIVE) or 0) < 10**18) == hardware
-
-
-@linux
 def test_memory_is_what_the_kernel_says() -> None:
-    """The total is exact, what is available close to it: others take and give meanwhile."""
+    """Total memory is exact and available memory close to /proc/meminfo."""
     words = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
     kernel = {name: int(kibibytes) * 1024 for name, kibibytes, *_ in words}
     samples = shown(HostCollector().collect())
@@ -467,14 +296,14 @@ def test_memory_is_what_the_kernel_says() -> None:
 
 
 def kernel_times() -> tuple[int, int]:
-    """Ticks of all processors: in all, and idle."""
+    """Return ticks of all processors: in all, and idle."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(ticks), ticks[3] + ticks[4]
 
 
 @linux
 def test_the_share_is_what_the_kernel_says() -> None:
-    """Over 0.6 seconds in which this thread was busy, the share is that of /proc/stat to a few ticks."""
+    """The share over 0.6 busy seconds equals that of /proc/stat."""
     total, idle = kernel_times()
     collector = HostCollector()
     until = time.monotonic() + 0.6

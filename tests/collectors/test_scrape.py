@@ -1,4 +1,4 @@
-"""The scrape: what a collector that fails, hangs or is slow costs the others, and the clients that wait for the scrape."""
+"""The scrape: what a collector that fails, hangs or is slow costs the others and the clients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.support.tools import PATIENCE, eventually
-from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_DURATION, EXPORTER_COLLECTOR_SUCCESS, EXPORTER_SERIES
+from torch_grad_exporter.collectors.exporter import EXPORTER_COLLECTOR_SUCCESS, EXPORTER_SERIES
 from torch_grad_exporter.collectors.scrape import RETRY_SECONDS, Scrape
 from torch_grad_exporter.errors import LIMIT, ErrorLog
 from torch_grad_exporter.metrics.families import Family, Kind, Spec, scalar
-from torch_grad_exporter.outputs.prometheus.text import Format, Renderer
 
 HANGS = 0.3
 """Seconds after which a collector that hangs is given up."""
@@ -21,7 +20,7 @@ HANGS = 0.3
 
 @dataclass
 class Fake:
-    """A collector of one gauge that does what it is told to before it answers."""
+    """A collector of one gauge that runs a given function before it answers."""
 
     name: str
     before: Callable[[], object] = lambda: None
@@ -36,13 +35,13 @@ class Fake:
 
 
 def fail() -> None:
-    """What a collector raises."""
+    """Raise what a collector raises."""
     raise OSError("the source is gone")
 
 
 @dataclass
 class Scene:
-    """A scrape of some collectors, with a clock that stands still unless it is moved."""
+    """A scrape of some collectors with a clock that the test moves."""
 
     collectors: list[Fake]
     now: float = 0.0
@@ -58,7 +57,7 @@ class Scene:
         self.prepared += 1
 
     def shown(self) -> dict[str, float]:
-        """One scrape: the fakes' values by name."""
+        """Scrape and return the fakes' values by name."""
         families = self.scrape()
         return {
             family.spec.name: float(family.values[0])
@@ -67,11 +66,11 @@ class Scene:
         }
 
     def success(self) -> dict[str, float]:
-        """The collectors' success in a scrape of its own."""
+        """Scrape and return the collectors' success."""
         return self.report(EXPORTER_COLLECTOR_SUCCESS)
 
     def report(self, spec: Spec) -> dict[str, float]:
-        """A family about the collectors, by name, in a scrape of its own."""
+        """Scrape and return a family about the collectors, by name."""
         (family,) = (family for family in self.scrape() if family.spec is spec)
         present = [True] * len(family.values) if family.present is None else family.present.tolist()
         return {row[0]: float(v) for row, v, there in zip(family.labels.rows, family.values, present, strict=True) if there}
@@ -79,25 +78,14 @@ class Scene:
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What a hanging collector waits for; opened at the end of the test."""
+    """Return what a hanging collector waits for; it opens at the end of the test."""
     made = threading.Event()
     yield made
     made.set()
 
 
-def test_all_collectors_are_shown_in_their_order() -> None:
-    """One preparation and one call of each collector make a scrape; the number of series is known from then on."""
-    scene = Scene([Fake("a"), Fake("exporter")])
-    first, second = ({family.spec: family for family in scene.scrape()} for _ in range(2))
-    assert [spec.name for spec in first][:2] == ["a", "exporter"]
-    assert first[EXPORTER_SERIES].series == 0
-    assert second[EXPORTER_SERIES].values.tolist() == [2 + 2 * 2]
-    assert EXPORTER_SERIES not in {family.spec for family in Scene([Fake("a")]).scrape()}  # where that collector is off
-    assert scene.prepared == 2
-
-
-def test_rules_are_judged_without_what_they_do_not_read() -> None:
-    """Such a collector is not asked, and how it did is what it was; the number of series is that of a scrape of everything."""
+def test_rules_do_not_run_collectors_they_do_not_read() -> None:
+    """Rules skip a collector that they do not read, and its success stays what it was."""
     scene = Scene([Fake("exporter"), Fake("dear", fail)])
     scrape = Scrape({fake.name: fake for fake in scene.collectors}, scene.errors, scene.prepare, not_judged={"dear"})
 
@@ -114,16 +102,16 @@ def test_rules_are_judged_without_what_they_do_not_read() -> None:
     assert series.values.tolist() == [1 + 2 + 2]
 
 
-def test_one_that_raises_costs_only_itself() -> None:
-    """The others are complete, its success is 0, the failure is counted."""
+def test_a_collector_that_raises_costs_only_itself() -> None:
+    """The other collectors are complete, its success is 0, and the failure is counted."""
     scene = Scene([Fake("a"), Fake("bad", fail), Fake("b")])
     assert scene.shown() == {"a": 1, "b": 1}
     assert scene.success() == {"a": 1, "bad": 0, "b": 1}
     assert scene.errors.counts() == {"collector_bad": 2}
 
 
-def test_one_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
-    """The scrape goes on without it after its time, the next ones do not wait at all, and when it has answered it is back."""
+def test_a_collector_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
+    """Only the first scrape waits for a collector that hangs; it is back once it has answered."""
     hanging = Fake("hanging", gate.wait)
     scene = Scene([Fake("a"), hanging, Fake("b")], patience=HANGS)
     assert scene.shown() == {"a": 1, "b": 1}
@@ -137,28 +125,8 @@ def test_one_that_hangs_costs_its_time_once(gate: threading.Event) -> None:
     assert eventually(lambda: not any(thread.is_alive() for thread in hanging.threads))
 
 
-def test_all_of_them_hanging(gate: threading.Event) -> None:
-    """Each costs its time and a thread once; those that hang are not asked again, so there is never one thread more."""
-    scene = Scene([Fake(name, gate.wait) for name in "abc"], patience=HANGS)
-    for _ in range(5):
-        assert scene.shown() == {}
-    assert [fake.calls for fake in scene.collectors] == [1, 1, 1]
-    gate.set()
-    assert eventually(lambda: scene.shown().keys() == {"a", "b", "c"})
-
-
-def test_what_comes_too_late_is_not_shown(gate: threading.Event) -> None:
-    """The values of a collector that answers after its time are old by then: the next scrape asks anew."""
-    slow = Fake("slow", gate.wait)
-    scene = Scene([slow], patience=HANGS)
-    assert scene.shown() == {}
-    gate.set()
-    assert eventually(lambda: not any(thread.is_alive() for thread in slow.threads))
-    assert scene.shown() == {"slow": 2}
-
-
-def test_one_that_keeps_failing_is_tried_once_a_minute() -> None:
-    """After ten failures in a row it is left alone for a minute at a time; as soon as it succeeds it is back for good."""
+def test_a_collector_that_keeps_failing_is_paused() -> None:
+    """After ten failures in a row a collector is tried once a minute until it succeeds."""
     fake = Fake("bad", fail)
     scene = Scene([fake, Fake("a")])
     for _ in range(3 * LIMIT):
@@ -175,22 +143,8 @@ def test_one_that_keeps_failing_is_tried_once_a_minute() -> None:
     assert scene.shown()["bad"] == LIMIT + 3
 
 
-def test_duration_is_that_of_the_collector_and_absent_without_a_run(gate: threading.Event) -> None:
-    """A collector that took three seconds of the clock says so; of one that hangs no duration is made up."""
-    slow = Fake("slow", lambda: setattr(scene, "now", scene.now + 3.0))
-    scene = Scene([slow, Fake("hanging", gate.wait)], patience=HANGS)
-    assert scene.report(EXPORTER_COLLECTOR_DURATION) == {"slow": 3.0}
-
-
-def test_a_broken_preparation_leaves_the_collectors_what_they_have() -> None:
-    """The snapshot fails, the scrape does not."""
-    errors = ErrorLog(())
-    assert Scrape({"a": Fake("a")}, errors, fail)()[0].spec.name == "a"
-    assert errors.counts() == {"worker": 1}
-
-
-def test_scrapes_at_once_come_one_after_the_other() -> None:
-    """A collector is never in two scrapes at the same time, so it needs no lock of its own against them."""
+def test_concurrent_scrapes_run_one_after_the_other() -> None:
+    """A collector is never in two scrapes at the same time."""
     inside, most = [0], [0]
     lock = threading.Lock()
 
@@ -211,21 +165,8 @@ def test_scrapes_at_once_come_one_after_the_other() -> None:
     assert (most[0], scene.collectors[0].calls) == (1, 5)
 
 
-def test_where_no_thread_is_to_be_had_the_caller_collects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process at its limit of threads, or one that is ending, still gets its scrape."""
-
-    def refuse(_self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    scene = Scene([Fake("a")])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        assert scene.shown() == {"a": 1}
-    assert scene.collectors[0].threads == {threading.current_thread()}
-
-
 def test_in_a_forked_child_nothing_is_held(gate: threading.Event) -> None:
-    """Whatever the parent's threads were at, the child can scrape."""
+    """A forked child can scrape, whatever the parent's threads were doing."""
     scene = Scene([Fake("hanging", gate.wait)])
     thread = threading.Thread(target=scene.scrape, daemon=True)
     thread.start()
@@ -235,20 +176,3 @@ def test_in_a_forked_child_nothing_is_held(gate: threading.Event) -> None:
     assert scene.shown() == {"hanging": 2}
     gate.set()
     thread.join()
-
-
-def test_in_a_forked_child_no_collector_is_waited_for_that_only_the_parent_has(gate: threading.Event) -> None:
-    """One that hangs in the parent's thread, which the child has not, is run there."""
-    scene = Scene([Fake("hanging", gate.wait)], patience=HANGS)
-    assert scene.shown() == {}
-    scene.scrape.after_fork_in_child()
-    scene.collectors[0].before = lambda: None
-    assert scene.shown() == {"hanging": 2}
-    gate.set()
-
-
-def test_without_any_collector_there_is_an_empty_scrape() -> None:
-    """Who switches off everything gets nothing, which is no failure."""
-    scene = Scene([])
-    assert [family.series for family in scene.scrape()] == [0, 0]
-    assert Renderer({}).render(scene.scrape(), Format.TEXT) == b""

@@ -1,4 +1,4 @@
-"""Which of the copies of a gradient's part counts, on meshes of eight ranks, each of which one process plays in turn."""
+"""Which copy of a part of a gradient counts, on meshes of eight ranks that one process plays in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,14 +21,13 @@ from torch_grad_exporter.model.names import LayerFilter
 from torch_grad_exporter.model.replicas import Ranks, Replicas
 from torch_grad_exporter.model.sharding import is_behind, is_copy, is_partial, is_sharded, split_dims
 from torch_grad_exporter.model.units import unit_layout
-from torch_grad_exporter.torch_compat.replicas import root_mesh
 
 WORLD = 8
 
 
 @contextlib.contextmanager
 def as_rank(rank: int) -> Iterator[None]:
-    """One of eight processes, of which there is only this one: nothing is sent."""
+    """Play one of eight processes; nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     try:
         yield
@@ -42,18 +40,18 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def sliced(names: tuple[str, ...], chosen: tuple[str, ...]) -> DeviceMesh:
-    """Some dimensions of a mesh of two by two by two; a pair in one name is flattened into one dimension."""
+    """Return some dimensions of a mesh of two by two by two; a pair in one name is flattened."""
     whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     if chosen == names:
         return whole
     if "+" in chosen[0]:
         need(2, 5, "DeviceMesh._flatten")
-        return whole[tuple(chosen[0].split("+"))]._flatten(chosen[0])
+        return whole[tuple(chosen[0].split("+"))]._flatten(chosen[0])  # private: torch has no other way
     return whole[chosen]
 
 
 def tensor(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """A rank's part."""
+    """Return the part of a rank."""
     return DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
 
 
@@ -66,7 +64,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("names", "chosen"), LAYOUTS, ids=str)
 def test_of_all_copies_one_counts(names: tuple[str, ...], chosen: tuple[str, ...]) -> None:
-    """For every way to cut and copy: each part counts on one rank, or on one in each stage of a pipeline."""
+    """For every way to cut and copy, each part counts on one rank, or on one in each stage of a pipeline."""
     dimensions = 1 if "+" in chosen[0] else len(chosen)
     counted: dict[tuple[Placement, ...], Counter[object]] = {}
     for rank in range(WORLD):
@@ -87,24 +85,8 @@ def test_of_all_copies_one_counts(names: tuple[str, ...], chosen: tuple[str, ...
         assert set(seen.values()) == {1}, placements
 
 
-@pytest.mark.parametrize("name", ["get_root_mesh", "get_parent_mesh"])
-def test_an_older_torch_is_asked_elsewhere(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Before a mesh itself knew of which one it is a slice, something beside it did."""
-    found = []
-    for rank in range(WORLD):
-        with as_rank(rank), monkeypatch.context() as patch:
-            part = tensor(sliced(("a", "b", "c"), ("b", "c")), (Replicate(), Shard(0)))
-            root = root_mesh(part.device_mesh)
-            known = {id(part.device_mesh): root, id(root): root if name == "get_root_mesh" else None}
-            asked = SimpleNamespace(**{name: lambda mesh, known=known: known[id(mesh)]})
-            patch.setattr("torch.distributed.device_mesh._mesh_resources", asked, raising=False)
-            patch.delattr(DeviceMesh, "_get_root_mesh", raising=False)
-            found.append(is_copy(part))
-    assert found == [False, False] + [True] * 6
-
-
 def test_what_placements_say() -> None:
-    """Parts, summands and the dimensions that are cut; of a plain tensor nothing of all that."""
+    """Placements say what is a part, a summand and a cut dimension; a plain tensor is none of these."""
     with as_rank(5):
         mesh = sliced(("a", "b", "c"), ("b", "c"))
         parts, summand = tensor(mesh, (Shard(1), Replicate())), tensor(mesh, (Partial(), Replicate()))
@@ -118,19 +100,9 @@ def test_what_placements_say() -> None:
     assert not is_copy(None)
 
 
-def test_a_dimension_of_one_rank_cuts_nothing() -> None:
-    """FSDP2 on one rank, or along a dimension of the mesh with one: what is there is the whole, with all its units."""
-    with as_rank(3):
-        mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("shard", "copies"))
-        whole = tensor(mesh, (Shard(0), Replicate()))
-        assert (is_sharded(whole), split_dims(whole)) == (False, set())
-        cut = tensor(mesh, (Shard(0), Shard(1)))
-        assert (is_sharded(cut), split_dims(cut)) == (True, {1})
-
-
 @pytest.mark.parametrize("chosen", [{"include": ("adapter",)}, {"exclude": ("base",)}, {}])
 def test_what_is_not_tracked_says_where_this_rank_is(chosen: dict[str, tuple[str, ...]]) -> None:
-    """Beside frozen parallel layers, a layer that is trained is a copy on all ranks but the first; in another model it is not."""
+    """Beside frozen parallel layers, a trained layer counts on the first rank only; in another model it counts everywhere."""
     for rank in (0, 3):
         with as_rank(rank):
             mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
@@ -147,7 +119,7 @@ def test_what_is_not_tracked_says_where_this_rank_is(chosen: dict[str, tuple[str
 
 
 def wide_conv1d() -> Conv1D:
-    """A part of GPT-2's kind of layer with four of 32 outputs."""
+    """Return a part of GPT-2's kind of layer with four of 32 outputs."""
     layer = Conv1D(4, 4)
     layer.nf = 4 * WORLD
     return layer
@@ -167,7 +139,7 @@ def wide_conv1d() -> Conv1D:
     ],
 )
 def test_units_that_are_cut_are_none(module: torch.nn.Module, dim: int, there: bool) -> None:
-    """A weight that is cut between its output units has units here; one that is cut through them has none."""
+    """A weight cut between its output units has units here; one cut through them has none."""
     with as_rank(0):
         mesh = init_device_mesh("cpu", (WORLD,))
         weight = module.weight

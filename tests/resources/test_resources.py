@@ -1,14 +1,17 @@
-"""What a user sees of the machine: a run of the demo, scraped by a real Prometheus, and the switches."""
+"""Resources of the machine: a run of the demo scraped by a real Prometheus, and the switches."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import bcrypt
 import psutil
@@ -17,7 +20,7 @@ import torch
 
 from tests.cli.test_demo import demos
 from tests.metrics.test_golden import MACHINE
-from tests.resources.test_devices import FILLED, FakeCuda
+from tests.resources.test_devices import FILLED, METHODS, FakeCuda
 from tests.support.catalogue import CATALOGUE
 from tests.support.models import Perceptron
 from tests.support.real_prometheus import Prometheus, prometheus
@@ -33,7 +36,7 @@ RESOURCES = frozenset(name for name in CATALOGUE if name.startswith(MACHINE))
 
 
 def control_group_files(controller: str, *names: str) -> list[str]:
-    """The contents of files of this controller's control group of the process and of all above it, versions 1 and 2."""
+    """Return the contents of files of the process' control group and of all above it, versions 1 and 2."""
     paths = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     first = next((path for controllers, path in paths.items() if controller in controllers.split(",")), None)
     mount = Path("/sys/fs/cgroup") if first is None else Path("/sys/fs/cgroup") / controller
@@ -43,12 +46,12 @@ def control_group_files(controller: str, *names: str) -> list[str]:
 
 
 def unlimited(text: str) -> bool:
-    """Whether a limit's file says that there is none."""
+    """Return whether a limit's file says that there is none."""
     return text.startswith(("max", "-1")) or int(text.split(maxsplit=1)[0]) >= 2**62
 
 
 def absent_here() -> set[str]:
-    """What this machine cannot have, each for a reason that can be seen here."""
+    """Return what this machine cannot have."""
     missing = set()
     if not torch.cuda.is_available():
         missing |= {name for name in RESOURCES if name.startswith(("torch_cuda_", "torch_gpu_"))}
@@ -66,13 +69,13 @@ def absent_here() -> set[str]:
 
 
 def stored(real: Prometheus) -> set[str]:
-    """The resource metrics that Prometheus has of the training; it scrapes nothing else."""
+    """Return the resource metrics that Prometheus has of the training."""
     return {labels["__name__"] for labels, _ in real.query('{job="training"}')} & RESOURCES
 
 
 @pytest.mark.server
-def test_the_demo_shows_every_resource_that_this_machine_has(tmp_path: Path) -> None:
-    """Each declared resource metric arrives in a real Prometheus, but for those whose absence has a reason here."""
+def test_the_demo_shows_every_resource_of_this_machine(tmp_path: Path) -> None:
+    """Each resource metric that this machine can have arrives in a real Prometheus."""
     with demos(tmp_path) as start:
         demo = start("--port", "0")
         port = int(demo.url.rpartition(":")[2].partition("/")[0])
@@ -90,7 +93,7 @@ def test_the_demo_shows_every_resource_that_this_machine_has(tmp_path: Path) -> 
 
 
 def test_all_collectors_are_on_by_default() -> None:
-    """Each has a success of 1 at the first scrape, in the documented order, and none counts an error."""
+    """Each collector succeeds at the first scrape, in the documented order."""
     with start_exporter(Perceptron(), None) as exporter:
         shown = values(exporter)
         succeeded = [
@@ -101,12 +104,12 @@ def test_all_collectors_are_on_by_default() -> None:
 
 
 ASKED_FOR = ("activations", "watched", "nan_origin", "layer_times")
-"""Collectors that yield nothing but their success until somebody asks for what they show."""
+"""Collectors that yield only their success until an option enables them."""
 
 
 @pytest.mark.parametrize("name", ON)
-def test_a_collector_that_is_switched_off_is_not_there(name: str) -> None:
-    """It yields nothing, not even a success, and all others are as before."""
+def test_a_collector_that_is_disabled_is_absent(name: str) -> None:
+    """A disabled collector yields nothing, and all others are as before."""
     with start_exporter(Perceptron(), None) as everything:
         complete = {family.spec.name for family in everything.collect()}
     with start_exporter(Perceptron(), None, collectors={name: False}) as exporter:
@@ -118,72 +121,80 @@ def test_a_collector_that_is_switched_off_is_not_there(name: str) -> None:
     assert success == {key("", collector=other)[1] for other in ON if other != name}
 
 
-def test_devices_are_asked_in_the_loop_alone() -> None:
-    """The allocators' numbers reach a scrape from the end of a step, and from an evaluation; no other thread asks for them."""
-    asked: list[threading.Thread] = []
-    cuda = FakeCuda()
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Install a fake CUDA in `torch.cuda`."""
+    fake = FakeCuda()
+    for name in METHODS:
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
+
+
+def test_devices_are_read_in_the_loop_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation read the allocators' numbers about once a second, and no other thread does."""
+    readers: set[threading.Thread] = set()
     read = cuda.memory_stats_as_nested_dict
-    cuda.memory_stats_as_nested_dict = lambda device: asked.append(threading.current_thread()) or read(device)  # type: ignore[method-assign,func-returns-value]
+
+    def reading(device: int) -> Mapping[str, Any]:
+        readers.add(threading.current_thread())
+        return read(device)
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", reading)
     model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    now = [0.0]
-    with start_exporter(model, None) as exporter:
-        exporter._training.memory.__init__(cuda=cuda, clock=lambda: now[0])  # type: ignore[misc]
-        assert values(exporter).get(ALLOCATED) is None
+
+    def train() -> None:
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
-        assert values(exporter)[ALLOCATED] == 300
-        assert len(asked) == 1
-        now[0] += 1.0
-        cuda.devices = [{**FILLED, "allocated_bytes": {"all": {"current": 301, "peak": 500}}}]
+
+    def evaluate() -> None:
         with torch.no_grad():
             model.eval()(torch.randn(4, 6))
-        assert values(exporter)[ALLOCATED] == 301
-        assert asked == 2 * [threading.current_thread()]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start_exporter(model, None) as exporter:
+
+        def shows(allocated: int, after: Callable[[], None]) -> bool:
+            after()
+            return values(exporter)[ALLOCATED] == allocated
+
+        for number, action in ((301, train), (302, evaluate)):
+            cuda.devices = [{**FILLED, "allocated_bytes": {"all": {"current": number, "peak": 500}}}]
+            assert eventually(functools.partial(shows, number, action))
+        assert readers == {threading.current_thread()}
         assert errors(exporter) == {}
 
 
-def test_a_collector_that_is_switched_off_asks_no_device() -> None:
-    """Without both collectors that show devices the loop does not look at them either."""
-    with start_exporter(Perceptron(), None, collectors={"cuda_memory": False, "gpu": False}) as exporter:
-        assert exporter._training.capture._parts.periodic is None
-
-
-def test_a_device_that_cannot_be_read_is_our_failure_alone() -> None:
-    """What an allocator raises is counted under its source and reaches neither the hooks' guard nor the training."""
-    cuda = FakeCuda()
-    cuda.memory_stats_as_nested_dict = lambda device: {}[device]  # type: ignore[method-assign,index]
+def test_a_device_that_cannot_be_read_harms_nothing(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """An error of an allocator is counted as `devices` and does not reach the training."""
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {}[device])
     model = Perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with start_exporter(model, None) as exporter:
-        exporter._training.memory.__init__(cuda=cuda)  # type: ignore[misc]
         model(torch.randn(4, 6)).sum().backward()
-        optimizer.step()
-        assert errors(exporter) == {"devices": 1}
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert errors(exporter).keys() == {"devices"}
 
 
 def test_the_machine_is_left_alone_at_import() -> None:
-    """Neither YAML nor bcrypt is imported with the package: they belong to an option that may not be installed."""
+    """Neither YAML nor bcrypt is imported with the package, since they may not be installed."""
     script = "import sys, torch_grad_exporter; print({'yaml', 'bcrypt'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 
-def test_each_change_of_a_web_configuration_that_is_refused_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Every bad state is a line with the file and its fault, without a traceback, and counted; so is the way back."""
+def test_a_web_configuration_that_is_refused_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A web configuration that is refused is logged once with its file and counted, and so is the recovery."""
     file = tmp_path / "web.yml"
     users = "basic_auth_users: {alice: " + bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode() + "}"
     file.write_text(users)
     with start_exporter(Perceptron(), 0, addr="127.0.0.1", web_config_file=file) as exporter:
         for number, text in enumerate(("basic_auth_users: [", "", users), start=1):
             file.write_text(text)
-            exporter._outputs._server._web_config._check_again_at = None  # type: ignore[union-attr]
 
-            def told(expected: int = number) -> bool:
+            def logged(expected: int = number) -> bool:
                 with contextlib.suppress(urllib.error.HTTPError):
                     urllib.request.urlopen(exporter.url or "", timeout=PATIENCE)
                 return sum(str(file) in record.getMessage() for record in caplog.records) >= expected
 
-            assert eventually(told)
+            assert eventually(logged)
         assert errors(exporter) == {"web_config": 2}
     lines = [record for record in caplog.records if str(file) in record.getMessage()]
     assert len(lines) == 3

@@ -1,4 +1,4 @@
-"""Extremes by the bits of the elements, the zeros of blocks without extremes at zero, and sums of squares over many blocks."""
+"""Extremes by the bits of the elements, zeros in blocks, and sums of squares over many blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.statistics.test_statistics import Bare, assert_agrees, plan_of, rows_of
+from tests.statistics.test_statistics import Bare, plan_of, rows_of
 from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.blocks import BLOCK_ELEMENTS
 from torch_grad_exporter.statistics.eager import EagerStatistics
@@ -21,46 +21,25 @@ from torch_grad_exporter.statistics.extremes import Extremes
 from torch_grad_exporter.statistics.squares import Sums
 
 NAN, INF = math.nan, math.inf
-TINY = {np.float32: 1e-45, np.float64: 5e-324}
-"""The smallest subnormal numbers."""
 
-VALUES: dict[str, list[float]] = {
-    "one": [3.5],
-    "one, negative": [-3.5],
-    "a zero": [0.0],
-    "a negative zero": [-0.0],
-    "zeros": [0.0, 0.0, 0.0],
-    "negative zeros": [-0.0, -0.0],
-    "zeros of both signs": [0.0, -0.0, 0.0],
-    "and the other way round": [-0.0, 0.0, -0.0],
-    "mixed": [1.5, -2.0, 0.25, -0.125],
-    "positive": [3.0, 1.0, 2.0],
-    "negative": [-3.0, -1.0, -2.0],
-    "positive and a zero": [3.0, 0.0, 2.0],
-    "positive and a negative zero": [3.0, -0.0, 2.0],
-    "negative and a zero": [-3.0, 0.0, -2.0],
-    "negative and a negative zero": [-3.0, -0.0, -2.0],
-    "infinite": [INF, 1.0, -1.0],
-    "negative infinite": [-INF, 1.0, -1.0],
-    "infinite on both sides": [INF, -INF],
-    "nothing but infinite": [INF, INF],
-    "nothing but negative infinite": [-INF, -INF],
-    "a NaN": [1.0, NAN, -1.0],
-    "a negative NaN": [1.0, -NAN, -1.0],
-    "a NaN among positive ones": [1.0, NAN, 2.0],
-    "a negative NaN among positive ones": [1.0, -NAN, 2.0],
-    "a NaN among negative ones": [-1.0, NAN, -2.0],
-    "a negative NaN among negative ones": [-1.0, -NAN, -2.0],
-    "a NaN beside Inf": [-INF, NAN, INF],
-    "a negative NaN beside Inf": [-INF, -NAN, INF],
-    "nothing but NaN": [NAN, NAN],
-    "nothing but negative NaN": [-NAN, -NAN],
-    "NaN of both signs": [NAN, -NAN],
-}
+VALUES: list[list[float]] = [
+    [0.0, 0.0, 0.0],
+    [0.0, -0.0, 0.0],
+    [3.0, 1.0, 2.0],
+    [-3.0, -1.0, -2.0],
+    [3.0, 0.0, 2.0],
+    [-3.0, -0.0, -2.0],
+    [INF, 1.0, -1.0],
+    [1.0, NAN, -1.0],
+    [1.0, -NAN, -1.0],
+    [1.0, NAN, 2.0],
+    [-1.0, -NAN, -2.0],
+    [-INF, NAN, INF],
+]
 
 
 def truth(values: Sequence[float]) -> list[float]:
-    """The smallest and the largest by a loop; a negative zero is smaller than a positive one."""
+    """Return the smallest and the largest by a loop; a negative zero is smaller than a positive one."""
     if any(map(math.isnan, values)):
         return [NAN, NAN]
     ordered = sorted(values, key=lambda value: (value, math.copysign(1.0, value)))
@@ -68,7 +47,7 @@ def truth(values: Sequence[float]) -> list[float]:
 
 
 def found_in(*blocks: np.ndarray) -> list[list[float]]:
-    """The smallest and the largest of each tensor of these blocks."""
+    """Return the smallest and the largest of each tensor of these blocks."""
     extremes = Extremes()
     for block in blocks:
         extremes.look(block)
@@ -76,62 +55,27 @@ def found_in(*blocks: np.ndarray) -> list[list[float]]:
 
 
 def same(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> bool:
-    """Whether they are equal, with the signs of zeros; a NaN is a NaN."""
+    """Return whether they are equal, with the signs of zeros; a NaN equals a NaN."""
     return [[*map(repr, pair)] for pair in found] == [[*map(repr, pair)] for pair in expected]
 
 
 def as_type(values: Sequence[float], dtype: type) -> np.ndarray:
-    """One tensor of these values in which a NaN keeps its sign."""
+    """Return one tensor of these values in which a NaN keeps its sign."""
     block = np.abs(np.array([values], dtype=dtype))
     return np.copysign(block, np.array([math.copysign(1.0, value) for value in values], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", VALUES)
-def test_extremes_of_one_tensor(kind: str, dtype: type) -> None:
-    """Of numbers of every kind and sign, in either type, the smallest and the largest are those of a loop."""
-    values = VALUES[kind]
-    for some in (values, values[::-1], [*values * 40, *[TINY[dtype], 1.0] * (kind == "mixed")]):
-        block = as_type(some, dtype)
-        assert same(found_in(block), [truth(block[0].tolist())])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_extremes_of_subnormal_numbers(dtype: type) -> None:
-    """The numbers nearest to zero are not taken for zero."""
-    tiny = TINY[dtype]
-    for values in ([tiny, 1.0], [-tiny, 1.0], [-1.0, -tiny], [tiny, 2 * tiny], [-tiny, -2 * tiny], [tiny, -tiny]):
-        block = as_type(values, dtype)
-        assert same(found_in(block), [truth(block[0].tolist())])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_extremes_of_tensors_of_one_block(dtype: type) -> None:
-    """Each tensor of a block has its own, whichever of the others are of one sign, zero or NaN."""
-    rows = [values for values in VALUES.values() if len(values) == 3]
-    for some in (rows, rows[::-1], *itertools.pairwise(rows), [VALUES["mixed"][:3]] * 2):
+    """Each tensor of a block has its own extremes, whichever of the others have one sign, zero or NaN."""
+    for some in (VALUES, VALUES[::-1], *itertools.pairwise(VALUES), VALUES[:1] * 2):
         block = np.concatenate([as_type(values, dtype) for values in some])
         assert same(found_in(block), [truth(values) for values in block.tolist()])
 
 
-def test_blocks_of_other_sizes_and_types_in_turn() -> None:
-    """Blocks that differ from the last one in their type, or in how many tensors they have, leave nothing of it behind."""
-    blocks = [
-        as_type([-1.0, -2.0], np.float32),
-        as_type([1.0, -2.0], np.float32),
-        as_type([1e300, 2e300], np.float64),
-        as_type([-5.0, 4.0, 3.0], np.float64),
-        np.array([[1.0, 2.0], [-1.0, 1.0], [-3.0, -2.0]], dtype=np.float32),
-        as_type([9.0], np.float32),
-        as_type([-7.0, NAN], np.float32),
-        as_type([0.5, -0.5], np.float32),
-    ]
-    assert same(found_in(*blocks), [truth(row) for block in blocks for row in block.tolist()])
-
-
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 4))
 def test_extremes_of_any_bits(bits: list[int], tensors: int) -> None:
-    """Whatever the bits of the elements are."""
+    """The extremes are right for any bits of the elements."""
     block = np.array([bits[n:] + bits[:n] for n in range(tensors)], dtype=np.uint32).view(np.float32)
     values = [struct.unpack("<f", struct.pack("<I", one))[0] for one in bits]
     assert same(found_in(block), [truth(values)] * tensors)
@@ -143,15 +87,15 @@ LARGE = (5 * BLOCK_ELEMENTS // 2 // 512, 512)
 
 
 def ordinary() -> torch.Tensor:
-    """A gradient of several blocks of both signs without any zero."""
+    """Return a gradient of several blocks of both signs without any zero."""
     values = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
     return values.where(values.abs() > 1e-6, torch.ones(()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("value", [None, 0.0, -0.0, NAN, -NAN, INF, -INF, 1e-7, -1e-7], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [None, -0.0, NAN, -INF, 1e-7], ids=str)
 def test_one_unusual_element_in_one_block(value: float | None, dtype: torch.dtype) -> None:
-    """In a gradient without zeros, of both signs or of one, a single element in any of its blocks is seen, and counted once."""
+    """In a gradient without zeros, a single unusual element in any of its blocks is seen and counted once."""
     table = plan_of(Bare(LARGE, dtype=dtype))
     for base in (ordinary(), ordinary().abs(), -ordinary().abs()):
         for place in (0, LARGE[0] // 2, LARGE[0] - 1):
@@ -170,7 +114,7 @@ def test_one_unusual_element_in_one_block(value: float | None, dtype: torch.dtyp
 
 
 def test_a_unit_of_zeros_in_one_block_alone() -> None:
-    """A zero unit in the last block, of zeros of both signs, after blocks without any zero; and one that only lacks an element."""
+    """A unit of zeros of both signs after blocks without zeros is counted, and one that lacks an element is not."""
     gradient = ordinary()
     gradient[-2] = -0.0
     gradient[-2, ::3] = 0.0
@@ -183,28 +127,12 @@ def test_a_unit_of_zeros_in_one_block_alone() -> None:
         assert row[Column.ZERO_UNITS] == row[Column.DEAD_UNITS] == 1
 
 
-def test_small_gradients_of_one_sign_among_others() -> None:
-    """Gradients that share their calls, some of which are of one sign, zero or NaN, are measured as if each were alone."""
-    shape = (6, 4)
-    some = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    gradients = [some, some.abs(), -some.abs(), some * 0, -(some * 0).abs(), some * NAN, some.clamp(min=0), some.clamp(max=0), some]
-    table = plan_of(Bare(*[shape] * len(gradients)))
-    for together in (gradients, gradients[:1] * 9):
-        rows = rows_of(EagerStatistics(9), table, together)
-        for position, gradient in enumerate(together):
-            alone = rows_of(EagerStatistics(9), table, [gradient])[0]
-            assert [*map(repr, alone)] == [*map(repr, rows[position])]
-            kept = rows[position].copy()
-            kept[Column.SUM] = float(gradient.double().sum())
-            assert_agrees(kept, gradient, table, position)
-
-
 # Sums of squares
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sums_over_many_blocks(dtype: type) -> None:
-    """However many blocks there are, no piece is lost or counted twice, and a tensor's sum does not depend on the others."""
+    """With many blocks no piece is lost or counted twice, and the sum of a tensor does not depend on the others."""
     generator = np.random.default_rng(0)
     blocks = [generator.standard_normal((3, size)).astype(dtype) for size in (1500, 7, 1024, 2048, 1025) * 70]
     together, alone = Sums(), [Sums() for _ in range(3)]
@@ -219,7 +147,7 @@ def test_sums_over_many_blocks(dtype: type) -> None:
 
 
 def test_the_norm_of_a_gradient_of_many_blocks() -> None:
-    """Where there are more blocks than are held at once, the norm is right, and measured alone it has the same bits."""
+    """The norm of more blocks than are held at once is right, and has the same bits when measured alone."""
     gradient = torch.randn(80 * BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     table, statistics = plan_of(Bare(gradient.shape)), EagerStatistics(9)
     (row,) = rows_of(statistics, table, [gradient]).values()

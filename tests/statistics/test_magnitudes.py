@@ -1,9 +1,10 @@
-"""How the magnitudes of weights spread: counts are those of numpy on float64, whatever the type, the size and the device's way."""
+"""How the magnitudes of weights spread: counts equal those of numpy on float64 for every type, size and device path."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def awkward(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers over many decades, both signs; all bounds and their neighbours in the type, zeros, tiny ones, NaN and infinities."""
+    """Return numbers over many decades: all bounds and their neighbours, zeros, tiny ones, NaN and infinities."""
     generator = torch.Generator().manual_seed(size)
     numbers = torch.randn(size, generator=generator, dtype=torch.float64) * 10 ** (8 * torch.rand(size, generator=generator) - 6)
     bounds = torch.tensor(WEIGHT_MAGNITUDES, dtype=torch.float64).to(dtype)
@@ -29,7 +30,7 @@ def awkward(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reference(tensor: torch.Tensor) -> tuple[list[int], float]:
-    """Plain loops over float64: the elements of each bucket, and the sum of the magnitudes; without what is not finite."""
+    """Return the elements of each bucket and the sum of magnitudes by float64, without NaN and infinities."""
     values = np.abs(tensor.double().numpy().reshape(-1))
     values = values[np.isfinite(values)]
     up_to = [int((values <= bound).sum()) for bound in WEIGHT_MAGNITUDES] + [values.size]
@@ -37,46 +38,54 @@ def reference(tensor: torch.Tensor) -> tuple[list[int], float]:
 
 
 def compared(rows: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Counts are exact, the sum is right to 1e-5."""
+    """Check counts exactly and the sum to 1e-5."""
     counts, total = reference(tensor)
     found = rows.sum(dim=0)
     assert found[:-1].tolist() == counts
     assert float(found[-1]) == pytest.approx(total, rel=1e-5)
 
 
-def of_device(tensors: list[torch.Tensor], accumulate: torch.dtype = torch.float64) -> torch.Tensor:
-    """What is done on devices other than the CPU, here on it."""
-    return Magnitudes()._on_device(torch.stack(tensors).reshape(len(tensors), -1), accumulate)
+class Elsewhere(torch.Tensor):
+    """A CPU tensor that says it is on a device; what is computed from it is an ordinary one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # private: the documented way to get plain tensors from a subclass
+    device = property(lambda _: torch.device("xpu"))  # type: ignore[assignment]
+
+
+def measured(tensors: Sequence[torch.Tensor], accumulate: torch.dtype = torch.float64, *, elsewhere: bool = False) -> torch.Tensor:
+    """Return the rows of a batch, on the CPU or in the way of other devices."""
+    batch = tuple(tensor.as_subclass(Elsewhere) for tensor in tensors) if elsewhere else tuple(tensors)
+    return Magnitudes().of(Batch(tuple(range(len(batch))), batch, None), accumulate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 100, 3 * SMALL, 700_000])
 def test_the_counts_are_those_of_float64(dtype: torch.dtype, size: int) -> None:
-    """In all buckets, on the bounds and beside them, on the CPU and by what other devices do, in float64 and in float32."""
+    """Counts are exact in all buckets, on the bounds and beside them, on the CPU and on devices with and without float64."""
     tensor = awkward(size, dtype)
-    compared(Magnitudes().of(Batch((0,), (tensor,), None), torch.float64), tensor)
-    compared(of_device([tensor]), tensor)
-    compared(of_device([tensor], torch.float32), tensor)
+    compared(measured([tensor]), tensor)
+    compared(measured([tensor], elsewhere=True), tensor)
+    compared(measured([tensor], torch.float32, elsewhere=True), tensor)
 
 
 def test_tensors_of_a_batch_have_a_row_each() -> None:
-    """Small tensors of one shape are measured together, and not added up."""
+    """Small tensors of one shape are measured together and not added up."""
     tensors = [awkward(50, torch.float32), awkward(50, torch.float32) * 3, torch.zeros(108)]
     assert len({tensor.shape for tensor in tensors}) == 1
-    for rows in (Magnitudes().of(Batch((0, 1, 2), tuple(tensors), None), torch.float64), of_device(tensors)):
+    for rows in (measured(tensors), measured(tensors, elsewhere=True)):
         assert rows.shape == (3, WIDTH)
         for row, tensor in zip(rows, tensors, strict=True):
             compared(row[None], tensor)
 
 
 def test_what_lies_in_another_order_counts_once() -> None:
-    """A large transposed weight is read in parts, all of it."""
+    """A large transposed weight is read in parts, all of it once."""
     tensor = torch.randn(600, 900).t()
-    compared(Magnitudes().of(Batch((0,), (tensor,), None), torch.float64), tensor)
+    compared(measured([tensor]), tensor)
 
 
 def test_nothing_is_read_from_a_device() -> None:
-    """On the device `meta`, where any reading raises, all of it runs, a large tensor in parts that add up."""
+    """On the device `meta`, where any reading raises, a large tensor is measured in parts."""
     magnitudes = Magnitudes()
     for dtype in DTYPES:
         tensor = torch.empty(5 * CHUNK_ELEMENTS, dtype=dtype, device="meta")

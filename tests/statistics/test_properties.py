@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from tests.statistics.test_device_chunks import NARROW
 from tests.support.gradients import (
     FULL,
     INF,
@@ -44,14 +45,14 @@ pytestmark = no_timeout_in_a_soak
 
 
 class OnDevice(EagerStatistics):
-    """Measures CPU tensors in the way of other devices."""
+    """Measures CPU tensors like those of other devices."""
 
     def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
         super().__init__(dead_window, layout, on_host=frozenset())
 
 
 class InChunks(EagerStatistics):
-    """The same, of large ones in as many chunks as can be."""
+    """Does so in as many chunks as possible."""
 
     def __init__(self, dead_window: int, layout: Layout = ORDINARY) -> None:
         super().__init__(dead_window, layout, on_host=frozenset(), chunk_elements=1)
@@ -61,18 +62,18 @@ all_paths = pytest.mark.parametrize("path", [EagerStatistics, OnDevice, InChunks
 
 
 def plan_of(drawn: Sequence[Drawn]) -> tuple[torch.nn.Module, ParameterTable]:
-    """A model of all the modules, to be kept alive, and its table, in which a parameter's position is its place here."""
+    """Return a model of all modules, to keep it alive, and its table, in which positions are those of the list."""
     model = torch.nn.ModuleList([one.module for one in drawn])
     return model, LayerIndex({"": model}).table
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far a norm may be off: sums of squares run in float32, but for the widest types."""
+    """Return how far a norm may be off: sums of squares run in float32 except for the widest types."""
     return 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
 
 
 def assert_true(found: Sequence[float], drawn: Drawn) -> None:
-    """A measured row says what the values say: counts and extremes exactly, the norm and the sum within rounding."""
+    """Check a measured row: counts and extremes exactly, the norm and the sum within rounding."""
     values = drawn.flat
     nans = sum(map(math.isnan, values))
     assert found[Column.NANS] == nans
@@ -86,7 +87,7 @@ def assert_true(found: Sequence[float], drawn: Drawn) -> None:
 
 
 def assert_sum(found: float, values: Sequence[float]) -> None:
-    """A sum is right but for the rounding of float64 additions."""
+    """Check a sum up to the rounding of float64 additions."""
     total, error = true_sum(values)
     assert error == INF or close(found, total, 0, error)
 
@@ -111,7 +112,7 @@ ONE_LARGE = torch.full((64, 1024), 2.3e-4).index_fill(1, torch.tensor([0]), 1.0)
 # Repeated entries add up before they are squared, and what is not stored takes part in the smallest element.
 @example([given_gradient(TWICE, torch.nn.Embedding(1, 1))])
 def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn: list[Drawn]) -> None:
-    """Whatever the gradients of a model are, each one's row says what a sum by hand says, and no gradient is changed."""
+    """The row of any gradient says what a sum by hand says, and no gradient is changed."""
     model, table = plan_of(drawn)
     before = [bits(one.gradient) for one in drawn]
     measured = path(9, WITH_MOMENTS).measure(table, [(position, one.gradient) for position, one in enumerate(drawn)], 1)
@@ -130,7 +131,7 @@ def test_every_gradient_is_measured_as_it_is(path: type[EagerStatistics], drawn:
 @all_paths
 @given(models(SMALL | LARGE), st.data())
 def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: list[Drawn], data: st.DataObject) -> None:
-    """All that is measured has the same bits among any other gradients and alone; only a sum may be rounded otherwise."""
+    """A gradient has the same bits among any others and alone; only a sum may be rounded otherwise."""
     model, table = plan_of(drawn)
     measuring = path(9, WITH_MOMENTS)
     gradients = [(position, one.gradient) for position, one in enumerate(drawn)]
@@ -149,7 +150,7 @@ def test_a_second_look_gives_the_same_bits(path: type[EagerStatistics], drawn: l
 
 @given(models(SMALL))
 def test_the_reference_says_the_same(drawn: list[Drawn]) -> None:
-    """The statistics that the package defines in plain loops agree with a sum by hand."""
+    """The reference in plain loops agrees with a sum by hand."""
     model, table = plan_of(drawn)
     for one, tracked in zip(drawn, table.tracked, strict=True):
         if one.values.size:
@@ -190,10 +191,10 @@ def test_order_sign_and_scale(path: type[EagerStatistics], dtype: torch.dtype, s
 UNIT = {"zero": [0.0, -0.0], "alive": [0.0, -1e-30], "infinite": [INF, 0.0], "nan": [NAN, 1.0]}
 
 
-@all_paths
+@pytest.mark.parametrize("path", [EagerStatistics, OnDevice, InChunks, NARROW], ids=["host", "device", "chunks", "no float64"])
 @given(st.data())
-def test_dead_units_are_those_silent_in_each_of_the_last_samples(path: type[EagerStatistics], data: st.DataObject) -> None:
-    """Over any samples of any of the parameters, read in one or two parts, taken once or again, dead units are those by hand."""
+def test_dead_units_were_silent_in_the_last_samples(path: Callable[[int], EagerStatistics], data: st.DataObject) -> None:
+    """Over any samples of any parameters, read in parts or again, dead units are those by hand."""
     window = data.draw(st.integers(1, 4))
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     model = torch.nn.ModuleList([torch.nn.Linear(2, n, bias=False) for n in sizes])
@@ -227,8 +228,8 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1
 
 
 @given(st.lists(NAMES, min_size=1, max_size=5, unique=True), NAMES)
-def test_layers_of_any_name_come_back_from_the_parsers(names: list[str], label: str) -> None:
-    """Modules may be called what they will: both formats parse, each layer has a series of its own, its name unharmed."""
+def test_layers_of_any_name_parse(names: list[str], label: str) -> None:
+    """Modules may have any name: both formats parse, and each layer has its own series with its name unchanged."""
     model = torch.nn.Module()
     assume(not any(hasattr(model, name) for name in names))
     for name in names:
@@ -241,7 +242,7 @@ def test_layers_of_any_name_come_back_from_the_parsers(names: list[str], label: 
 
 
 class Given(torch.nn.Module):
-    """A model whose gradients are what it is called with: the gradient of `sum(p * g)` is `g`, to the last bit."""
+    """A model whose gradients are its inputs: the gradient of `sum(p * g)` is `g`, to the last bit."""
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, Shape]]) -> None:
         super().__init__()
@@ -261,22 +262,22 @@ class Given(torch.nn.Module):
 
 
 def on_an_edge(record: Recorder) -> bool:
-    """Whether a norm is so close to the bound of a bucket that rounding decides on which side it is."""
+    """Return whether a norm is so close to the bound of a bucket that rounding decides."""
     norms = [one for optimizer in record.optimizers.values() for one in optimizer.norms]
     norms += [norm(gradient for _, gradient in sample) for layer in record.layers.values() for sample in layer.samples]
     return any(0 < abs(one / bound - 1) < 1e-5 for one in norms for bound in HALF_DECADES)
 
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 ROUNDS = st.lists(st.sampled_from(["stepped", "stepped", "skipped"]), max_size=5).map(lambda some: ["stepped", *some, "stepped"])
 """Before the first step a skipped one cannot be told from two passes to a step."""
 
 
-@given(st.lists(st.tuples(st.sampled_from(NARROW), FULL), min_size=1, max_size=4), ROUNDS, st.data())
+@given(st.lists(st.tuples(st.sampled_from(TYPES), FULL), min_size=1, max_size=4), ROUNDS, st.data())
 def test_a_scrape_says_what_the_gradients_were(
     kinds: list[tuple[torch.dtype, Shape]], rounds: list[str], data: st.DataObject
 ) -> None:
-    """Any gradients of any of the parameters, in rounds that step or are skipped: the scrape is the loop's own record."""
+    """For any gradients of any parameters, in rounds that step or are skipped, a scrape equals the loop's own record."""
     model = Given(kinds)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with start_exporter(model, port=None, every=1, moments=True, dead_window=3) as exporter:

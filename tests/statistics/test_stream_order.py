@@ -1,4 +1,4 @@
-"""What stays on a device from one sample to the next, where samples come on different streams: CUDA is played here."""
+"""Memory that stays on a device between samples of several CUDA streams; CUDA is faked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stream:
 
 
 class Event:
-    """Stands behind all that a stream was given up to `record`."""
+    """Marks what a stream was given up to `record`."""
 
     of: Stream
 
@@ -32,7 +32,7 @@ class Event:
 
 
 class Kept:
-    """A tensor that notes by which streams it is used."""
+    """A tensor that notes which streams use it."""
 
     def __init__(self) -> None:
         self.used_by: list[Stream] = []
@@ -43,7 +43,7 @@ class Kept:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """The last one is the current stream of the device."""
+    """Make the last stream of this list the current one of the device."""
     streams: list[Stream] = []
 
     def current_stream(device: torch.device) -> Stream:
@@ -56,7 +56,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 
 
 def test_a_stream_waits_for_the_one_before(current: list[Stream]) -> None:
-    """And for that one only, once for each change; what was kept is not reused before it has read it."""
+    """A stream waits for the one before it once at each change, and memory is reused only after it was read."""
     first, second, order, kept = Stream(), Stream(), StreamOrder(CUDA), Kept()
     for stream in (first, first, second, second, first):
         current.append(stream)
@@ -64,11 +64,3 @@ def test_a_stream_waits_for_the_one_before(current: list[Stream]) -> None:
         order.end()
     assert (first.waits_for, second.waits_for) == ([second], [first])
     assert kept.used_by == [second, first]
-
-
-def test_on_a_cpu_nothing_is_asked(current: list[Stream]) -> None:
-    """There is no stream there."""
-    order = StreamOrder(torch.device("cpu"))
-    order.end()
-    order.begin(torch.zeros(1))
-    assert current == []

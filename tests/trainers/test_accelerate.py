@@ -11,28 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.matrix.harness import Way
 from tests.support.ranks import run_ranks
 from tests.support.scrape import value
-from tests.trainers.training import Training, compared
+from tests.trainers.training import Training, compared, reset_accelerate
 
 BATCHES = 16
 
 
 def loader(batches: int = BATCHES) -> DataLoader[Any]:
-    """Batches of four, shuffled with a seed."""
+    """Return batches of four, shuffled with a seed."""
     data = TensorDataset(torch.randn(4 * batches, 6, generator=torch.Generator().manual_seed(1)))
     return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(2))
 
 
 def accelerator(**options: Any) -> Accelerator:
-    """Accelerate keeps its state for the process; this one begins anew."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    """Return an accelerator after a reset of Accelerate's state."""
+    reset_accelerate()
     return Accelerator(cpu=True, **options)
 
 
@@ -47,7 +44,7 @@ def prepared(
     dispatched: bool = False,
     **options: Any,
 ) -> None:
-    """Trains. `watched`: whether the loader is, before or after it is prepared. `options` go to the `Accelerator`."""
+    """Train; `watched`: whether the loader is watched, before or after `prepare`."""
     accelerate = accelerator(**options, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatched or None))
     torch.manual_seed(0)
     bare = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
@@ -71,7 +68,7 @@ def prepared(
 
 @pytest.mark.parametrize("watched", ["before", "after"])
 def test_watched_loader(watched: str) -> None:
-    """Prepared and watched, in either order, a loader gives the same batches; of one that is watched last waits are counted."""
+    """A loader gives the same batches if it is watched before or after `prepare`; waits are counted after it."""
     run = compared(partial(prepared, watched=watched))
     assert len(run.told) == 2 * BATCHES
     assert run.exporter is not None
@@ -80,32 +77,20 @@ def test_watched_loader(watched: str) -> None:
 
 
 def test_accumulation_and_clipping() -> None:
-    """Rounds of four, and of two at the end of an epoch."""
-    compared(partial(prepared, gradient_accumulation_steps=4))
+    """Numbers are right for rounds of four batches, and of two at the end of an epoch."""
     compared(partial(prepared, gradient_accumulation_steps=4, limit=0.05))
     compared(partial(prepared, gradient_accumulation_steps=4, batches=10, epochs=3))
 
 
-def test_bfloat16() -> None:
-    """By autocast, which Accelerate wraps around the forward of the model."""
-    compared(partial(prepared, mixed_precision="bf16", limit=0.05))
-
-
 @pytest.mark.parametrize("watched", ["before", "after"])
-def test_batches_left_out(watched: str) -> None:
-    """The first batches of an epoch are left out, as where a training is resumed."""
+def test_skipped_first_batches(watched: str) -> None:
+    """Numbers are right if the first batches of an epoch are skipped."""
     run = compared(partial(prepared, watched=watched, skipped=5))
     assert len(run.told) == 2 * (BATCHES - 5)
 
 
-def test_at_defaults() -> None:
-    """What is shown is of the step that it is said to be of."""
-    train = partial(prepared, gradient_accumulation_steps=2, limit=0.05, batches=60, epochs=10)
-    assert len(compared(train, Way.DEFAULTS, between=3).samples) > 2
-
-
-def test_what_is_watched_is_a_loader() -> None:
-    """What is returned for a `DataLoader` is one, with its attributes, and pickles as the loader that was given."""
+def test_a_watched_loader_is_a_loader() -> None:
+    """A watched loader has the attributes of its `DataLoader` and pickles as it."""
 
     def train(run: Training) -> None:
         prepared(run)
@@ -134,16 +119,13 @@ def _rank(rank: int, folder: Path, options: dict[str, Any], settings: dict[str, 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"watched": "before"},
         {"watched": "before", "dispatched": True},
         {"watched": "after"},
         {"gradient_accumulation_steps": 3, "limit": 0.05},
-        {"mixed_precision": "bf16"},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
 def test_two_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Each rank trains on its half of the batches, and shows the reduced gradient."""
+    """Each rank trains on its half of the batches and shows the reduced gradient."""
     lenient = {"gauges": True} if "limit" in options else {}
     run_ranks(_rank, tmp_path, options, lenient)

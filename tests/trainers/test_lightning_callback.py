@@ -49,7 +49,7 @@ class Looks(Callback):
 
 
 def trainer_of(*callbacks: Any, package: Any = lightning, **options: Any) -> Any:
-    """A quiet trainer of one of the two packages, with these callbacks."""
+    """Return a quiet trainer of one of the two packages with these callbacks."""
     chosen = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options}
     return package.Trainer(
         accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), **chosen
@@ -57,14 +57,14 @@ def trainer_of(*callbacks: Any, package: Any = lightning, **options: Any) -> Any
 
 
 def global_norm(module: torch.nn.Module) -> float:
-    """The norm of the gradients as they are now, in float64."""
+    """Return the norm of the present gradients in float64."""
     return math.sqrt(sum(float(one.grad.double().square().sum()) for one in module.parameters() if one.grad is not None))
 
 
 def trained(
     run: Training, kind: Callable[[], Any] = Through, *, batches: int = 8, validation: bool = False, **options: Any
 ) -> None:
-    """Trains with the callback, or without."""
+    """Train with the callback, or without."""
     torch.manual_seed(0)
     module = kind()
     with run.called_back(module, GradExporterCallback) as callbacks:
@@ -86,7 +86,7 @@ def trained(
     ids=["clipped", "accumulated", "evaluated", "bf16"],
 )
 def test_numbers(kind: type[Module], options: dict[str, Any]) -> None:
-    """Every number is that of the record, also where the module itself is never called; training is the same to the last bit."""
+    """All numbers are those of the record, and training ends in the same bits."""
     run = compared(partial(trained, kind=kind, **options))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
@@ -94,20 +94,20 @@ def test_numbers(kind: type[Module], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [Through, Gan])
 def test_at_defaults(kind: type[Module]) -> None:
-    """What is shown at defaults is of the step that it is said to be of, also with two optimizers in turn."""
+    """At the default options each value belongs to the step that it names."""
     train = partial(trained, kind=kind, batches=60, max_epochs=8)
     assert len(compared(train, Way.DEFAULTS, between=20 if kind is Gan else 3).samples) > 2
 
 
 class Overflows(Through):
-    """A loss scale of 2^20 at first, which half precision cannot hold, halves after each step that overflows."""
+    """A module whose first steps overflow half precision."""
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return super().training_step(batch, index) * 64
 
 
-def test_half_precision_and_skipped_steps() -> None:
-    """The callback finds the trainer's scaler: norms of the first steps are unscaled, and skipped steps are counted exactly."""
+def test_half_precision() -> None:
+    """The callback finds the trainer's scaler: norms are unscaled and skipped steps are counted."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
     callback, skipped, scales, steps, norms = GradExporterCallback(**QUICK), [], [], [], []
 
@@ -132,7 +132,7 @@ def test_half_precision_and_skipped_steps() -> None:
 
 
 def test_what_the_trainer_knows() -> None:
-    """Loss, examples, epoch and learning rate are the trainer's, each counted once, whether the module is called or not."""
+    """Loss, samples, epoch and learning rate are the trainer's, each counted once."""
 
     class Logs(Through):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_what_the_trainer_knows() -> None:
 
 
 def test_states(tmp_path: Path) -> None:
-    """Training, evaluating, also where only submodules are called, and finished."""
+    """The state is training, evaluating and finished in turn."""
     seen: list[str] = []
 
     class States(Callback):
@@ -193,7 +193,7 @@ class Broken(RuntimeError):
 
 @pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
 def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
-    """The state is failed, by the exception's name; Ctrl-C is an end like any other. The next fit has an exporter of its own."""
+    """The state is failed with the exception's name, Ctrl-C is finished, and the next fit has its own exporter."""
     kept: list[Any] = []
 
     class Fails(Through):
@@ -214,7 +214,7 @@ def test_a_training_that_fails(tmp_path: Path, error: BaseException) -> None:
 
 
 def test_stop() -> None:
-    """`Stop()` ends the fit, at a whole step."""
+    """`Stop()` ends the fit after a whole step."""
     callback, stepped = GradExporterCallback(**QUICK), []
 
     class Stops(Callback):
@@ -230,7 +230,7 @@ def test_stop() -> None:
 
 @pytest.mark.parametrize("kind", [Through, Gan])
 def test_resumed_training(tmp_path: Path, kind: type[Module]) -> None:
-    """After a checkpoint the numbers of steps go on, as the trainer's loggers count them; counters are those of this process."""
+    """Step numbers continue after a checkpoint, and counters are those of this process."""
     trainer_of(ModelCheckpoint(tmp_path, filename="at"), enable_checkpointing=True, max_epochs=1).fit(kind(), numbers(6))
     callback, shown = GradExporterCallback(**QUICK), []
 
@@ -244,58 +244,45 @@ def test_resumed_training(tmp_path: Path, kind: type[Module]) -> None:
     assert shown == [(6 + step, 6, 6 + step) for step in range(1, 7)]
 
 
-def test_several_fits(tmp_path: Path) -> None:
-    """Each fit has an exporter, of one run; a trainer that goes on counts on, and one that begins anew begins at one."""
-    callback, exporters, last = GradExporterCallback(**QUICK), [], []
-
-    def look(_trainer: Any) -> None:
-        assert callback.exporter is not None
-        if callback.exporter not in exporters:
-            exporters.append(callback.exporter)
-        last.append(value(callback.exporter, "torch_grad_sample_step"))
-
-    trainer, module = trainer_of(callback, Looks(look), max_epochs=1), Through()
-    trainer.fit(module, numbers(4))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, numbers(4))
-    trainer_of(callback, Looks(look), max_epochs=1).fit(module, numbers(4))
-    assert last == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
-    assert len(exporters) == 3
-    assert len({exporter.run for exporter in exporters}) == 1
-    assert {ending_of(exporter, tmp_path) for exporter in exporters} == {("finished", None)}
-
-
-def test_an_exporter_of_the_users() -> None:
-    """It is told, whether it is given or found, and goes on after the fit."""
-    for given in (True, False):
-        module = Module()
-        with start_exporter(module, **QUICK) as exporter:
-            callback = GradExporterCallback(exporter) if given else GradExporterCallback()
-            trainer_of(callback).fit(module, numbers(4))
-            assert value(exporter, "torch_train_samples_total") == 2 * 4 * 4
-            assert value(exporter, "torch_train_epoch") == 1
-            assert running_exporter(module) is exporter
-
-
-def test_added_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """Two callbacks: the second one tells nothing, and the log says so. The same one twice raises before the training."""
-    first, second = GradExporterCallback(**QUICK), GradExporterCallback(**QUICK)
-    shown = []
-
-    def look(_trainer: Any) -> None:
-        assert first.exporter is not None
-        shown.append(value(first.exporter, "torch_train_samples_total"))
-
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        trainer_of(first, second, Looks(look), max_epochs=1).fit(Through(), numbers(3))
-    assert shown == [4, 8, 12]
-    assert "GradExporterCallback: GradExporterCallback tells this exporter already; remove one of them" in caplog.text
+def test_the_users_exporter(caplog: pytest.LogCaptureFixture) -> None:
+    """The user's exporter is found and continues after the fit; a second callback is logged and reports nothing."""
+    module = Module()
+    with start_exporter(module, **QUICK) as exporter, caplog.at_level(logging.WARNING, "torch_grad_exporter"):
+        callback = GradExporterCallback(exporter)
+        trainer_of(callback, GradExporterCallback()).fit(module, numbers(4))
+        assert value(exporter, "torch_train_samples_total") == 2 * 4 * 4
+        assert value(exporter, "torch_train_epoch") == 1
+        assert running_exporter(module) is exporter
+    assert "remove one of them" in caplog.text
     with pytest.raises(ValueError, match="added to the trainer twice; add it once"):
-        trainer_of(first, first).fit(Through(), numbers(3))
+        trainer_of(callback, callback).fit(Through(), numbers(3))
 
 
-def test_arguments() -> None:
-    """Wrong ones raise where the callback is made, or when the training begins, and say what to do; a callback pickles."""
+class OfTheOtherPackage(pytorch_lightning.LightningModule):
+    """A module of `pytorch_lightning`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return mse_loss(self.net(batch), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_the_other_package() -> None:
+    """The callback also serves the trainer of `pytorch_lightning`."""
+    callback, shown = GradExporterCallback(**QUICK), []
+    module: Any = OfTheOtherPackage()
+    module.on_train_batch_end = lambda *_: shown.append(values(callback.exporter))
+    trainer_of(callback, package=pytorch_lightning, max_epochs=1).fit(module, numbers(3))
+    assert shown[-1][key("torch_train_steps_total", optimizer="AdamW")] == 3
+
+
+def test_wrong_arguments_raise() -> None:
+    """Wrong arguments raise where the callback is made or when training begins, and a callback pickles."""
     with start_exporter(network(), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
     assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
@@ -308,7 +295,7 @@ def test_arguments() -> None:
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
-    """The trainer's own loggers and its `callback_metrics` get the values, at its logging steps and no others."""
+    """The trainer's loggers and `callback_metrics` get the values at the logging steps."""
     logger = CSVLogger(tmp_path)
     trainer = trainer_of(GradExporterCallback(log=True, **QUICK), logger=logger, log_every_n_steps=4)
     trainer.fit(Through(), numbers(10))
@@ -318,72 +305,6 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert all(float(row["torch_grad_norm/encoder.0"]) > 0 for row in rows)
     assert "torch_train_skipped_steps_total" in rows[0]
     assert float(trainer.callback_metrics["torch_grad_global_norm"]) == pytest.approx(float(rows[-1]["torch_grad_global_norm"]))
-    assert not any("torch_" in name for name in _logged(tmp_path / "off", log=False))
-    chosen = [name for name in _logged(tmp_path / "chosen", log="^torch_train_steps") if "torch_" in name]
-    assert chosen == ["torch_train_steps_total/AdamW"]
-
-
-def _logged(where: Path, log: bool | str) -> list[str]:
-    """The names that a logger gets."""
-    logger = CSVLogger(where)
-    module = Through()
-    module.on_train_batch_end = lambda *_: module.log("mine", 1.0)
-    trainer_of(GradExporterCallback(log=log, **QUICK), logger=logger, log_every_n_steps=1).fit(module, numbers(2))
-    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file).fieldnames or ())
-
-
-def test_a_callback_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """What fails in it at an event costs what was to be told there, is logged once and counted; the training is the same."""
-
-    class Fails(GradExporterCallback):
-        def _batch_over(self, *arguments: Any) -> None:
-            raise Broken
-
-    def states(callbacks: list[Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        module = Through()
-        trainer_of(*callbacks).fit(module, numbers(6))
-        return [parameter.detach() for parameter in module.parameters()]
-
-    callback, failures = Fails(**QUICK), []
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        found = states([callback, Looks(lambda _: failures.append(errors(callback.exporter)))])
-    assert all(torch.equal(a, b) for a, b in zip(found, states([]), strict=True))
-    assert failures[-1] == {"integration": 12}
-    assert caplog.text.count("integration failed; training goes on") == 1
-
-
-def test_both_packages(tmp_path: Path) -> None:
-    """One class serves the trainers of `lightning` and of `pytorch_lightning`, also where it is given without a list."""
-    for package, base in ((lightning, Through), (pytorch_lightning, None)):
-        module: Any = Through() if base is not None else _of_the_other_package()
-        callback, kept = GradExporterCallback(**QUICK), []
-        assert isinstance(callback, package.Callback)
-        trainer = trainer_of(package=package, max_epochs=1)
-        trainer = package.Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=callback,
-        )  # fmt: skip
-        module.on_train_batch_end = lambda *_, kept=kept, callback=callback: kept.append(callback.exporter)
-        trainer.fit(module, numbers(3))
-        assert value(kept[0], "torch_train_steps_total", optimizer="AdamW") == 3
-        assert ending_of(kept[0], tmp_path) == ("finished", None)
-
-
-def _of_the_other_package() -> Any:
-    class Other(pytorch_lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return mse_loss(self.net(batch), batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    return Other()
 
 
 def _rank(rank: int, folder: Path) -> None:
@@ -416,5 +337,5 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Under DDP each rank tells of its own batches, and norms are those of the reduced gradients."""
+    """Under DDP each rank reports its own batches, and norms are those of the reduced gradients."""
     run_ranks(_rank, tmp_path)

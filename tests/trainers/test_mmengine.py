@@ -15,7 +15,6 @@ import torch
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from torch.nn.functional import mse_loss
 
@@ -32,12 +31,12 @@ BATCHES = 8
 
 @pytest.fixture(autouse=True)
 def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MMEngine imports it for its version alone, which fails where it was built for another torch."""
+    """Hide torchvision, which may be built for another torch."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
 
 
 class Net(BaseModel):
-    """Its loss is that of its inputs to themselves."""
+    """A model whose targets are its inputs."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -50,7 +49,7 @@ class Net(BaseModel):
 
 
 class Missed(BaseMetric):
-    """The sum of what is put out."""
+    """The sum of all outputs."""
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         self.results.append(float(sum(one.sum() for one in data_samples)))
@@ -60,7 +59,7 @@ class Missed(BaseMetric):
 
 
 def loader(batches: int = BATCHES) -> dict[str, Any]:
-    """A configuration of batches of four, shuffled with the runner's seed."""
+    """Return the configuration of batches of four, shuffled with the runner's seed."""
     numbers = torch.randn(4 * batches, 6, generator=torch.Generator().manual_seed(1))
     return {
         "dataset": [{"inputs": one} for one in numbers], "batch_size": 4, "num_workers": 0,
@@ -69,7 +68,7 @@ def loader(batches: int = BATCHES) -> dict[str, Any]:
 
 
 def runner_of(model: torch.nn.Module, folder: Path, *hooks: Any, evaluated: bool = False, **options: Any) -> Runner:
-    """A quiet runner of two epochs."""
+    """Return a quiet runner of two epochs."""
     wrapper = {"optimizer": {"type": "AdamW", "lr": 0.01}, **options.pop("optim", {})}
     chosen = {"train_cfg": {"by_epoch": True, "max_epochs": 2}, **options}
     if evaluated:
@@ -93,7 +92,7 @@ class Looks(Hook):
 
 
 def trained(run: Training, folder: Path, **options: Any) -> None:
-    """Trains with the hook, or without."""
+    """Train with the hook, or without."""
     model = Net()
     losses = Looks(lambda runner: run.told.append(runner.message_hub.get_scalar("train/loss").current()))
     with run.called_back(model, GradExporterHook) as hooks:
@@ -111,14 +110,14 @@ def trained(run: Training, folder: Path, **options: Any) -> None:
     ids=["clipped", "accumulated", "by iterations, evaluated"],
 )
 def test_numbers(options: dict[str, Any], tmp_path: Path) -> None:
-    """Every number is that of the record, and training is the same to the last bit."""
+    """All numbers are those of the record, and training ends in the same bits."""
     run = compared(partial(trained, folder=tmp_path, **options))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
 
 
 def test_at_defaults(tmp_path: Path) -> None:
-    """What is shown is of the step that it is said to be of."""
+    """At the default options each value belongs to the step that it names."""
     compared(partial(trained, folder=tmp_path, train_cfg={"by_epoch": True, "max_epochs": 5}), Way.DEFAULTS, between=3)
 
 
@@ -126,8 +125,8 @@ QUICK: dict[str, Any] = {"port": None, "every": 1}
 """Options of an exporter that looks at each step."""
 
 
-def test_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name in a configuration: the mean loss of each round, epoch and examples; a resumed training goes on."""
+def test_reported_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook named in a configuration reports loss, epoch and samples, also after a checkpoint."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # as MMEngine's checkpoints need it
     named = {"type": "GradExporterHook", **QUICK, "priority": "HIGH"}
     imported = {"custom_imports": {"imports": ["torch_grad_exporter.integrations.mmengine"]}}
@@ -152,7 +151,7 @@ def test_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kept:
-    """The exporter of a training, also after its end."""
+    """Keeps the exporter of a training after its end."""
 
     exporter: Exporter
 
@@ -185,7 +184,7 @@ class Broken(Exception): ...
 
 @pytest.mark.parametrize("caught_by_with", [True, False])
 def test_failures(tmp_path: Path, caught_by_with: bool) -> None:
-    """In a `with` the run has failed by the exception; else the next training finds it unfinished."""
+    """Within a `with` the run has failed with the exception; else the next training marks it as failed."""
 
     def breaks(runner: Any) -> None:
         kept(runner)
@@ -207,27 +206,8 @@ def test_failures(tmp_path: Path, caught_by_with: bool) -> None:
         assert kept.exporter.run == first.run
 
 
-def test_another_runner_after_one_that_broke_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new runner with a new hook on the same model is told of, and the first run has failed."""
-
-    def breaks(runner: Any) -> None:
-        first(runner)
-        raise Broken
-
-    first, second, model = Kept(), Kept(), Net()
-    runners = [runner_of(model, tmp_path, GradExporterHook(**QUICK), Looks(look)) for look in (breaks, second)]
-    with pytest.raises(Broken):
-        runners[0].train()
-    runners[1].train()
-    assert second.exporter is not first.exporter
-    assert ending_of(first.exporter, tmp_path) == ("failed", "TrainingBrokeOff")
-    assert ending_of(second.exporter, tmp_path) == ("finished", None)
-    assert value(second.exporter, "torch_train_samples_total") == 64
-    assert "tells this exporter" not in caplog.text
-
-
 def test_stops(tmp_path: Path) -> None:
-    """`Stop()` ends the training, by iterations at once."""
+    """`Stop()` ends the training at once."""
 
     def stop(runner: Any) -> None:
         assert hook.exporter is not None
@@ -242,7 +222,7 @@ def test_stops(tmp_path: Path) -> None:
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
-    """The visualizer gets norms where the runner's logger logs, as they are and not smoothed."""
+    """The visualizer gets norms at the logger's interval, without smoothing."""
     hook = GradExporterHook(**QUICK, log="^torch_grad_global_norm$")
     norms: list[float | None] = []
 
@@ -259,8 +239,8 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert logged == {step: norms[step - 1] for step in (3, 6, 11, 14)}
 
 
-def test_the_users_exporter_and_added_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that is given goes on; of two hooks one tells; the same one again is an error."""
+def test_the_users_exporter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The user's exporter continues; a second hook is logged, and the same one twice raises."""
     model = Net()
     with start_exporter(model, port=None) as exporter, caplog.at_level(logging.WARNING, "torch_grad_exporter"):
         hook = GradExporterHook(exporter)
@@ -273,8 +253,8 @@ def test_the_users_exporter_and_added_twice(tmp_path: Path, caplog: pytest.LogCa
     assert "remove one of them" in caplog.text
 
 
-def test_a_hook_that_fails_harms_nothing(tmp_path: Path) -> None:
-    """Outputs and batches of any kind: what cannot be taken is counted, and the training goes on."""
+def test_a_failing_hook(tmp_path: Path) -> None:
+    """Outputs that cannot be read are counted, and training continues."""
 
     class Odd(Net):
         def train_step(self, data: Any, optim_wrapper: Any) -> Any:
@@ -295,33 +275,3 @@ def test_a_hook_that_fails_harms_nothing(tmp_path: Path) -> None:
     hook = GradExporterHook(**QUICK)
     runner_of(Odd(), tmp_path, hook, Looks(look), default_hooks={"runtime_info": None, "logger": None}).train()
     assert seen == [float(number) for number in range(1, 17)]
-
-
-def test_two_optimizers(tmp_path: Path) -> None:
-    """Those of an `OptimWrapperDict` have its names."""
-
-    class Both(Net):
-        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
-            losses = self(**self.data_preprocessor(data, True))
-            loss, told = self.parse_losses(losses)
-            loss.backward()
-            for one in optim_wrapper.values():
-                one.step()
-                one.zero_grad()
-            return told
-
-    model = Both()
-    shown: dict[str, float | None] = {}
-    parts = (("first", model.encoder), ("second", model.decoder))
-    wrappers = {name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.01)) for name, part in parts}
-
-    def look(runner: Any) -> None:
-        assert hook.exporter is not None
-        shown.update({name: value(hook.exporter, "torch_train_steps_total", optimizer=name) for name in wrappers})
-
-    hook = GradExporterHook(**QUICK)
-    Runner(
-        model, str(tmp_path), train_dataloader=loader(), optim_wrapper=OptimWrapperDict(**wrappers),
-        custom_hooks=[hook, Looks(look)], train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
-    ).train()  # fmt: skip
-    assert shown == {"first": 8, "second": 8}

@@ -10,7 +10,6 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import mse_loss
 
 from tests.docs.test_commands import blocks
@@ -19,6 +18,7 @@ from tests.trainers.pages import last_values, run, steps
 from tests.trainers.test_accelerate import BATCHES
 from tests.trainers.test_lightning import Module, numbers
 from tests.trainers.test_transformers import Sentences, llama, settings
+from tests.trainers.training import reset_accelerate
 from torch_grad_exporter.collectors import REGISTRY
 
 
@@ -60,8 +60,7 @@ def test_transformers(number: int, tmp_path: Path, ended: list[dict[Any, float]]
 @pytest.mark.parametrize("number", range(2))
 def test_accelerate(number: int, ended: list[dict[Any, float]]) -> None:
     """Each example trains and shows, the second one from the step of a checkpoint on."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
     model = torch.nn.Linear(6, 6)
     names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": numbers(BATCHES)}
     run("accelerate.md", number, **names, loss_function=mse_loss)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import math
 import pickle
 import re
@@ -25,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors, key, value, values
 from tests.trainers.test_transformers import Sentences, gpt2, llama, settings
 from tests.trainers.training import Training, compared, ending_of
-from torch_grad_exporter import Exporter, start_exporter
+from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import Stop
 from torch_grad_exporter.integrations.session import running_exporter
 from torch_grad_exporter.integrations.transformers import GradExporterCallback
@@ -46,7 +44,7 @@ class Looks(TrainerCallback):
 
 
 def trainer_of(model: torch.nn.Module, where: Path, callbacks: list[Any], *, count: int = 16, **arguments: Any) -> Trainer:
-    """A trainer that has these callbacks."""
+    """Return a trainer with these callbacks."""
     evaluation = {"eval_dataset": Sentences(6)} if "eval_strategy" in arguments else {}
     return Trainer(
         model=model, args=settings(where, **arguments), train_dataset=Sentences(count), callbacks=callbacks, **evaluation
@@ -54,7 +52,7 @@ def trainer_of(model: torch.nn.Module, where: Path, callbacks: list[Any], *, cou
 
 
 def finetune(run: Training, where: Path, made: Callable[[], PreTrainedModel] = llama, **arguments: Any) -> None:
-    """Trains with the callback, or without."""
+    """Train with the callback, or without."""
     torch.manual_seed(0)
     model = made()
     with run.called_back(model, GradExporterCallback) as callbacks:
@@ -75,20 +73,20 @@ def finetune(run: Training, where: Path, made: Callable[[], PreTrainedModel] = l
     ids=["clipped", "accumulated", "evaluated", "bf16"],
 )
 def test_numbers(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Every number is that of the record, and the training is the same to the last bit as without the callback."""
+    """All numbers are those of the record, and training ends in the same bits."""
     run = compared(partial(finetune, where=tmp_path, made=gpt2, **arguments))
     assert run.exporter is not None
     assert errors(run.exporter) == {}
 
 
 def test_at_defaults(tmp_path: Path) -> None:
-    """What is shown at defaults is of the step that it is said to be of."""
+    """At the default options each value belongs to the step that it names."""
     run = compared(partial(finetune, where=tmp_path, count=80, num_train_epochs=9, max_grad_norm=0.5), Way.DEFAULTS, between=3)
     assert len(run.samples) > 2
 
 
 def test_what_the_trainer_knows(tmp_path: Path) -> None:
-    """Epoch, tokens and learning rate are the trainer's, examples are counted once, and the state is that of the moment."""
+    """Epoch, tokens, samples, learning rate and state are those of the trainer."""
     shown: list[dict[Any, float]] = []
     callback = GradExporterCallback(**QUICK)
 
@@ -115,19 +113,8 @@ def test_what_the_trainer_knows(tmp_path: Path) -> None:
     assert callback.exporter is None
 
 
-def test_short_steps_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epoch and tokens may be behind while steps are short, but not behind the first step, what the trainer logs, and the end."""
-    monkeypatch.setattr("torch_grad_exporter.integrations.transformers.SECONDS", 1e9)
-    told: list[dict[str, Any]] = []
-    observe = Exporter.observe
-    monkeypatch.setattr(Exporter, "observe", lambda self, **values: (told.append(values), observe(self, **values)))
-    trainer_of(llama(), tmp_path, [GradExporterCallback(**QUICK)], logging_steps=3, include_num_input_tokens_seen="all").train()
-    assert [one["tokens"] for one in told if "tokens" in one] == [16, 32, 48, 32]
-    assert [one["epoch"] for one in told if "epoch" in one] == [1 / 8, 3 / 8, 6 / 8, 1]
-
-
-def test_a_loss_that_the_model_does_not_return(tmp_path: Path) -> None:
-    """The logged loss is told where the exporter sees none, also over a window of steps; else the model's own is shown."""
+def test_a_loss_of_the_trainer(tmp_path: Path) -> None:
+    """The logged loss is shown if the model returns none, else the model's own."""
     shown: list[tuple[float | None, float]] = []
 
     class Logged(TrainerCallback):
@@ -152,20 +139,20 @@ class Fails(TrainerCallback):
 
     def __init__(self, callback: GradExporterCallback, error: BaseException) -> None:
         self._callback = callback
-        self._error: BaseException | None = error
+        self.error: BaseException | None = error
         self.exporters: list[Any] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         if self._callback.exporter not in self.exporters:
             self.exporters.append(self._callback.exporter)
-        if state.global_step == 3 and self._error is not None:
-            error, self._error = self._error, None
+        if state.global_step == 3 and self.error is not None:
+            error, self.error = self.error, None
             raise error
 
 
 @pytest.mark.parametrize("error", [Broken("secret"), KeyboardInterrupt()])
-def test_a_training_that_fails_in_a_with(tmp_path: Path, error: BaseException) -> None:
-    """The state is failed, by the exception's name; Ctrl-C is an end like any other."""
+def test_a_failure_within_a_with(tmp_path: Path, error: BaseException) -> None:
+    """The state is failed with the exception's name, and finished after Ctrl-C."""
     callback, model = GradExporterCallback(**QUICK), llama()
     fails = Fails(callback, error)
     with pytest.raises(type(error)), callback:
@@ -174,8 +161,8 @@ def test_a_training_that_fails_in_a_with(tmp_path: Path, error: BaseException) -
     assert running_exporter(model) is None
 
 
-def test_a_training_that_breaks_off(tmp_path: Path) -> None:
-    """Without a `with` the next training finds the last one unfinished: it has failed, of what is not known."""
+def test_a_failure_without_a_with(tmp_path: Path) -> None:
+    """Without a `with` the next training marks the unfinished one as failed."""
     callback, model = GradExporterCallback(**QUICK), llama()
     fails = Fails(callback, Broken())
     trainer = trainer_of(model, tmp_path, [callback, fails])
@@ -189,32 +176,6 @@ def test_a_training_that_breaks_off(tmp_path: Path) -> None:
     assert first.run == second.run
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["the trainer is kept", "the trainer is gone"])
-def test_another_trainer_after_one_that_broke_off(tmp_path: Path, kept: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A new trainer with a new callback on the same model is told of: epochs are shown, and the first run has failed."""
-    model, trainers, exporters = llama(), [], []
-
-    def train(*more: Any) -> None:
-        callback = GradExporterCallback(**QUICK)
-        look = Looks(lambda state: exporters.append((callback.exporter, value(callback.exporter, "torch_train_epoch"))))
-        trainer = trainer_of(model, tmp_path, [callback, look, *(one(callback) for one in more)])
-        if kept:
-            trainers.append(trainer)
-        trainer.train()
-
-    with pytest.raises(Broken):
-        train(lambda callback: Fails(callback, Broken()))
-    first = exporters[-1][0]
-    if not kept:
-        gc.collect()
-    train()
-    assert exporters[-1][0] is not first
-    assert exporters[-1][1]
-    assert ending_of(first, tmp_path) == ("failed", "TrainingBrokeOff")
-    assert ending_of(exporters[-1][0], tmp_path) == ("finished", None)
-    assert "tells this exporter" not in caplog.text
-
-
 SCRIPT = """
 import sys, tests.trainers
 from transformers import TrainerCallback
@@ -224,8 +185,8 @@ trainer_of(llama(), sys.argv[1], [callback, Fails(callback, Broken())]).train()
 """
 
 
-def test_a_process_that_fails(tmp_path: Path) -> None:
-    """What ends the process is seen without a `with`: the last values say that the training has failed."""
+def test_a_failing_process(tmp_path: Path) -> None:
+    """The last values of a failing process say that the training has failed."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.stderr.rstrip().endswith("Broken"), done.stderr
     (text,) = [file.read_text() for file in tmp_path.glob("*.prom")]
@@ -234,7 +195,7 @@ def test_a_process_that_fails(tmp_path: Path) -> None:
 
 
 def test_stop(tmp_path: Path) -> None:
-    """`Stop()` ends the training at a whole step."""
+    """`Stop()` ends the training after a whole step."""
     callback = GradExporterCallback(**QUICK)
 
     class Stops(TrainerCallback):
@@ -248,7 +209,7 @@ def test_stop(tmp_path: Path) -> None:
 
 
 def test_resumed_training(tmp_path: Path) -> None:
-    """After a checkpoint the numbers of steps go on, and tokens are those of this process."""
+    """Step numbers continue after a checkpoint, and tokens are those of this process."""
     model, tokens = llama(), {"include_num_input_tokens_seen": "all"}
     trainer_of(model, tmp_path, [], save_strategy="steps", save_steps=4, **tokens).train()
     callback, shown = GradExporterCallback(**QUICK), []
@@ -265,43 +226,26 @@ def test_resumed_training(tmp_path: Path) -> None:
 
 
 def test_several_trainings(tmp_path: Path) -> None:
-    """Each `train()` has an exporter of one run; one that the user has started is told of each, and goes on."""
+    """Each `train()` has an exporter of one run; the user's own exporter continues."""
     model = llama()
     fails = Fails(callback := GradExporterCallback(**QUICK), Broken())
-    fails._error = None
+    fails.error = None
     trainer = trainer_of(model, tmp_path, [callback, fails])
     trainer.train()
     trainer.train()
+    with pytest.raises(ValueError, match="added to the trainer twice; add it once"):
+        trainer_of(model, tmp_path, [callback, callback]).train()
     assert len({exporter.run for exporter in fails.exporters}) == 1
     assert [ending_of(exporter, tmp_path) for exporter in fails.exporters] == 2 * [("finished", None)]
-    for given in (True, False):
-        with start_exporter(model, **QUICK) as exporter:
-            trainer = trainer_of(model, tmp_path, [GradExporterCallback(exporter) if given else GradExporterCallback()])
-            trainer.train()
-            trainer.train()
-            assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == 16
-            assert value(exporter, "torch_train_epoch") == 1
-            assert running_exporter(model) is exporter
+    with start_exporter(model, **QUICK) as exporter:
+        trainer_of(model, tmp_path, [GradExporterCallback()]).train()
+        assert value(exporter, "torch_train_steps_total", optimizer="AdamW") == 8
+        assert value(exporter, "torch_train_epoch") == 1
+        assert running_exporter(model) is exporter
 
 
-def test_added_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two callbacks: the second one tells nothing, and the log says so. The same one twice raises before the training."""
-    first, second, shown = GradExporterCallback(**QUICK), GradExporterCallback(**QUICK), []
-
-    def look(state: Any) -> None:
-        assert first.exporter is not None
-        shown.append(value(first.exporter, "torch_train_tokens_total"))
-
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        trainer_of(llama(), tmp_path, [first, second, Looks(look)], count=6, include_num_input_tokens_seen="all").train()
-    assert shown == [16, 32, 48]
-    assert "GradExporterCallback: GradExporterCallback tells this exporter already; remove one of them" in caplog.text
-    with pytest.raises(ValueError, match="added to the trainer twice; add it once"):
-        trainer_of(llama(), tmp_path, [first, first]).train()
-
-
-def test_arguments(tmp_path: Path) -> None:
-    """Wrong ones raise where the callback is made, or when the training begins, and say what to do; a callback pickles."""
+def test_wrong_arguments_raise(tmp_path: Path) -> None:
+    """Wrong arguments raise where the callback is made or when training begins, and a callback pickles."""
     with start_exporter(torch.nn.Linear(1, 1), port=None) as exporter, pytest.raises(TypeError, match=r"port=\.\.\..*not both"):
         GradExporterCallback(exporter, port=9100)
     assert isinstance(pickle.loads(pickle.dumps(GradExporterCallback(port=None))), GradExporterCallback)  # noqa: S301 - our own
@@ -314,7 +258,7 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
-    """The values are in the trainer's log at its logging steps, for callbacks that were there before as well."""
+    """The trainer's log has the values at its logging steps, also for callbacks added before."""
     reported: list[dict[str, float]] = []
 
     class Reports(TrainerCallback):
@@ -341,28 +285,6 @@ def test_what_is_logged(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
     assert saved["log_history"][0]["torch_grad_norm/lm_head"] > 0
     assert [name for name in log("^torch_train_steps")[0] if name.startswith("torch_")] == ["torch_train_steps_total/AdamW"]
-
-
-def test_a_callback_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What fails in it at an event costs what was to be told there, is logged once and counted; the training is the same."""
-
-    class Failing(GradExporterCallback):
-        def _tell(self, state: Any, *, now: bool = False) -> None:
-            if not now:
-                raise Broken
-
-    def states(callbacks: list[Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = llama()
-        trainer_of(model, tmp_path, callbacks).train()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    callback, failures = Failing(**QUICK), []
-    with caplog.at_level(logging.WARNING, "torch_grad_exporter"):
-        found = states([callback, Looks(lambda _: failures.append(errors(callback.exporter)))])
-    assert all(torch.equal(a, b) for a, b in zip(found, states([]), strict=True))
-    assert failures[-1] == {"integration": 8}
-    assert caplog.text.count("integration failed; training goes on") == 1
 
 
 def _rank(rank: int, folder: Path) -> None:
@@ -394,5 +316,5 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Under DDP norms are those of the reduced gradients; one rank tells the tokens of all, which the trainer has added up."""
+    """Under DDP norms are those of the reduced gradients, and one rank reports the tokens of all."""
     run_ranks(_rank, tmp_path)

@@ -155,3 +155,11 @@ def ending_of(exporter: Exporter, folder: Path) -> tuple[str, str | None]:
     status = json.loads((folder / "saved.json").read_text())["status"]
     assert value(exporter, "torch_train_state", state=status["state"]) == 1
     return status["state"], status["ended_by"]
+
+
+def reset_accelerate() -> None:
+    """Forget the state that Accelerate keeps for the process."""
+    from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415 - the other trainers do without
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # private: Accelerate has no public way
+    GradientState._reset_state()  # private: as above

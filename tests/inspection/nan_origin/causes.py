@@ -1,4 +1,4 @@
-"""Causes of NaN and Inf that are planted in models, each with the place that is to be named."""
+"""Causes of NaN and Inf that are planted in models, each with the place to name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Function(nn.Module):
 
 
 def around(*middle: nn.Module, width: int = 8) -> nn.Sequential:
-    """Layers before and after, with other modules between that look alike."""
+    """Return layers before and after other modules."""
     return nn.Sequential(
         nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width), *middle, nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
     )
@@ -53,7 +53,7 @@ CAUSES: list[Cause] = []
 
 
 def cause(place: tuple[str, str], kind: str = "", **more: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:  # noqa: ANN401 - fields of `Cause`
-    """Enters a function that makes a model."""
+    """Enter a function that makes a model."""
 
     def enter(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         CAUSES.append(Cause(make.__name__, make, place, kind, **more))
@@ -63,7 +63,7 @@ def cause(place: tuple[str, str], kind: str = "", **more: Any) -> Callable[[Call
 
 
 def function(name: str, call: Forward, place: tuple[str, str] = ("3", "forward"), kind: str = "") -> None:
-    """Enters a function in the middle of a model as a cause."""
+    """Enter a function in the middle of a model as a cause."""
     CAUSES.append(Cause(name, lambda: around(Function(call)), place, kind))
 
 
@@ -74,14 +74,10 @@ function("log_of_zero", lambda x: x.relu().log(), kind="inf")
 function("sqrt_at_zero_in_the_backward", lambda x: (x * 0).sqrt(), BACK)
 function("exp_overflow", lambda x: (x * 1e4).exp(), kind="inf")
 function("overflow_in_fp16", lambda x: (x.half() * 3e4 * 3e4).float(), kind="inf")
-function("overflow_in_bf16", lambda x: (x.bfloat16() * 1e38 * 1e38).float(), kind="inf")
 function("zero_times_inf", lambda x: (x * 0) * torch.full_like(x, INF), kind="nan")
 function("acos_at_one_in_the_backward", lambda x: (x * 0 + 1).acos(), BACK)
-function("asin_at_one_in_the_backward", lambda x: (x * 0 + 1).asin(), BACK)
-function("root_of_squares_at_zero_in_the_backward", lambda x: (x * 0).square().sum(-1, keepdim=True).sqrt() + x, BACK)
 function("power_of_zero_in_the_backward", lambda x: (x * 0) ** 0.5, BACK)
 function("root_of_a_negative", lambda x: x**0.5, kind="nan")
-function("cumulative_product", lambda x: (x.abs() * 1e30).cumprod(-1), kind="inf")
 function("variance_without_epsilon", lambda x: (x * 0 - (x * 0).mean(-1, keepdim=True)) / (x * 0).std(-1, keepdim=True), kind="nan")
 function("division_in_the_backward_of_where", lambda x: torch.where(x > 1e9, (x * 0).sqrt(), x), BACK, "nan")
 
@@ -99,22 +95,6 @@ def attention_row_fully_masked() -> nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ x.T + self.mask).softmax(-1) @ x
-
-    return around(Attention())
-
-
-@cause(("3.soft", "forward"), "nan")
-def row_masked_by_a_module_of_its_own() -> nn.Module:
-    """The scores of -inf are given by another module than the softmax."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask = Function(lambda s: s.masked_fill(torch.arange(4)[:, None] == 1, -INF))
-            self.soft = nn.Softmax(-1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.soft(self.mask(x @ x.T)) @ x
 
     return around(Attention())
 
@@ -146,115 +126,19 @@ def mask_in_the_batch() -> nn.Module:
     return Named()
 
 
-@cause(("batch", "batch"), "nan", batch=lambda: torch.randn(4, 8).index_fill(0, torch.tensor([1]), NAN))
-def nan_in_the_batch() -> nn.Module:
-    """One example."""
-    return around()
-
-
-@cause(("batch", "batch"), "inf", batch=lambda: torch.randn(4, 8).index_fill(0, torch.tensor([1]), -INF))
-def logarithm_in_the_batch() -> nn.Module:
-    """A spectrogram with the logarithm of zero."""
-    return around()
-
-
-@cause(("3", "parameter"), "nan")
-def nan_in_a_parameter() -> nn.Module:
-    """Before the training."""
-    model = around(nn.Linear(8, 8))
-    model[3].weight.data[2, 3] = NAN
-    return model
-
-
-@cause(("0", "parameter"), "nan", batch=lambda: torch.randint(0, 5, (4, 3)))
-def row_of_an_embedding() -> nn.Module:
-    """All rows but one are right."""
-    model = nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(24, 1))
-    model[0].weight.data[0] = NAN
-    model[0].weight.data[1] = NAN
-    model[0].weight.data[2] = NAN
-    return model
-
-
-@cause(("3", "buffer"))
-def running_variance_of_a_frozen_batch_norm() -> nn.Module:
-    """It is evaluated, as in fine-tuning."""
-    model = around(nn.BatchNorm1d(8).eval())
-    model[3].running_var.fill_(NAN)
-    return model
-
-
 class Broken(torch.autograd.Function):
-    """A function of the user's own. `where`: 0 for a NaN in the forward, 1 for one in the backward."""
+    """An autograd function whose backward makes a NaN."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, data: torch.Tensor, where: int) -> torch.Tensor:
-        """With a NaN, or none."""
-        ctx.where = where
-        return data * NAN if where == 0 else data * 1
+    def forward(ctx: torch.autograd.function.FunctionCtx, data: torch.Tensor) -> torch.Tensor:
+        return data * 1
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """With a NaN, or none."""
-        return gradient * NAN if ctx.where else gradient, None
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * NAN
 
 
-function("custom_function_forward", lambda x: Broken.apply(x, 0), kind="nan")
-function("custom_function_backward", lambda x: Broken.apply(x, 1), BACK, "nan")
-
-
-@cause(("loss", "loss"), "inf", loss=lambda output: (output * 0).log().mean())
-def loss_outside_of_any_module() -> nn.Module:
-    """The logarithm of zero."""
-    return around()
-
-
-@cause(("loss", "loss"), loss=lambda output: (output * 0).square().sum().sqrt())
-def gradient_of_the_loss() -> nn.Module:
-    """The loss is finite, its gradient is not."""
-    return around()
-
-
-@cause(("1", "forward"), "inf", batch=lambda: torch.randn(4, 3, 8))
-def lstm() -> nn.Module:
-    """Its output is multiplied until it overflows."""
-
-    class Last(nn.Module):
-        def forward(self, given: tuple[torch.Tensor, Any]) -> torch.Tensor:
-            return given[0][:, -1] * 1e38 * 1e38
-
-    return nn.Sequential(nn.LSTM(8, 8, batch_first=True), Last(), nn.Linear(8, 1))
-
-
-@cause(("Own", "forward"), "nan")
-def the_models_own_code() -> nn.Module:
-    """Between two modules."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two((self.one(x) - 100).log())
-
-    return Own()
-
-
-@cause(("twice", "forward"), "inf")
-def second_call_of_a_module() -> nn.Module:
-    """The first is right."""
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice = Function(torch.exp)
-            self.last = nn.Linear(8, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.twice(self.twice(x) * 1e4))
-
-    return Shared()
+function("custom_function_backward", Broken.apply, BACK, "nan")
 
 
 @cause(("0.inner.3", "backward"))
@@ -270,3 +154,39 @@ def below_checkpoints() -> nn.Module:
             return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
     return nn.Sequential(Checkpointed())
+
+
+def spoiled(model: nn.Module, name: str) -> nn.Module:
+    """Fill a parameter or buffer with NaN."""
+    model.state_dict()[name].fill_(NAN)
+    return model
+
+
+def own_code() -> nn.Module:
+    """Return a model that makes a NaN between two modules."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two((self.one(x) - 100).log())
+
+    return Own()
+
+
+def sequence(first: nn.Module) -> nn.Module:
+    """Return a recurrent layer whose output overflows in the next module."""
+    return nn.Sequential(first, Function(lambda given: given[0][:, -1] * 1e38 * 1e38), nn.Linear(8, 1))
+
+
+CAUSES += [
+    Cause("nan_in_the_batch", around, ("batch", "batch"), "nan", lambda: torch.randn(4, 8).index_fill(0, torch.tensor([1]), NAN)),
+    Cause("nan_in_a_parameter", lambda: spoiled(around(nn.Linear(8, 8)), "3.weight"), ("3", "parameter"), "nan"),
+    Cause("running_variance", lambda: spoiled(around(nn.BatchNorm1d(8).eval()), "3.running_var"), ("3", "buffer")),
+    Cause("loss_outside_of_any_module", around, ("loss", "loss"), "inf", loss=lambda output: (output * 0).log().mean()),
+    Cause("gradient_of_the_loss", around, ("loss", "loss"), loss=lambda output: (output * 0).square().sum().sqrt()),
+    Cause("lstm", lambda: sequence(nn.LSTM(8, 8, batch_first=True)), ("1", "forward"), "inf", lambda: torch.randn(4, 3, 8)),
+    Cause("the_models_own_code", own_code, ("Own", "forward"), "nan"),
+]

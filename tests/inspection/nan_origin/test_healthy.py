@@ -1,4 +1,4 @@
-"""Healthy training in which there is much that is not finite on purpose: no origin is ever told."""
+"""Healthy training with much that is not finite on purpose has no origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 class Attention(nn.Module):
-    """Attention with a mask of -inf, which comes in one of the ways in which masks come."""
+    """Attention with a mask of -inf, given in one of the usual ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Some of what models are made of; `chance` decides."""
+    """A model of random parts."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
         self.norm, self.last, self.never = nn.BatchNorm1d(40), nn.Linear(40, 4), chance.random() < 0.3
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Logits, of which one class may be -inf since it is never right."""
+        """Return logits, of which one class may be -inf since it is never right."""
         x = self.embed(tokens)
         x = x + self.attend(x, mask)
         for module in self.between:
@@ -73,12 +73,13 @@ class Model(nn.Module):
 
 
 def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: None) -> int:
-    """Trains a model made by chance, and returns how many origins were told."""
+    """Train a random model and return the number of origins."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     model = Model(chance)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     amp, micro = chance.random() < 0.3, chance.choice([1, 1, 2])
+    amp &= not any(isinstance(module, nn.LSTM) for module in model.modules())  # not every CPU has one in bfloat16
     mask = torch.full((5, 5), -INF).triu(1)
     with start_exporter(model, None, every=1, collectors=OTHERS, nan_origin="always") as exporter:
         for _ in range(rounds):
@@ -96,14 +97,14 @@ def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: No
 
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_of_minus_infinity_are_no_origin(seed: int) -> None:
-    """Twenty rounds of each model, with nothing told."""
+    """Twenty rounds of each model have no origin."""
     assert healthy(seed, 20) == 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_healthy_rounds_have_no_origin(part: int) -> None:
-    """A thousand rounds in each part, of forty models, whose losses were all finite."""
+def test_ten_thousand_healthy_rounds(part: int) -> None:
+    """A thousand rounds of forty models with finite losses have no origin."""
     seen: list[bool] = []
     assert sum(healthy(100 + 40 * part + seed, 25, seen.append) for seed in range(40)) == 0
     assert seen == [True] * 1000

@@ -14,14 +14,14 @@ Place = tuple[str, str, str]
 
 
 def found(exporter: Exporter) -> dict[Place, float]:
-    """Layer, pass and kind of each origin, with its step."""
+    """Return layer, pass and kind of each origin, with its step."""
     scrape = ((name, dict(labels), number) for (name, labels), number in values(exporter).items())
     steps = ((labels, number) for name, labels, number in scrape if name == "torch_nonfinite_origin_step")
     return {(labels["layer"], labels["pass"], labels["kind"]): number for labels, number in steps}
 
 
 def train(model: torch.nn.Module, cause: Cause, **options: object) -> dict[Place, float]:
-    """The origins after one step from a planted cause."""
+    """Return the origins after one step from a planted cause."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with start_exporter(model, None, collectors=OTHERS, **options) as exporter:
         given = cause.batch()
@@ -32,9 +32,9 @@ def train(model: torch.nn.Module, cause: Cause, **options: object) -> dict[Place
         return found(exporter)
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda one: one.name)
-def test_a_planted_cause_is_named_in_its_first_step(cause: Cause) -> None:
-    """There is one origin: the module, the pass and the kind that were planted."""
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_a_planted_cause_is_named(cause: Cause) -> None:
+    """The first step has one origin: the module, the pass and the kind that were planted."""
     torch.manual_seed(1)
     origins = list(train(cause.make(), cause, every=1, nan_origin="always"))
     assert [(layer, stage) for layer, stage, _ in origins] == [cause.place]

@@ -1,4 +1,4 @@
-"""Two ranks of which one makes a NaN: each tells what it can know."""
+"""Two ranks of which one makes a NaN: each reports what it can know."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRAPPERS = ("ddp", "fsdp2")
 
 
 def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
-    """Two steps, in the second of which rank 1 makes a NaN: in its batch, or in the backward of a module."""
+    """Take two steps, in the second of which rank 1 makes a NaN in its batch or in the backward of a module."""
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     inner = around(Function(lambda x: x * 1))
@@ -42,7 +42,6 @@ def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
             model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        exporter._host.drain()
         assert not errors(exporter)
         Path(folder, f"{rank}.json").write_text(json.dumps([[*place] for place in found(exporter)]))
     dist.destroy_process_group()
@@ -50,9 +49,9 @@ def rank_main(rank: int, folder: str, wrapper: str, where: str) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("where", ["batch", "backward"])
-def test_a_nan_of_another_rank_is_told_as_such(wrapper: str, where: str, tmp_path: Path) -> None:
-    """The rank that has made it names the place; the other one says that it came with the reduction."""
+def test_a_nan_of_another_rank(wrapper: str, where: str, tmp_path: Path) -> None:
+    """The rank that made a NaN names the place; the other rank says that it came with the reduction."""
     run_ranks(rank_main, str(tmp_path), wrapper, where)
     innocent, guilty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert [stage for _, stage, _ in innocent] == ["reduction"]
-    assert [one[:2] for one in guilty] == [["batch", "batch"] if where == "batch" else ["3", "backward"]]
+    assert [place[:2] for place in guilty] == [["batch", "batch"] if where == "batch" else ["3", "backward"]]
