@@ -1,79 +1,259 @@
-"""The end of a run: which one counts, what it is called, and who gives everything back."""
+"""How a run ends, seen from outside: answers that are under way, the state that is shown, and who gives everything back."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
+import socket
 import threading
+import time
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from tests.support.tools import PATIENCE
-from torch_grad_exporter.lifecycle import Ending
-from torch_grad_exporter.model.watched import WatchedModels
+from tests.support.models import Perceptron, sgd
+from tests.support.scrape import errors, value
+from tests.support.tools import FOREVER, PATIENCE, eventually
+from torch_grad_exporter import Exporter, start_exporter
 
-# The exception; then state, error, and whether somebody waits for the end, of one rank and of several.
-ENDS: list[tuple[BaseException | None, tuple[str, str | None, bool, bool]]] = [
-    (None, ("finished", None, False, False)),
-    (SystemExit(0), ("finished", None, False, False)),
-    (SystemExit(None), ("finished", None, False, False)),
-    (SystemExit(3), ("failed", "SystemExit", False, True)),
-    (ValueError("secret"), ("failed", "ValueError", False, True)),
-    (KeyboardInterrupt(), ("finished", None, True, True)),
-]
+QUIET = dict.fromkeys(("host", "container", "gpu", "cuda_memory"), False)
 
 
-@pytest.mark.parametrize(("error", "expected"), ENDS, ids=repr)
-def test_every_kind_of_end(error: BaseException | None, expected: tuple[str, str | None, bool, bool]) -> None:
-    """An exception fails a run, under the name of its type alone; Ctrl-C and a successful exit do not; failed ranks hurry."""
-    alone, several = Ending(), Ending(ranks=2)
-    assert (alone.state, alone.error, alone.hurried) == (None, None, False)
-    alone.by(error)
-    several.by(error)
-    assert (alone.state, alone.error, alone.hurried, several.hurried) == expected
+def threads_of_ours() -> set[threading.Thread]:
+    """Return the exporters' threads that run now."""
+    return {thread for thread in threading.enumerate() if "torch-grad-exporter" in thread.name}
 
 
-def test_the_first_end_is_the_one_that_counts() -> None:
-    """A run that has finished does not fail later, and one that has failed does not finish."""
-    finished, failed = Ending(), Ending()
-    assert finished.close()
-    finished.by(ValueError())
-    failed.by(ValueError())
-    assert failed.close()
-    assert (finished.state, failed.state) == ("finished", "failed")
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = threads_of_ours()
+    yield
+    assert eventually(lambda: threads_of_ours() <= before)
 
 
-def test_one_of_many_gives_everything_back() -> None:
-    """Of many threads that close at once exactly one is told to give everything back; in a forked child none is."""
-    ending, child = Ending(), Ending()
-    ready, first = threading.Barrier(8), []
+def started(model: torch.nn.Module | None = None, port: int | None = 0, **options: object) -> Exporter:
+    """Start an exporter on loopback that samples every round."""
+    return start_exporter(model or Perceptron(), port, **{"every": 1, "addr": "127.0.0.1", "collectors": QUIET, **options})
+
+
+def train(model: torch.nn.Module, steps: int = 1) -> None:
+    """Make plain steps."""
+    optimizer = sgd(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, next(model.parameters()).shape[1])).square().mean().backward()
+        optimizer.step()
+
+
+# An answer that is under way
+
+
+class Client:
+    """A client that has asked for the metrics and reads on request."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", exporter.port or 0), timeout=PATIENCE)
+        self._socket.sendall(b"GET /metrics HTTP/1.1\r\nHost: t\r\n\r\n")
+        self.received = bytearray()
+
+    def read_some(self) -> None:
+        """Wait for the answer's first bytes."""
+        self.received += self._socket.recv(64)
+
+    def read_all(self) -> None:
+        """Read to the server's end; raises if the connection is reset."""
+        while data := self._socket.recv(1 << 20):
+            self.received += data
+        self._socket.close()
+
+    def is_whole(self) -> bool:
+        """Return whether the answer is as long as its header says."""
+        head, _, body = bytes(self.received).partition(b"\r\n\r\n")
+        (length,) = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+        return head.startswith(b"HTTP/1.1 200 ") and len(body) == length
+
+
+def refuses(port: int) -> bool:
+    """Return whether the port is closed."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def closing(exporter: Exporter) -> Iterator[threading.Thread]:
+    """Close in another thread; enter the block when the port is free, leave it when `close` has returned."""
+    port = exporter.port or 0
+    thread = threading.Thread(target=exporter.close)
+    thread.start()
+    assert eventually(lambda: refuses(port))
+    yield thread
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("reads", [pytest.param(True, marks=pytest.mark.full), False])
+def test_a_large_answer_under_way_at_the_end(reads: bool) -> None:
+    """At `close` a client that reads a large scrape gets all of it, and one that does not read holds nothing up."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(200)))
+    exporter = started(model, labels={"long": "x" * 4000})
+    train(model)
+    client = Client(exporter)
+    client.read_some()
+    with closing(exporter):
+        if reads:
+            client.read_all()
+    if reads:
+        assert len(client.received) > 15 * 2**20  # more than the sockets hold, so it was under way
+    else:
+        with contextlib.suppress(ConnectionError):
+            client.read_all()
+    assert client.is_whole() == reads
+    assert errors(exporter) == {}
+
+
+@contextlib.contextmanager
+def hanging_collector(monkeypatch: pytest.MonkeyPatch, exporter: Exporter) -> Iterator[tuple[Client, threading.Event]]:
+    """Let a scrape hang in a collector until the event is set."""
+    entered, may_go_on = threading.Event(), threading.Event()
+    real = psutil.Process.num_threads
+
+    def hangs(process: psutil.Process) -> int:
+        entered.set()
+        assert may_go_on.wait(FOREVER)
+        return real(process)
+
+    monkeypatch.setattr(psutil.Process, "num_threads", hangs)
+    client = Client(exporter)
+    assert entered.wait(PATIENCE)
+    yield client, may_go_on
+    may_go_on.set()
+
+
+def test_a_scrape_that_hangs_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a collector hangs in a scrape, `close` returns, and the client gets a whole answer or none."""
+    exporter = started()
+    with hanging_collector(monkeypatch, exporter) as (client, _), closing(exporter) as thread:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()  # though the collector hangs
+        client.read_all()
+        assert not client.received or client.is_whole()
+    assert set(errors(exporter)) <= {"collector_process"}
+
+
+def test_linger_waits_for_a_scrape_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `linger`, a scrape that began before the end does not count; the next one shows the end."""
+    exporter = started(linger=FOREVER)
+    url = exporter.url or ""
+    with hanging_collector(monkeypatch, exporter) as (client, may_go_on):
+        thread = threading.Thread(target=exporter.close)
+        thread.start()
+        assert eventually(lambda: not any("history" in running.name for running in threads_of_ours()))  # it ends before the outputs
+        may_go_on.set()
+        client.read_all()
+        assert client.is_whole()
+
+    def shows_the_end() -> bool:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as response:
+            return b'state="finished"} 1' in response.read()
+
+    assert eventually(shows_the_end)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# The end that counts
+
+
+def ending(exporter: Exporter, folder: Path) -> tuple[object, ...]:
+    """Return the state that is shown, and what the saved history says of the end."""
+    exporter.save(folder / "run.json")
+    status = json.loads((folder / "run.json").read_text())["status"]
+    names = ("initialising", "training", "evaluating", "finished", "failed")
+    states = [name for name in names if value(exporter, "torch_train_state", state=name) == 1]
+    return states, status["state"], status["ended"], status["ended_by"]
+
+
+def fail(exporter: Exporter, error: BaseException | None) -> None:
+    """End a run in a `with` by an error."""
+    with contextlib.suppress(BaseException), exporter:
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "by"),
+    [
+        (ValueError("secret"), "failed", "ValueError"),
+        (SystemExit(3), "failed", "SystemExit"),
+        (SystemExit(0), "finished", None),
+        (KeyboardInterrupt(), "finished", None),
+        (None, "finished", None),
+    ],
+)
+def test_the_first_end_of_a_run_counts(error: BaseException | None, state: str, by: str | None, tmp_path: Path) -> None:
+    """State, time and type of the exception are those of the first end; `close` and later exceptions change none."""
+    exporter = started(port=None)
+    assert ending(exporter, tmp_path)[2:] == (None, None)
+    before = time.time()
+    fail(exporter, error)
+    first = ending(exporter, tmp_path)
+    assert (first[0], first[1], first[3]) == ([state], state, by)
+    assert isinstance(first[2], float)
+    assert before <= first[2] <= time.time()
+    exporter.close()
+    fail(exporter, OSError())
+    fail(exporter, None)
+    assert ending(exporter, tmp_path) == first
+
+
+class Handle:
+    """A handle that counts its removals."""
+
+    removed = 0
+
+    def remove(self) -> None:
+        self.removed += 1
+
+
+def test_many_threads_close_at_once() -> None:
+    """Of many threads that close at once one gives everything back, and all return."""
+    exporter, ready = started(), threading.Barrier(8)
+    handle, port = exporter.adopt(Handle()), exporter.port or 0
 
     def close() -> None:
         ready.wait(PATIENCE)
-        if ending.close():
-            first.append(threading.current_thread())
+        exporter.close()
 
     threads = [threading.Thread(target=close) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    child.after_fork_in_child()
-    assert (len(first), ending.closed) == (1, True)
-    assert (child.close(), child.closed) == (False, True)
+    assert eventually(lambda: refuses(port))
+    assert (handle.removed, errors(exporter)) == (1, {})
 
 
-def test_watched_models_are_free_to_go() -> None:
-    """Models are held weakly: whoever watches is told when one goes, until it closes."""
-    gone: list[str] = []
-    models = [torch.nn.Linear(2, 2) for _ in range(3)]
-    watched = WatchedModels(models, lambda: gone.append("one"))
-    assert watched.any_of([torch.nn.ReLU(), models[1]])
-    assert not watched.any_of([torch.nn.ReLU()])
-    del models[1]
-    gc.collect()
-    assert (gone, watched.all_gone, watched.any_of(models)) == (["one"], False, True)
-    watched.close()
-    models.clear()
-    gc.collect()
-    assert (gone, watched.all_gone) == (["one"], True)
+def test_nothing_holds_a_closed_exporter() -> None:
+    """While its trained model is alive, a closed exporter is freed when it is no longer referenced."""
+    model = Perceptron()
+    exporter = started(model)
+    train(model, 3)
+    assert value(exporter, "torch_train_steps_total", optimizer="SGD") == 3
+    exporter.close()
+    held = weakref.ref(exporter)
+    del exporter
+
+    def is_gone() -> bool:
+        gc.collect()
+        return held() is None
+
+    assert eventually(is_gone)
+    train(model)

@@ -1,4 +1,4 @@
-"""However a program ends, it ends as it would without the exporter: with the same status and traceback, and at once.
+"""However a program ends, it ends as it would without the exporter: with the same status, output and traceback, without a wait.
 
 Each program is run twice, in a process of its own, with the exporter and without. The processes are forked off one that has
 imported torch, and then run the program as `python program.py` would.
@@ -24,8 +24,8 @@ from tests.support.programs import Program, Starter
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.errors import ErrorLog, raised_by_handler
 
-ADDED_SECONDS = 2.0
-"""That the exporter may add to the end of a program, besides what it takes a busy machine twice as long for."""
+ADDED_SECONDS = 60.0
+"""Seconds that the end of a program may take longer with the exporter on a busy machine; what hangs takes ten minutes."""
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
@@ -82,6 +82,11 @@ def fail_again():
         raise OSError from error
 """
 
+OFTEN = (
+    "at its end", "by SIGTERM", "by SIGTERM in the backward, with a handler that exits", "by SIGINT in the backward",
+    "by an exception in the backward", "by sys.exit", "by os._exit", "with a thread that goes on", "with a loop at exit",
+    "with a forked child",
+)  # fmt: skip
 ENDINGS: dict[str, tuple[int, str]] = {
     "at its end": (0, program()),
     "by SIGTERM": (-signal.SIGTERM, program(KILL)),
@@ -136,33 +141,19 @@ def bare(starter: Starter) -> Callable[[str], End]:
     return functools.cache(lambda text: end_of(starter.start(text, "bare")))
 
 
-def ends_in_time(run: Callable[[], End], bare: End) -> None:
-    """Asserts that no time is added. What is busy besides may cost seconds, but hardly three times."""
-    for _ in range(3):
-        watched = run()
-        if watched.seconds < 2 * bare.seconds + ADDED_SECONDS:
-            return
-    pytest.fail(f"it took {watched.seconds:.1f} s, and {bare.seconds:.1f} s without the exporter")
-
-
-def check(starter: Starter, bare: End, text: str, *arguments: str) -> None:
-    """Runs a program with the exporter and compares its end."""
-
-    def run() -> End:
-        watched = end_of(starter.start(text, "watched", *arguments))
-        assert (watched.status, watched.out, watched.err) == (bare.status, bare.out, bare.err)
-        return watched
-
-    ends_in_time(run, bare)
+def check(bare: End, watched: End) -> None:
+    """Assert that a program with the exporter has ended like the one without."""
+    assert (watched.status, watched.out, watched.err) == (bare.status, bare.out, bare.err)
+    assert watched.seconds < 2 * bare.seconds + ADDED_SECONDS
 
 
 @pytest.mark.parametrize("way", [pytest.param("with", marks=pytest.mark.full), "left"])
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_program_ends_as_without_the_exporter(starter: Starter, bare: Callable[[str], End], ending: str, way: str) -> None:
-    """Status, traceback and output are the same, with the exporter as a context or never closed, and no time is added."""
+@pytest.mark.parametrize("ending", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.full) for name in ENDINGS])
+def test_a_program_ends_the_same(starter: Starter, bare: Callable[[str], End], ending: str, way: str) -> None:
+    """Status, traceback and output are the same, with the exporter as a context or never closed."""
     status, text = ENDINGS[ending]
     assert bare(text).status == status
-    check(starter, bare(text), text, way)
+    check(bare(text), end_of(starter.start(text, "watched", way)))
 
 
 WORKER_DIES = """
@@ -187,7 +178,7 @@ def test_a_worker_that_dies(starter: Starter, bare: Callable[[str], End]) -> Non
     text = program(before=WORKER_DIES).replace("watched, way", "import torch.utils.data\nwatched, way")
     assert bare(text).status == 1
     assert "DataLoader worker (pid" in bare(text).err
-    check(starter, bare(text), text)
+    check(bare(text), end_of(starter.start(text, "watched")))
 
 
 # Signals in code of ours
@@ -199,11 +190,11 @@ def stop(number, frame):
 
 signal.signal(signal.SIGALRM, stop)
 heard = 0
-for trial in range(200):
+for trial in range(100):
     torch.set_grad_enabled(True)  # which the one before may have left off, in the middle of the optimizer's step
     give_up_at = time.monotonic() + 0.5
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.002 + trial * 0.00005)
+        signal.setitimer(signal.ITIMER_REAL, 0.002 + trial * 0.0001)
         while time.monotonic() < give_up_at:
             step(torch.randn(5, 6))
             if exporter is not None:
@@ -216,18 +207,18 @@ optimizer.zero_grad()
 
 
 def test_what_a_handler_raises_passes(starter: Starter) -> None:
-    """Of 200 alarms whose handler raises an `Exception`, half of them within our hooks, the loop hears all.
+    """Of 100 alarms whose handler raises, many of them within the exporter's hooks, the loop hears all but a few.
 
-    But for a few: what is raised while Python frees something is lost to every program.
+    What is raised while Python frees an object is lost to every program.
     """
     end = end_of(starter.start(program(before=ALARMS), "watched"))
     assert end.status == 0
     assert "training goes on" not in end.err
-    assert next(int(line.split()[1]) for line in end.out if line.startswith("heard")) >= 195
+    assert next(int(line.split()[1]) for line in end.out if line.startswith("heard")) >= 97
 
 
-def test_which_failures_are_a_handlers() -> None:
-    """What a handler raised in code of ours is not ours, whatever kind of callable it is; all else is."""
+def test_failures_that_a_handler_raised() -> None:
+    """What a signal handler of any kind raised is not counted as a failure of the exporter; all else is."""
 
     class Stops:
         def __call__(self, *_: object) -> None:
@@ -259,11 +250,13 @@ def test_which_failures_are_a_handlers() -> None:
     assert not raised_by_handler(failure_of(stop))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 3), (signal.SIGINT, -signal.SIGINT)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGTERM, 3, marks=pytest.mark.full), (signal.SIGINT, -signal.SIGINT)]
+)
 def test_signals_at_any_moment(starter: Starter, number: int, status: int) -> None:
     """A signal from outside, wherever it hits the loop, our hooks and `close` included, ends it as it should."""
     text = program("", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))").replace("range(20)", "range(1_000_000)")
-    for delay in (0.0, 0.003, 0.007, 0.011, 0.017, 0.023):
+    for delay in (0.0, 0.007, 0.017):
         one = starter.start(text, "watched", "with")
         one.line(1)
         time.sleep(delay)
@@ -274,23 +267,23 @@ def test_signals_at_any_moment(starter: Starter, number: int, status: int) -> No
         assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else err == ""
 
 
-def test_closing_in_a_handler_that_interrupts_closing(starter: Starter) -> None:
+def test_closing_in_a_handler_during_close(starter: Starter) -> None:
     """A handler may close the exporter while its own thread is closing it; neither waits for the other."""
     before = """
         def close(*_):
             exporter.close()
             print("closed", flush=True)
 
+        class Handle:
+            def remove(self):
+                signal.raise_signal(signal.SIGALRM)
+
         signal.signal(signal.SIGALRM, close)
-        close_hooks = exporter._training.hooks.close
-        exporter._training.hooks.close = lambda: (close_hooks(), signal.raise_signal(signal.SIGALRM))
-        hold = exporter._ending._closing.__enter__()
-        signal.raise_signal(signal.SIGALRM)
-        exporter._ending._closing.__exit__(None, None, None)
+        exporter.adopt(Handle())
         """
     end = end_of(starter.start(program("exporter.close()", before), "watched"))
     assert (end.status, end.err) == (0, "")
-    assert end.out.count("closed") == 2
+    assert end.out.count("closed") == 1
 
 
 # Scrapes under way at the end
@@ -307,17 +300,13 @@ if exporter is not None:
 """
 
 HANGS = """
-if exporter is not None:
-    exporter._scrape._prepare = lambda: time.sleep(600)
+import psutil
+psutil.Process.num_threads = lambda self: time.sleep(600)
 """
 
-HELD = """
-def hold():
-    with exporter._host._lock:
-        time.sleep(600)
-
+CONDITION = """
 if exporter is not None:
-    threading.Thread(target=hold, daemon=True).start()
+    exporter.on(lambda values: time.sleep(600), print)
 """
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -338,7 +327,7 @@ SCRAPES: dict[str, tuple[str, bytes, int | None]] = {
     "a client in the middle of its request": ("", ASKED[:-2], None),
     "a client that does not read megabytes": (WIDE, ASKED, 4096),
     "a scrape that hangs": (HANGS, ASKED, None),
-    "a drain that hangs": (HELD, ASKED, None),
+    "a condition that hangs": (CONDITION, ASKED, None),
 }
 
 
@@ -350,7 +339,9 @@ SCRAPES: dict[str, tuple[str, bytes, int | None]] = {
         pytest.param("sys.exit(5)", id="by sys.exit", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("scrape", SCRAPES)
+@pytest.mark.parametrize(
+    "scrape", [pytest.param(name, marks=pytest.mark.full if name.startswith("a client") else []) for name in SCRAPES]
+)
 def test_an_end_beside_a_scrape(starter: Starter, bare: Callable[[str], End], scrape: str, here: str, tmp_path: Path) -> None:
     """Whatever a client, a collector or the worker is at, the program ends at once, as without the exporter."""
     before, said, room = SCRAPES[scrape]
@@ -358,18 +349,14 @@ def test_an_end_beside_a_scrape(starter: Starter, bare: Callable[[str], End], sc
     # As an argument, so that scrapes which need nothing else have the same program, and one end without the exporter.
     text = program(here, before + "while exporter is not None and not os.path.exists(sys.argv[3]): time.sleep(0.01)\n")
 
-    def run() -> End:
-        go.unlink(missing_ok=True)
-        one = starter.start(text, "watched", "left", str(go))
-        with client(int(one.line(1 if before is WIDE else 0)), said, room):
-            time.sleep(1.0 if before is WIDE else 0.2)  # it is under way by then
-            go.touch()
-            watched = end_of(one)
-        assert watched.status == bare(text).status
-        assert bare(text).err in watched.err  # what of ours did not come to its end may say so
-        return watched
-
-    ends_in_time(run, bare(text))
+    one = starter.start(text, "watched", "left", str(go))
+    with client(int(one.line(1 if before is WIDE else 0)), said, room):
+        time.sleep(1.0 if before is WIDE else 0.2)  # it is under way by then
+        go.touch()
+        watched = end_of(one)
+    assert watched.status == bare(text).status
+    assert bare(text).err in watched.err  # the exporter may log what it did not finish
+    assert watched.seconds < 2 * bare(text).seconds + ADDED_SECONDS
 
 
 # Ports
@@ -419,7 +406,7 @@ def test_the_port_is_free_though_workers_live_on(starter: Starter) -> None:
 INHERIT = """
 import socket, subprocess
 
-def of_ours(fds):
+def open_of(fds):
     return sum(one.startswith(("socket:", "anon_inode:")) for one in fds)
 
 def fds():
@@ -431,60 +418,59 @@ time.sleep(0.1)
 shell, seen, redirected = "/bin/sh", sys.argv[-1], f"ls -l /proc/self/fd | sed 's/.* //' > {sys.argv[-1]}"
 for close in (True, False):
     subprocess.run([shell, "-c", redirected], check=True, close_fds=close)
-    print("run", of_ours(open(seen).read().split()), flush=True)
+    print("run", open_of(open(seen).read().split()), flush=True)
 os.posix_spawn(shell, [shell, "-c", redirected], os.environ)
 os.wait()
-print("posix_spawn", of_ours(open(seen).read().split()), flush=True)
+print("posix_spawn", open_of(open(seen).read().split()), flush=True)
 os.spawnv(os.P_WAIT, shell, [shell, "-c", redirected])
-print("spawnv", of_ours(open(seen).read().split()), flush=True)
+print("spawnv", open_of(open(seen).read().split()), flush=True)
 client.close()
 if os.fork() == 0:
-    print("fork", of_ours(fds()), flush=True)
+    print("fork", open_of(fds()), flush=True)
     os._exit(0)
 os.wait()
-print("itself", of_ours(fds()) >= 4, flush=True)
+print("itself", open_of(fds()) >= 4, flush=True)
 """
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
-def test_no_child_has_our_sockets(starter: Starter, tmp_path: Path) -> None:
-    """Neither children by `subprocess`, `posix_spawn` and `spawnv`, nor forked ones, have a socket of ours, or a poll."""
+def test_no_child_inherits_sockets(starter: Starter, tmp_path: Path) -> None:
+    """No child process, spawned or forked, has a socket or a poll of the exporter."""
     end = end_of(starter.start(program(before=INHERIT), "watched", "left", str(tmp_path / "seen")))
     assert (end.status, end.err) == (0, "")
     assert end.out[:6] == ["run 0", "run 0", "posix_spawn 0", "spawnv 0", "fork 0", "itself True"]
 
 
 FORKED = """
-asked, go = threading.Event(), threading.Event()
-prepare = exporter._scrape._prepare
+import psutil
+asked, go, real = threading.Event(), threading.Event(), psutil.Process.num_threads
 
-def slow():
-    with exporter._host._lock:
-        asked.set()
-        go.wait(600)
-    prepare()
+def slow(process):
+    asked.set()
+    go.wait(600)
+    return real(process)
 
-exporter._scrape._prepare = slow
+psutil.Process.num_threads = slow
 asked.wait(600)
 child = os.fork()
 if child == 0:
+    psutil.Process.num_threads = real
     step(torch.randn(5, 6))
     exporter.observe(loss=1.0)
     exporter.step()
-    exporter._scrape._prepare = prepare
     exporter.collect()
     exporter.close()
     print("child", os.getpid(), flush=True)
-    time.sleep(20)
+    time.sleep(600)
     os._exit(0)
-go.set()
 while "child" not in open("/proc/self/fd/1").read():
     time.sleep(0.01)
+go.set()
 """
 
 
 def test_a_fork_in_the_middle_of_a_scrape(starter: Starter) -> None:
-    """The child trains, is asked and closes without waiting for locks that it inherited; the client gets its answer whole."""
+    """A forked child trains, collects and closes without waiting for locks that it inherited; the client gets a whole answer."""
     one = starter.start(program(before=FORKED), "watched")
     port = one.port()
     with client(port, ASKED) as asking:

@@ -1,4 +1,4 @@
-"""What the running exporter offers loops and loggers: values as a mapping, handles of their own, and numbers that go on."""
+"""What the running exporter offers loops and loggers: values as a mapping, adopted handles, and step numbers that go on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 
 from tests.support.scrape import value
 from tests.support.tools import eventually
+from tests.support.torch_hooks import module_hooks
 from torch_grad_exporter import Exporter, start_exporter
 from torch_grad_exporter.actions import Log
 from torch_grad_exporter.outputs.live.saved import lines, loaded
 
 
 def training(steps: int, exporter: Exporter, model: torch.nn.Module) -> dict[str, float]:
-    """Trains; returns the float64 norms by layer of the last step."""
+    """Train; return the float64 norms by layer of the last step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -85,11 +86,11 @@ class Handle:
 
 
 def test_adopted_handles_are_removed() -> None:
-    """The end of the exporter removes each once, also behind one that fails; a handle that comes too late at once."""
+    """`close` removes each adopted handle, also behind one that fails; a handle that is adopted later is removed at once."""
     model = two_layers()
     exporter = start_exporter(model, port=None)
     called: list[int] = []
-    hook = exporter.adopt(model.register_forward_hook(lambda *_: called.append(1)))
+    exporter.adopt(model.register_forward_hook(lambda *_: called.append(1)))
     first, bad = exporter.adopt(Handle()), exporter.adopt(Handle(fails=True))
     assert exporter.adopt(first) is first
     model(torch.ones(1, 4))
@@ -99,13 +100,13 @@ def test_adopted_handles_are_removed() -> None:
     assert called == [1]
     assert first.removed >= 1
     assert bad.removed == 1
-    assert hook.id not in model._forward_hooks
+    assert module_hooks(model) == []
     late = exporter.adopt(Handle())
     assert late.removed == 1
 
 
 def test_what_has_no_remove_is_not_adopted() -> None:
-    """The error says what is expected."""
+    """An object without `remove()` is refused."""
     with start_exporter(two_layers(), port=None) as exporter, pytest.raises(TypeError, match=r"no remove\(\)"):
         exporter.adopt(print)  # type: ignore[type-var]
 
@@ -114,14 +115,14 @@ def test_what_has_no_remove_is_not_adopted() -> None:
 
 
 def shown(exporter: Exporter) -> dict[str, object]:
-    """What the live page shows."""
+    """Return the status that the live page shows."""
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/api/v1/status") as answer:
         found: dict[str, object] = json.load(answer)
         return found
 
 
 def test_steps_go_on() -> None:
-    """Samples, the live page and events count on from the checkpoint's step; the counter counts this process' steps."""
+    """Samples, the live page and events count on from the checkpoint's step; the counter counts steps of this process."""
     model = two_layers()
     with start_exporter(model, port=0, addr="127.0.0.1", every=1, alerts=[Log()]) as exporter:
         assert value(exporter, "torch_train_earlier_steps") is None
@@ -140,8 +141,8 @@ def test_only_whole_numbers_resume(step: object, error: type[Exception]) -> None
         exporter.resume(step)  # type: ignore[arg-type]
 
 
-def test_what_is_told_of_a_resumed_training_stands_at_its_steps(tmp_path: Path) -> None:
-    """Loss, norm and step time of a step share its row in the history, whose number goes on."""
+def test_history_of_a_resumed_training(tmp_path: Path) -> None:
+    """Loss, norm and step time of a step share its row in the history, whose numbers go on."""
     model, path = two_layers(), tmp_path / "run.json"
     with start_exporter(model, port=None, every=1) as exporter:
         exporter.resume(1000)

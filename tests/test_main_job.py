@@ -21,7 +21,7 @@ CLIP = 0.02
 
 
 def layer_norms(model: torch.nn.Module) -> dict[str, float]:
-    """The norm of each layer's gradient in float64, the layer being the module that owns the parameter."""
+    """Return the norm of each layer's gradient in float64."""
     squares: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -30,7 +30,7 @@ def layer_norms(model: torch.nn.Module) -> dict[str, float]:
     return {layer: math.sqrt(square) for layer, square in squares.items()}
 
 
-def test_prometheus_has_what_the_training_loop_computed_itself(tmp_path: Path) -> None:
+def test_prometheus_has_what_the_loop_computed(tmp_path: Path) -> None:
     """Norms, bucket counts, NaN counts, clipping and steps in a real Prometheus equal float64 sums made in the loop."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))

@@ -19,19 +19,19 @@ RESIDENT = 16 * 2**20
 """Generous: memory that the allocator has not given back belongs to all tests before this one as well."""
 
 
-@pytest.fixture(scope="module", params=STEPS, ids=str)
+@pytest.fixture(scope="module", params=["auto", pytest.param(1, marks=pytest.mark.full)])
 def soaked(request: pytest.FixtureRequest) -> Soaked:
-    """A loop with observed values, evaluations and scrapes, at defaults and with every step sampled."""
+    """Run a loop with observed values, evaluations and scrapes, at defaults and with every step sampled."""
     return soak(STEPS[request.param], request.param, readings=20)
 
 
-def test_nothing_is_left_of_threads_descriptors_hooks_and_memory(soaked: Soaked) -> None:
-    """Their numbers stay the same during the steps and are those of before after `close()`."""
+def test_nothing_piles_up(soaked: Soaked) -> None:
+    """Threads, descriptors, hooks and memory stay the same during the steps and are those of before after `close`."""
     assert complaints("exporter", soaked, RESIDENT) == []
 
 
 def test_the_counters_are_exact(soaked: Soaked) -> None:
-    """A last scrape has each step, backward pass, sample and token of batches of four, and each duration but the first step's."""
+    """The last scrape has each step, backward, sample and token, and each duration but the first step's."""
     counts, steps = soaked.counts, soaked.steps
     assert counts == Counts(steps, steps, 4 * steps, 4 * steps, steps - 1, counts.captures, 0)
     assert 10 <= counts.captures <= steps
@@ -39,7 +39,7 @@ def test_the_counters_are_exact(soaked: Soaked) -> None:
 
 @pytest.mark.parametrize("name", ["steps", "backward_passes", "samples", "tokens", "durations", "errors"])
 def test_a_counter_that_is_one_off_is_a_complaint(soaked: Soaked, name: str) -> None:
-    """One too many of any, or captures that there were no steps for, is told; nothing else is."""
+    """A counter that is one too high, or captures without steps, are complaints."""
     more = replace(soaked.counts, **{name: getattr(soaked.counts, name) + 1})
     assert len(complaints("exporter", replace(soaked, counts=more), RESIDENT)) == 1
     too_many = replace(soaked.counts, captures=soaked.steps + 1)

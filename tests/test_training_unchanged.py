@@ -12,7 +12,7 @@ import torch
 from tests.support.scrape import errors
 from torch_grad_exporter import start_exporter
 
-STEPS = 60
+STEPS = 40
 
 Result = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 
@@ -36,7 +36,7 @@ class Net(torch.nn.Module):
 
 
 def run(kind: str, options: dict[str, Any] | None) -> Result:
-    """The losses, the final state and the state of the random numbers of a seeded run."""
+    """Return the losses, the final state and the random state of a seeded run."""
     torch.manual_seed(3)
     model = Net()
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -57,7 +57,7 @@ def run(kind: str, options: dict[str, Any] | None) -> Result:
 
 
 def plain(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torch.Tensor, _step: int) -> torch.Tensor:
-    """A step with clipping."""
+    """Make a step with clipping."""
     optimizer.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
@@ -67,7 +67,7 @@ def plain(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torc
 
 
 def accumulating(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torch.Tensor, step: int) -> torch.Tensor:
-    """One of three micro-batches."""
+    """Run one of three micro-batches."""
     loss = model(x).square().mean()
     loss.backward()
     if step % 3 == 2:
@@ -77,7 +77,7 @@ def accumulating(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, 
 
 
 def closure(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torch.Tensor, _step: int) -> torch.Tensor:
-    """A step by a closure."""
+    """Make a step by a closure."""
 
     def evaluate() -> torch.Tensor:
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def closure(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: to
 
 
 def amp(model: Net, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: torch.Tensor, step: int) -> torch.Tensor:
-    """A step in mixed precision, with two overflows in the run."""
+    """Make a step in mixed precision, with two overflows in the run."""
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(x).float().square().mean() * (torch.inf if step in (10, 30) else 1.0)
@@ -100,7 +100,7 @@ def amp(model: Net, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScal
 
 
 def penalty(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torch.Tensor, _step: int) -> torch.Tensor:
-    """A step with a gradient penalty."""
+    """Make a step with a gradient penalty."""
     x = x.requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -112,7 +112,7 @@ def penalty(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: to
 
 
 def parts(model: Net, optimizer: torch.optim.Optimizer, _scaler: object, x: torch.Tensor, _step: int) -> torch.Tensor:
-    """A step that never calls the root."""
+    """Make a step that never calls the root."""
     optimizer.zero_grad()
     loss = model.out(model.mid(x.repeat(1, 4)).relu()).square().mean()
     loss.backward()
@@ -135,7 +135,7 @@ STEP: dict[str, Callable[..., torch.Tensor]] = {
     "options", [{}, {"every": 1, "moments": True, "weights": True, "dead_window": 5}], ids=["defaults", "everything"]
 )
 def test_bit_identical(kind: str, options: dict[str, Any]) -> None:
-    """Losses, parameters, buffers and the random numbers of 60 steps are equal in every bit."""
+    """Losses, parameters, buffers and the random numbers of 40 steps are equal in every bit."""
     losses, state, random = run(kind, None)
     watched_losses, watched_state, watched_random = run(kind, options)
     for step, (a, b) in enumerate(zip(losses, watched_losses, strict=True)):

@@ -1,6 +1,6 @@
-"""The traps of the field, one test each: the trap itself on bare torch or prometheus_client, and that it does not catch us.
+"""The traps of the field, one test each: the trap on bare torch or prometheus_client, and that the exporter avoids it.
 
-The first half of a test also tells when a new torch has taken the trap away.
+The first half of a test also fails when a new torch has removed the trap.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
 import io
 import itertools
 import json
@@ -16,12 +17,12 @@ import os
 import pickle
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -43,15 +44,16 @@ from tests.support.models import Perceptron, batch, sgd
 from tests.support.ranks import run_ranks
 from tests.support.record import Recorder, gradients_of, norm, wide
 from tests.support.scrape import errors, key, mode, value, values
-from tests.support.tools import eventually, find
+from tests.support.tools import REPOSITORY, eventually, find
+from tests.support.torch_hooks import tensor_hooks
 from tests.support.torch_versions import VERSION, CommDebugMode, enable_compiled_autograd, fully_shard, get_total_norm, need
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.errors import ErrorLog
 from torch_grad_exporter.metrics.families import Kind
-from torch_grad_exporter.transfer.transfer import SENTINEL, HostTransfer, _UnderWay
 
 NONFINITE = "torch_grad_nonfinite_steps_total"
 ELEMENTS = "torch_grad_nonfinite_elements_total"
+QUEUE_CALLBACK = torch.autograd.Variable._execution_engine.queue_callback  # private: the trap is this function
+GRAPH_TASK = torch._C._current_graph_task_id  # private: the trap is seen by it
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +62,12 @@ def _seeded() -> None:
 
 
 def watching(model: torch.nn.Module, port: int | None = None, **options: object) -> Exporter:
-    """An exporter that samples every round and by itself serves nothing."""
+    """Start an exporter that samples every round and by default serves nothing."""
     return start_exporter(model, port, **{"every": 1, "addr": "127.0.0.1", **options})
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """Plain steps."""
+    """Make plain steps."""
     for _ in range(steps):
         optimizer.zero_grad()
         model(batch()).square().mean().backward()
@@ -73,11 +75,22 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int =
 
 
 def train_by_parts(model: Perceptron, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Steps whose backwards do not run through the root's output."""
+    """Make steps whose backwards do not run through the root's output."""
     for _ in range(steps):
         optimizer.zero_grad()
         model.second(model.first(batch()).relu()).square().mean().backward()
         optimizer.step()
+
+
+def check_steps(
+    record: Recorder, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exporter: Exporter, steps: int = 1
+) -> None:
+    """Compare what the exporter shows after each of some plain steps with a float64 record."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        record.backward(model(batch()).square().mean())
+        record.step(optimizer)
+        record.check(exporter)
 
 
 class Given(torch.nn.Module):
@@ -93,7 +106,7 @@ class Given(torch.nn.Module):
 
 
 def give(model: Given, gradient: torch.Tensor) -> None:
-    """One backward and one step that does not move the weight."""
+    """Run one backward and one step that does not move the weight."""
     optimizer = sgd(model, lr=0.0)
     optimizer.zero_grad()
     model(gradient).backward()
@@ -118,7 +131,7 @@ class FiredHooks:
 
 
 def test_full_backward_hook_wraps_outputs() -> None:
-    """A full backward hook breaks an in-place ReLU beside it and fires too early; we register none on any rung."""
+    """A full backward hook breaks an in-place ReLU beside it and fires too early; the exporter registers none."""
 
     def inplace() -> torch.nn.Sequential:
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 3))
@@ -137,12 +150,7 @@ def test_full_backward_hook_wraps_outputs() -> None:
     optimizer = sgd(model)
     record = Recorder(model, optimizer)
     with watching(model) as exporter:
-        for _ in range(3):
-            optimizer.zero_grad()
-            record.backward(model(batch()).square().mean())
-            record.step(optimizer)
-            record.check(exporter)
-        assert not any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+        check_steps(record, model, optimizer, exporter, 3)
 
 
 TWO_RANKS = 2
@@ -161,11 +169,10 @@ class Scales(torch.nn.Module):
 
 
 def of_ddp(rank: int) -> dict[str, object]:
-    """What a post-accumulate hook, a first callback of the engine's and the exporter see under DDP."""
+    """Return what a post-accumulate hook, a first engine callback and the exporter see under DDP."""
     torch.manual_seed(0)
     model = Scales()
     seen: dict[str, float] = {}
-    queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def look(name: str) -> Callable[..., None]:
         return lambda *_: seen.__setitem__(name, float(model.first.weight.grad.double().norm()))
@@ -177,7 +184,7 @@ def of_ddp(rank: int) -> dict[str, object]:
         for _ in range(2):
             optimizer.zero_grad()
             out = wrapped(torch.full((1, 4), 1.0 + 3 * rank))
-            out.register_hook(lambda _: queue(look("first callback")))
+            out.register_hook(lambda _: QUEUE_CALLBACK(look("first callback")))
             out.sum().backward()
             look("reduced")()
             optimizer.step()
@@ -185,7 +192,7 @@ def of_ddp(rank: int) -> dict[str, object]:
 
 
 def of_fsdp2(_rank: int) -> dict[str, object]:
-    """Which hooks of before and after `fully_shard` fire, and what an exporter that was started before it shows."""
+    """Return which hooks set before and after `fully_shard` fire, and what an exporter that was started before it shows."""
     torch.manual_seed(0)
     model = Scales()
     fired = {"tensor": 0, "post-accumulate": 0}
@@ -209,13 +216,13 @@ def of_fsdp2(_rank: int) -> dict[str, object]:
             **fired,
             "right": norm([wide(shards["first.weight"])]),
             "exporter": value(exporter, "torch_grad_shard_norm", layer="first"),
-            "hooks that block the copy": sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()),
+            "hooks on parameters": len([hook for p in model.parameters() for hook in tensor_hooks(p)]) - 2,
             "errors": errors(exporter),
         }
 
 
 def of_dtensors(_rank: int) -> dict[str, object]:
-    """The collectives of a bare norm, of a step alone, and of a step with an exporter."""
+    """Return the collectives of a bare norm, of a step alone, and of a step with an exporter."""
 
     def collectives(step: Callable[[], object]) -> int:
         with CommDebugMode() as counted:
@@ -256,7 +263,7 @@ def of_dtensors(_rank: int) -> dict[str, object]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    """One rank of two: writes what it found."""
+    """Run one rank of two and write its report."""
     os.environ["TORCH_GRAD_EXPORTER_RANKS"] = "all"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TWO_RANKS)
     found = {look.__name__: look(rank) for look in (of_ddp, of_fsdp2, of_dtensors) if look is of_ddp or VERSION >= (2, 7)}
@@ -266,14 +273,14 @@ def rank_main(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
-    """What each of two gloo ranks found."""
+    """Return the reports of two gloo ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(rank_main, str(folder), ranks=TWO_RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(TWO_RANKS)]
 
 
-def test_post_accumulate_hook_under_ddp_sees_the_local_gradient(ranks: list[dict[str, dict[str, object]]]) -> None:
-    """A post-accumulate hook and a first callback read before DDP has reduced; our nested callback reads after it."""
+def test_ddp_post_accumulate_hook_sees_local_gradient(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """A post-accumulate hook and a first callback read before DDP has reduced; the exporter reads after it."""
     found = [rank["of_ddp"] for rank in ranks]
     reduced = found[0]["reduced"]
     for one in found:
@@ -284,8 +291,8 @@ def test_post_accumulate_hook_under_ddp_sees_the_local_gradient(ranks: list[dict
         assert one["errors"] == {}
 
 
-def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
-    """Under FSDP2 tensor hooks never fire and older post-accumulate hooks are lost; we look for the parameters anew."""
+def test_fsdp2_loses_hooks(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """Under FSDP2 tensor hooks never fire and older post-accumulate hooks are lost; the exporter looks for the parameters again."""
     need(2, 7, "FSDP2 on a CPU")
     for found in (rank["of_fsdp2"] for rank in ranks):
         assert (found["tensor"], found["post-accumulate"]) == (0, 0)
@@ -293,12 +300,14 @@ def test_fsdp2_loses_tensor_hooks_and_earlier_post_accumulate_hooks(ranks: list[
         assert found["errors"] == {}
 
 
-def test_post_accumulate_hook_makes_the_copy_of_fsdp2_offload_blocking(ranks: list[dict[str, dict[str, object]]]) -> None:
-    """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; we set none."""
+def test_fsdp2_offload_waits_for_a_hook(ranks: list[dict[str, dict[str, object]]]) -> None:
+    """FSDP2 copies a gradient to the CPU with the device waiting if its parameter has such a hook; the exporter sets none."""
     need(2, 13, "a copy of FSDP2 that such a hook makes wait")
-    source = Path(torch.distributed.fsdp._fully_shard._fsdp_collectives.__file__).read_text()
+    spec = importlib.util.find_spec("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    assert spec is not None
+    source = Path(spec.origin or "").read_text()
     assert "and not has_post_acc_grad_hook" in source
-    assert [rank["of_fsdp2"]["hooks that block the copy"] for rank in ranks] == [0, 0]
+    assert [rank["of_fsdp2"]["hooks on parameters"] for rank in ranks] == [0, 0]
 
 
 class Checkpointed(torch.nn.Module):
@@ -316,13 +325,13 @@ class Checkpointed(torch.nn.Module):
         return x
 
 
-def test_reentrant_checkpoint_nests_backwards_and_repeats_forwards() -> None:
+def test_reentrant_checkpoint_nests_backwards() -> None:
     """Under a reentrant checkpoint backwards run within the backward, forwards twice; one sample holds the whole of it."""
     bare = Checkpointed()
     tasks, forwards = [], []
     for block in bare.blocks:
-        block.register_forward_hook(lambda *_: forwards.append(torch._C._current_graph_task_id()))
-        block.weight.register_hook(lambda _: tasks.append(torch._C._current_graph_task_id()))
+        block.register_forward_hook(lambda *_: forwards.append(GRAPH_TASK()))
+        block.weight.register_hook(lambda _: tasks.append(GRAPH_TASK()))
     bare(batch()).square().mean().backward()
     assert len(set(tasks)) == 3
     assert len(forwards) == 6
@@ -332,11 +341,7 @@ def test_reentrant_checkpoint_nests_backwards_and_repeats_forwards() -> None:
     optimizer = sgd(model)
     record = Recorder(model, optimizer)
     with watching(model) as exporter:
-        for _ in range(5):
-            optimizer.zero_grad()
-            record.backward(model(batch()).square().mean())
-            record.step(optimizer)
-            record.check(exporter)
+        check_steps(record, model, optimizer, exporter, 5)
 
 
 def test_grad_left_from_an_earlier_step() -> None:
@@ -367,8 +372,8 @@ def test_grad_left_from_an_earlier_step() -> None:
         assert errors(exporter) == {}
 
 
-def test_one_nan_and_clip_grad_norm_makes_every_gradient_nan() -> None:
-    """One NaN element and `clip_grad_norm_` make every gradient NaN; we have counted the one before."""
+def test_clipping_spreads_a_nan_to_every_gradient() -> None:
+    """One NaN element and `clip_grad_norm_` make every gradient NaN; the one before is counted."""
     model = Perceptron()
     optimizer = sgd(model)
     with watching(model) as exporter:
@@ -448,7 +453,7 @@ def test_closures_run_the_backward_within_the_step(rung: str) -> None:
 
 @pytest.mark.parametrize("ending", ["not stepped", "exception", "hang"])
 def test_nan_and_then_no_step(ending: str) -> None:
-    """After a NaN often no step comes, so no optimizer hook fires; we count it at the backward and the outcome later."""
+    """After a NaN often no step comes, so no optimizer hook fires; it is counted at the backward, its outcome later."""
     model = Perceptron()
     optimizer = sgd(model)
     exporter = watching(model)
@@ -472,8 +477,8 @@ def test_nan_and_then_no_step(ending: str) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 4, 8])
-def test_step_counter_never_samples_one_of_two_alternating_optimizers(every: int) -> None:
-    """Every n-th of all steps always hits the same of two alternating optimizers; our scattered rounds sample both."""
+def test_step_counter_misses_alternating_optimizers(every: int) -> None:
+    """Every n-th of all steps always hits the same of two alternating optimizers; scattered rounds sample both."""
     assert {("one", "two")[step % 2] for step in range(0, 64, every)} == {"one"}
 
     models = {"one": Perceptron(), "two": Perceptron()}
@@ -498,18 +503,14 @@ def test_super_step_fires_the_global_hooks_twice() -> None:
     optimizer = Twice(model.parameters(), lr=0.05)
     record = Recorder(model, optimizer)
     with FiredHooks() as fired, watching(model) as exporter:
-        for _ in range(4):
-            optimizer.zero_grad()
-            record.backward(model(batch()).square().mean())
-            record.step(optimizer)
-            record.check(exporter)
+        check_steps(record, model, optimizer, exporter, 4)
         assert len(fired.steps) == 8
         assert value(exporter, "torch_train_steps_total", optimizer="Twice") == 4
 
 
 @pytest.mark.parametrize("unversioned", [False, True])
 def test_duck_typed_optimizer_fires_no_hook(unversioned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A hand-made optimizer fires no hook: the changed parameters tell of its steps, or we name `exporter.step()`, once."""
+    """A hand-made optimizer fires no hook: its steps are seen by changed parameters, or a line names `exporter.step()`."""
 
     class HandMade:
         def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -563,8 +564,8 @@ class Heads(torch.nn.Module):
         return sum(head(x).square().mean() * factor for head, factor in zip(self.heads, self.FACTORS, strict=True))
 
 
-def test_three_gradients_agree_while_clip_by_value_cuts_the_big_layer() -> None:
-    """Three fixed gradients agree on a coefficient of 1 while the big layer is cut; ours is that of all, at once."""
+def test_three_gradients_hide_a_clip_by_value() -> None:
+    """Three fixed gradients agree on a coefficient of 1 while the big layer is cut; the coefficient shown is that of all."""
     model = Heads()
     optimizer = sgd(model, lr=1e-6)
     with watching(model) as exporter:
@@ -612,7 +613,7 @@ def test_float32_norm_of_tiny_and_huge_rows() -> None:
         assert value(exporter, "torch_grad_norm", layer="inner") == pytest.approx(2e-24, rel=1e-6)
 
 
-def test_six_sigma_on_raw_norms_finds_spikes_in_healthy_runs() -> None:
+def test_six_sigma_on_raw_norms_is_a_false_alarm() -> None:
     """Norms vary by factors, so 6 sigma of raw ones are false alarms; on logarithms, with 3 x the median, real spikes count."""
     generator = np.random.default_rng(0)
     norms = np.exp(generator.normal(0.0, 0.9, 300)).astype(np.float32)
@@ -638,7 +639,7 @@ def test_six_sigma_on_raw_norms_finds_spikes_in_healthy_runs() -> None:
 
 @pytest.mark.parametrize("started", ["before", "after"])
 def test_optimizer_in_backward_leaves_no_gradient(started: str) -> None:
-    """An optimizer that steps and clears within the backward leaves later hooks a `.grad` of None; we read before it does."""
+    """An optimizer that steps and clears within the backward leaves later hooks no `.grad`; the exporter reads before it."""
     model = Perceptron()
     seen: dict[str, torch.Tensor] = {}
     found: list[object] = []
@@ -668,7 +669,7 @@ def test_optimizer_in_backward_leaves_no_gradient(started: str) -> None:
 
 
 def test_hook_on_a_frozen_parameter_raises() -> None:
-    """Registering a hook on a frozen parameter raises; we skip it, and pick it up when it is unfrozen."""
+    """Registering a hook on a frozen parameter raises; it is skipped, and watched when it is unfrozen."""
     model = Perceptron()
     model.first.requires_grad_(False)
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
@@ -681,16 +682,13 @@ def test_hook_on_a_frozen_parameter_raises() -> None:
         for step in range(6):
             if step == 3:
                 model.first.requires_grad_(True)
-            optimizer.zero_grad()
-            record.backward(model(batch()).square().mean())
-            record.step(optimizer)
-            record.check(exporter)
+            check_steps(record, model, optimizer, exporter)
             assert (value(exporter, "torch_grad_norm", layer="first") is None) == (step < 3)
 
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
-    """`torch.autograd.grad` fires tensor hooks, as a backward does, and no post-accumulate ones; it is no backward to us."""
+    """`torch.autograd.grad` fires tensor hooks like a backward, and no post-accumulate ones; it does not count as a backward."""
     model = Perceptron()
     fired: list[str] = []
     hooks = [
@@ -718,7 +716,7 @@ def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_create_graph_gives_gradients_with_a_graph() -> None:
-    """After `backward(create_graph=True)` gradients carry a graph; what we measure is detached and keeps none of it."""
+    """After `backward(create_graph=True)` gradients carry a graph; what is measured is detached and keeps none of it."""
     model = Perceptron(hidden=6000)  # large enough to be measured where it lies, in no copy
     optimizer = sgd(model)
     record = Recorder(model, optimizer, moments=True)
@@ -755,7 +753,7 @@ def test_tied_weights_counted_twice() -> None:
 
 
 def test_fp16_norm_overflows_to_inf_with_finite_values() -> None:
-    """The norm of finite fp16 values is infinite in fp16; ours accumulates in float32."""
+    """The norm of finite fp16 values is infinite in fp16; the exporter accumulates in float32."""
     gradient = (torch.randn(64, 64) * 2000).half()
     assert torch.linalg.vector_norm(gradient).item() == math.inf
     with watching(model := Given(64, 64, dtype=torch.float16)) as exporter:
@@ -764,15 +762,15 @@ def test_fp16_norm_overflows_to_inf_with_finite_values() -> None:
         assert value(exporter, ELEMENTS, layer="inner", kind="inf") == 0
 
 
-def test_sparse_gradients_raise_and_uncoalesced_values_mislead() -> None:
-    """The usual functions raise on sparse gradients, and the norm of uncoalesced values is 3.0 for 3.873; we coalesce."""
+def test_sparse_gradients_raise_and_mislead() -> None:
+    """The usual functions raise on sparse gradients, and the norm of uncoalesced values is 3.0 for 3.873; they are coalesced."""
     model = torch.nn.Sequential(torch.nn.Embedding(10, 1, sparse=True))
     model(torch.tensor([0, 0, 1, 1, 2, 2, 3, 4, 5])).sum().backward()
     gradient = model[0].weight.grad
     for function in (torch.linalg.vector_norm, lambda g: torch._foreach_norm([g]), torch.isfinite):
         with pytest.raises((RuntimeError, NotImplementedError)):
             function(gradient)
-    assert norm([gradient._values().double()]) == 3.0
+    assert norm([gradient._values().double()]) == 3.0  # private: the public `values` needs a coalesced tensor
     optimizer = torch.optim.SparseAdam(model.parameters())
     with watching(model) as exporter:
         for _ in range(2):
@@ -785,7 +783,7 @@ def test_sparse_gradients_raise_and_uncoalesced_values_mislead() -> None:
 
 
 def test_norm_of_dtensors_hides_a_collective(ranks: list[dict[str, dict[str, object]]]) -> None:
-    """`get_total_norm` over DTensors communicates and raises beside plain tensors; we look at the local parts alone."""
+    """`get_total_norm` over DTensors communicates and raises beside plain tensors; the exporter measures the local parts alone."""
     need(2, 7, "FSDP2 on a CPU")
     for found in (rank["of_dtensors"] for rank in ranks):
         assert found["bare"] > 0 or VERSION < (2, 10)
@@ -811,8 +809,8 @@ def test_nan_drops_out_of_comparisons() -> None:
         assert math.isnan(value(exporter, "torch_grad_norm", layer="inner") or 0)
 
 
-def test_post_accumulate_hook_that_holds_the_model_keeps_it_for_ever() -> None:
-    """A hook on a parameter that holds the model is a cycle that no collector sees; ours hold everything weakly."""
+def test_hook_that_holds_the_model_keeps_it() -> None:
+    """A hook on a parameter that holds the model is a cycle that is never collected; the exporter holds everything weakly."""
 
     def gone(model: weakref.ref[torch.nn.Module]) -> bool:
         gc.collect()
@@ -846,8 +844,8 @@ class Locked:
         return
 
 
-def test_module_hook_with_a_lock_breaks_deepcopy_and_pickle() -> None:
-    """A module hook that holds a lock breaks deepcopy, pickle and `torch.save`, a lambda the latter two; ours breaks none."""
+def test_hook_with_a_lock_breaks_deepcopy_and_pickle() -> None:
+    """A module hook that holds a lock breaks deepcopy, pickle and `torch.save`, a lambda the latter two; the exporter's none."""
     ways = (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO()))
     for hook, broken in ((Locked(), ways), (lambda *_: None, ways[1:])):
         bare = Perceptron()
@@ -866,7 +864,7 @@ def test_module_hook_with_a_lock_breaks_deepcopy_and_pickle() -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """What was compiled before does not count, and nothing compiled here stays."""
+    """Forget what was compiled before, and what is compiled here."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -874,7 +872,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
-    """A hook of after the first compiled call is ignored, and one with a side effect breaks the graph; ours does neither."""
+    """A hook added after the first compiled call is ignored, one with a side effect breaks the graph; the exporter's do neither."""
 
     def breaks() -> int:
         return sum(counters["graph_break"].values())
@@ -912,12 +910,10 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> None:
-    """Under compiled autograd a hook that queues a callback raises in the backward; ours return first, and we read at the step."""
+    """Under compiled autograd a hook that queues a callback raises in the backward; the exporter reads at the step."""
     enabled = enable_compiled_autograd
     bare = Perceptron()
-    handle = bare.first.weight.register_post_accumulate_grad_hook(
-        lambda _: torch.autograd.Variable._execution_engine.queue_callback(list)
-    )
+    handle = bare.first.weight.register_post_accumulate_grad_hook(lambda _: QUEUE_CALLBACK(list))
     raises = pytest.raises((AssertionError, RuntimeError), match=r"queue_callback|Final callbacks")
     with raises, enabled(torch.compile(backend="eager")):
         bare(batch()).square().mean().backward()
@@ -942,17 +938,21 @@ def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> No
 
 
 def test_removed_post_accumulate_hook_leaves_a_wrapper() -> None:
-    """A post-accumulate hook leaves a dict on its parameter when it is removed, which costs in each backward; we never set one."""
+    """A removed post-accumulate hook leaves a table on its parameter, which costs in each backward; the exporter never sets one."""
+
+    def wrapper_of(parameter: torch.nn.Parameter) -> object:
+        return parameter._post_accumulate_grad_hooks  # private: an empty table is what is left
+
     bare = torch.nn.Parameter(torch.ones(1))
-    assert bare._post_accumulate_grad_hooks is None
+    assert wrapper_of(bare) is None
     bare.register_post_accumulate_grad_hook(lambda _: None).remove()
-    assert bare._post_accumulate_grad_hooks is not None
+    assert wrapper_of(bare) is not None
 
     for steps in (train, train_by_parts):
         model = Perceptron()
         with watching(model):
             steps(model, sgd(model), 6)
-        assert [p._post_accumulate_grad_hooks for p in model.parameters()] == [None] * 4
+        assert [wrapper_of(parameter) for parameter in model.parameters()] == [None] * 4
 
 
 class Treacherous(torch.nn.Parameter):
@@ -972,7 +972,7 @@ class Treacherous(torch.nn.Parameter):
 
 
 def test_exception_in_a_hook_kills_the_backward() -> None:
-    """What a hook raises ends the user's backward; ours are guarded, and a backward that others ended leaves nothing stuck."""
+    """What a hook raises ends the user's backward; the exporter's are guarded, and an ended backward leaves nothing stuck."""
 
     def fail(_gradient: torch.Tensor) -> None:
         raise OSError("injected")
@@ -1025,45 +1025,43 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         assert errors(exporter) == {}
 
 
-@dataclass
-class FailedDevice:
-    """Stands for the CUDA event of a context that a device assert has killed, and for a vector on that device."""
+ASSERTS = """
+import torch
+from tests.support.scrape import errors, value
+from torch_grad_exporter import start_exporter
 
-    asked: int = 0
-    device = torch.device("xpu")
-
-    def query(self) -> bool:
-        self.asked += 1
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    def detach(self) -> FailedDevice:
-        return self
-
-    def numel(self) -> int:
-        return 2
-
-    def double(self) -> torch.Tensor:
-        """What a launched copy leaves in the buffer: what was there."""
-        return torch.from_numpy(np.full(2, SENTINEL).view(np.float64))
-
-
-def test_device_assert_with_the_last_evidence_in_flight() -> None:
-    """After a device assert every CUDA call raises; what had been copied is read without one, and sending more is guarded."""
-    transfer, device, failures = HostTransfer(), FailedDevice(), ErrorLog(("capture",))
-    ticket = transfer.send(device)  # type: ignore[arg-type]
-    assert isinstance(ticket, _UnderWay)
-    assert ticket.buffer is not None
-    ticket.buffer.done = device  # type: ignore[assignment]
-    ticket.buffer.memory[:2] = torch.tensor([math.nan, 3.0], dtype=torch.float64)
-    found = ticket.ready()
-    assert device.asked == 0
-    assert found is not None
-    assert np.array_equal(found, [math.nan, 3.0], equal_nan=True)
-    failures.boundary("capture")(lambda: transfer.send(device))  # type: ignore[arg-type]
-    assert failures.counts() == {"capture": 1}
+model = torch.nn.Linear(4, 4, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exporter = start_exporter(model, None, every=1)
+try:
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4, device="cuda") * (float("nan") if step == 3 else 1.0)).sum()
+        loss.backward()
+        torch.cuda.synchronize()
+        if step < 3:
+            optimizer.step()
+    torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")].item()
+except RuntimeError as error:
+    print("device-side assert" in str(error), flush=True)
+try:
+    model(torch.ones(2, 4, device="cuda"))
+except RuntimeError:
+    print("dead", flush=True)
+exporter.close()
+print(value(exporter, "torch_grad_nonfinite_elements_total", layer="weight", kind="nan"), flush=True)
+"""
 
 
-def test_generator_backward_fills_the_gradients_of_the_discriminator() -> None:
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_assert_with_evidence_in_flight() -> None:
+    """After a device assert every CUDA call raises; what had been copied is read without one, and shown."""
+    done = subprocess.run([sys.executable, "-c", ASSERTS], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.stdout.splitlines() == ["True", "dead", "16.0"], done.stderr
+
+
+def test_generator_fills_discriminator_gradients() -> None:
     """A generator's backward writes into the discriminator's `.grad`; a round shows what its stepping optimizer owns."""
     generator, discriminator = torch.nn.Sequential(torch.nn.Linear(3, 4)), torch.nn.Sequential(torch.nn.Linear(4, 1))
     models = {"generator": generator, "discriminator": discriminator}
@@ -1089,7 +1087,7 @@ def test_generator_backward_fills_the_gradients_of_the_discriminator() -> None:
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """A forked child, as a DataLoader's worker is one, that lives on within."""
+    """Let a forked child, like a DataLoader's worker, live within the block."""
     ready, done = os.pipe(), os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forking beside threads
@@ -1110,7 +1108,7 @@ def forked() -> Iterator[None]:
 
 
 def can_bind(port: int) -> bool:
-    """Whether the port is free now."""
+    """Return whether the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
@@ -1120,8 +1118,8 @@ def can_bind(port: int) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-def test_forked_loader_worker_holds_the_listening_socket() -> None:
-    """A forked worker inherits a listening socket and keeps the port taken; ours is closed in the child at once."""
+def test_forked_worker_holds_the_listening_socket() -> None:
+    """A forked worker inherits a listening socket and keeps the port taken; the exporter's is closed in the child at once."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     with forked():
@@ -1142,7 +1140,7 @@ def test_forked_loader_worker_holds_the_listening_socket() -> None:
 
 
 def test_observed_nan_poisons_a_histogram_for_ever() -> None:
-    """A client's histogram takes a NaN into its sum for ever, a counter into itself; ours hold what is finite only."""
+    """A client's histogram adds a NaN to its sum for ever, like a counter; the exporter's hold finite values only."""
     registry = CollectorRegistry()
     histogram, counter = Histogram("norm", "", registry=registry), Counter("elements", "", registry=registry)
     for given in (1.0, math.nan, 1.0):
@@ -1172,7 +1170,7 @@ def test_observed_nan_poisons_a_histogram_for_ever() -> None:
 
 
 def test_bucket_bounds_from_numpy_float32() -> None:
-    """A float32 bound prints as 9.999999747378752e-06; ours are Python floats and print as they were written."""
+    """A float32 bound prints as 9.999999747378752e-06; the exporter's bounds are Python floats and print as they were written."""
     registry = CollectorRegistry()
     Histogram("norm", "", buckets=np.array([1e-5], dtype=np.float32), registry=registry)
     assert 'le="9.999999747378752e-06"' in generate_latest(registry).decode()
@@ -1181,7 +1179,7 @@ def test_bucket_bounds_from_numpy_float32() -> None:
     assert max(len(repr(bound)) for bound in bounds) <= len("3.16e-05")
 
 
-def test_last_value_gauge_misses_spikes_between_scrapes() -> None:
+def test_last_value_gauge_misses_spikes() -> None:
     """A last-value gauge that is scraped every 75 steps shows few of 20 spikes; counter, histogram and recent maximum have all."""
     spikes = {30 + 13 * i for i in range(20)}
     shown = 0
@@ -1200,8 +1198,8 @@ def test_last_value_gauge_misses_spikes_between_scrapes() -> None:
 
 
 @pytest.mark.server
-def test_run_and_rank_become_exported_run_and_exported_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels that a target has too are renamed to exported_*, but not with the `honor_labels: true` of our configurations."""
+def test_run_and_rank_become_exported_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that a target has too are renamed to exported_*, but not with `honor_labels: true`, which the project sets."""
     both = real_prometheus.CONFIGURATION
     job = both[both.index("  - job_name") :].replace("training", "without").replace("honor_labels: true", "honor_labels: false")
     monkeypatch.setattr(real_prometheus, "CONFIGURATION", both + job.lstrip("\n"))
@@ -1222,8 +1220,8 @@ def test_run_and_rank_become_exported_run_and_exported_rank(tmp_path: Path, monk
     assert names == {"training": {"run", "rank"}, "without": {"run", "rank", "exported_run", "exported_rank"}}
 
 
-def test_metric_that_ends_in_sum_and_is_no_histogram() -> None:
-    """`promtool` refuses a gauge whose name ends in `_sum`; of ours none ends in what belongs to a histogram."""
+def test_gauge_whose_name_ends_in_sum() -> None:
+    """`promtool` refuses a gauge whose name ends in `_sum`; no metric of the exporter ends like the parts of a histogram."""
     text = "# HELP torch_grad_sum A gauge.\n# TYPE torch_grad_sum gauge\ntorch_grad_sum 1\n"
     done = subprocess.run([find("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -1243,8 +1241,8 @@ def test_empty_label_value_is_dropped() -> None:
             return super().forward(x) * self.scale
 
     model = Root()
-    ((name, _),) = ((n, m) for n, m in model.named_modules() if "scale" in m._parameters)
-    assert name == ""
+    (owner,) = (name for name, module in model.named_modules() if "scale" in dict(module.named_parameters(recurse=False)))
+    assert owner == ""
     with watching(model) as exporter:
         train(model, sgd(model), 2)
         expected = norm([wide(model.scale.grad)])
@@ -1252,7 +1250,7 @@ def test_empty_label_value_is_dropped() -> None:
         assert value(exporter, "torch_grad_norm") is None
 
 
-def test_world_size_and_budget_only_in_a_label_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_a_label_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """PromQL computes with values and not with labels; world size and budget are gauges of their own."""
     for name, given in (("WORLD_SIZE", "8"), ("RANK", "3"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "8")):
         monkeypatch.setenv(name, given)
@@ -1264,22 +1262,22 @@ def test_world_size_and_budget_only_in_a_label_cannot_be_compared(monkeypatch: p
 
 
 def test_second_start_registers_twice() -> None:
-    """The same metric twice in a registry raises, as in a notebook cell that is run again; our second start replaces the first."""
+    """The same metric twice in a registry raises, as in a notebook cell that is run again; a second start replaces the first."""
     registry = CollectorRegistry()
     Gauge("norm", "", registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):
         Gauge("norm", "", registry=registry)
-    before = list(prometheus_client.REGISTRY._names_to_collectors)
+    before = {metric.name for metric in prometheus_client.REGISTRY.collect()}
     model = Perceptron()
     with watching(model, registry=registry), watching(model, registry=registry) as second:
         train(model, sgd(model), 2)
         shown = registry.get_sample_value("torch_train_steps_total", {"optimizer": "SGD", "run": second.run, "rank": "0"})
         assert shown == 2
-        assert list(prometheus_client.REGISTRY._names_to_collectors) == before
+        assert {metric.name for metric in prometheus_client.REGISTRY.collect()} == before
 
 
 def test_process_global_switches() -> None:
-    """`disable_created_metrics` changes every metric of the process; we leave such switches as the user has them."""
+    """`disable_created_metrics` changes every metric of the process; the exporter leaves such switches alone."""
 
     def created() -> bool:
         registry = CollectorRegistry()

@@ -77,7 +77,8 @@ def totals(families: Iterable[Family]) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("most", [2_100, pytest.param(12_000, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("most", [2_100, 12_000])
 def test_thousands_of_adapters(most: int, tmp_path: Path) -> None:
     """Of thousands of adapters, a hundred at a time, series and memory stay bounded, and no sum ever falls."""
     tasks, together = Tasks(100), 100
@@ -102,7 +103,7 @@ def test_thousands_of_adapters(most: int, tmp_path: Path) -> None:
             series.append(sum(family.series for family in families))
             memory.append(traced())
         # Labels kept would be 2 kB each; the history takes some of it, and more is on its way to it for a moment.
-        assert eventually(lambda: traced() - min(memory[:2]) < 500 * most)
+        assert eventually(lambda: traced() - min(memory[:2]) < 1_000 * most)
         tracemalloc.stop()
         assert errors(exporter) == {}
     assert max(series[1:]) - min(series[1:]) <= 20  # gauges that come with time

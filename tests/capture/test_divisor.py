@@ -1,4 +1,4 @@
-"""`observe(grad_divisor=)`: by what a loop says that it divides its gradients."""
+"""`observe(grad_divisor=)`: the number by which a loop divides its gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.record import gradients_of, norm
 from tests.support.scrape import errors, value
-from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.transfer.events import Divided
+from torch_grad_exporter import start_exporter
 
 NORM, AFTER = "torch_grad_global_norm", "torch_grad_global_norm_after_clip"
 
@@ -35,7 +34,7 @@ class Loop:
         self.whole = norm(gradients_of(self.model).values())
 
     def step(self, tokens: float, told: Callable[[], object] = lambda: None) -> None:
-        """One step. `told`: is called between the division and the clearing of the step."""
+        """Train one step; `told` is called between the backward and the division."""
         self.optimizer.zero_grad()
         self.backward(tokens)
         told()
@@ -43,13 +42,8 @@ class Loop:
         self.optimizer.step()
 
 
-def posted(exporter: Exporter) -> list[Divided]:
-    """What lies in the mailbox."""
-    return [event for event in [*exporter._training.mailbox] if isinstance(event, Divided)]
-
-
-def test_a_divisor_is_that_of_the_coming_round_after_a_step_and_of_the_current_one_before_it() -> None:
-    """Told right after the step before, before the first backward, or before the step: norms are those after the division."""
+def test_a_divisor_counts_for_its_own_round() -> None:
+    """After a step a divisor counts for the coming round, before it for the current one: norms are those after the division."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=1) as exporter:
         exporter.observe(grad_divisor=50)
@@ -66,27 +60,13 @@ def test_a_divisor_is_that_of_the_coming_round_after_a_step_and_of_the_current_o
         assert not errors(exporter)
 
 
-def test_a_tensor_that_changes_later_has_the_value_of_its_moment() -> None:
-    """A loop that counts tokens in a tensor of its own clears it after the step."""
-    loop, tokens = Loop(), torch.zeros(())
-    with start_exporter(loop.model, port=None, every=1) as exporter:
-        for count in (30.0, 50.0):
-            tokens += count
-            exporter.observe(grad_divisor=tokens)
-            tokens.zero_()
-            loop.step(count)
-            assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
-
-
 @pytest.mark.parametrize("early", [True, False])
-def test_only_sampled_rounds_are_told_of(early: bool) -> None:
-    """A step that is not sampled posts nothing; each sample is divided by what was told of its own round."""
-    loop = Loop()
+def test_a_sample_has_the_divisor_of_its_own_round(early: bool) -> None:
+    """Where few rounds are sampled, each norm shown is one after the division of its own round."""
+    loop, shown, truths = Loop(), set(), set()
     with start_exporter(loop.model, port=None, every=4) as exporter:
-        exporter._host._drain = lambda: None  # type: ignore[method-assign] # so that what is posted stays
-        for step in range(16):
-            tokens, before = 50.0 + step, len(posted(exporter))
-            due = exporter._training.schedule.due(step)
+        for step in range(24):
+            tokens = 50.0 + step
 
             def tell(tokens: float = tokens) -> None:
                 exporter.observe(grad_divisor=tokens)
@@ -94,17 +74,21 @@ def test_only_sampled_rounds_are_told_of(early: bool) -> None:
             if early:
                 tell()
             loop.step(tokens, (lambda: None) if early else tell)
-            new = posted(exporter)[before:]
-            assert [(one.round, one.divisor) for one in new] == ([(step, tokens)] if due else [])
+            truths.add(f"{loop.whole:.4g}")
+            shown.add(f"{value(exporter, NORM):.4g}")
+        assert len(shown) >= 4
+        assert shown <= truths
+        assert not errors(exporter)
 
 
 @pytest.mark.parametrize(
     "bad",
-    [0, -1.0, math.nan, math.inf, "12", torch.zeros(()), torch.tensor(math.nan), torch.ones(3), torch.ones(0), object(), [1.0]],
+    [0, -1.0, math.nan, math.inf, "12", torch.zeros(()), torch.ones(3)],
+    ids=str,
 )
 @pytest.mark.parametrize("every", [1, 1000])
-def test_what_is_no_divisor_is_counted_and_divides_nothing(bad: object, every: int) -> None:
-    """Whether the step is sampled or not, nothing is raised, the error is counted, and norms are as if nothing was told."""
+def test_a_bad_divisor_is_an_error(bad: object, every: int) -> None:
+    """A bad divisor is a counted error in any round, raises nothing, and norms are as without it."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=every) as exporter:
         loop.step(1.0)
@@ -116,8 +100,8 @@ def test_what_is_no_divisor_is_counted_and_divides_nothing(bad: object, every: i
             assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
 
 
-def test_a_divisor_from_another_thread_is_none_of_this_round(caplog: pytest.LogCaptureFixture) -> None:
-    """Of which step it is cannot be known: it is counted as an error, told, and changes nothing."""
+def test_a_divisor_from_another_thread_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A divisor from another thread, whose step is unknown, is a counted and logged error and changes nothing."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=1) as exporter:
         loop.step(1.0)
@@ -131,11 +115,8 @@ def test_a_divisor_from_another_thread_is_none_of_this_round(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_skipped_steps_leave_no_divisor_to_others(early: bool) -> None:
-    """A loop that throws a round away and tells its divisors before the backward, or after it: no norm is divided by another's.
-
-    The round that was thrown away and the one after it may be absent; the ones after them are right.
-    """
+def test_a_skipped_step_leaves_no_divisor(early: bool) -> None:
+    """After a skipped step, with divisors before or after the backward, each norm shown has its own divisor."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=1) as exporter:
         absent = 0
@@ -158,28 +139,8 @@ def test_skipped_steps_leave_no_divisor_to_others(early: bool) -> None:
         assert not errors(exporter)
 
 
-def test_where_gradients_are_read_at_the_step_they_are_divided_already() -> None:
-    """On the rung `optimizer` a divisor changes nothing, and nothing is posted."""
-    model = Perceptron()
-    optimizer = sgd(model)
-    with start_exporter(model, port=None, every=1) as exporter:
-        for step in range(8):
-            loss = model(batch()).square().mean() * 50
-            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
-                parameter.grad = gradient / 50
-            exporter.observe(grad_divisor=50)
-            whole = norm(gradients_of(model).values())
-            optimizer.step()
-            if step > 4:
-                assert value(exporter, NORM) == pytest.approx(whole, rel=1e-5)
-        exporter._host._drain = lambda: None  # type: ignore[method-assign] # so that what is posted stays
-        exporter.observe(grad_divisor=50)
-        assert not posted(exporter)
-        assert not errors(exporter)
-
-
-def test_clipping_after_a_division_that_was_told_counts_at_once() -> None:
-    """No limit has to repeat: all that is left of the factor is clipping."""
+def test_clipping_after_a_known_division_counts() -> None:
+    """After a known division the rest of the factor is clipping, from the first step on."""
     loop = Loop()
     with start_exporter(loop.model, port=None, every=1) as exporter:
         for clipped in range(1, 4):

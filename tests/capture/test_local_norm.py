@@ -1,7 +1,6 @@
-"""The norm of each rank's own gradient, in every way in which `DistributedDataParallel` reduces, against float64 on it alone.
+"""The norm of each rank's own gradient, in every way that `DistributedDataParallel` reduces, against float64 on that rank.
 
-Two processes run all loops, with an exporter and without, and write down what they showed and what a copy of the model in float64
-gave on the rank's own data, with no other rank in it.
+Two processes run all loops with an exporter and without, and record what they showed and what a float64 copy gave.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.distributed import Branches, Checkpointed, data, warning_of_torch
@@ -58,7 +57,7 @@ class Loop:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module | dict[str, Any], **options: object) -> Iterator[None]:
-        """The exporter over the loop."""
+        """Start the exporter for the block."""
         with contextlib.ExitStack() as stack:
             if self.on:
                 options = {"every": 1, "collectors": OFF, "ranks": "all", "local_norm": True, **options}
@@ -70,7 +69,7 @@ class Loop:
                 self.found.errors = errors(self.exporter)
 
     def check(self, expected: float | None, optimizer: str = "") -> None:
-        """What is shown after a step, and what should be."""
+        """Record what is shown after a step and what is expected."""
         if self.exporter is None:
             return
         scrape = {name: v for (name, labels), v in values(self.exporter).items() if dict(labels).get("optimizer", "") == optimizer}
@@ -79,7 +78,7 @@ class Loop:
 
 
 def alone(model: torch.nn.Module, *losses: Callable[[torch.nn.Module], torch.Tensor]) -> float:
-    """The norm of the sum of the losses' gradients, in float64 and on this rank alone."""
+    """Return the norm of the gradients of these losses, in float64 and on this rank alone."""
     with torch.no_grad():
         twin = copy.deepcopy(model).double()
     twin.zero_grad()
@@ -89,12 +88,12 @@ def alone(model: torch.nn.Module, *losses: Callable[[torch.nn.Module], torch.Ten
 
 
 def double(x: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
-    """Inputs in the type of the model that they are for."""
+    """Return inputs in the type of the model."""
     return x.double() if next(model.parameters()).dtype is torch.float64 else x
 
 
 def squared(step: int, factor: float = 1.0) -> Callable[[torch.nn.Module], torch.Tensor]:
-    """The loss of a step."""
+    """Return the loss of a step."""
     return lambda model: model(double(data(step), model)).square().mean() * factor
 
 
@@ -109,7 +108,7 @@ def simple(
     factor: float = 1.0,
     **options: object,
 ) -> None:
-    """A plain loop around a wrapped model."""
+    """Run a plain loop around a wrapped model."""
     if compiled:
         torch.compiler.reset()
     inner = torch.compile(model, backend="aot_eager") if compiled == "inner" else model
@@ -127,105 +126,107 @@ def simple(
             run.check(expected)
 
 
-def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
-    """Three backwards to a step, of which the last is reduced; `synchronised`: each is, and then it is not known."""
-    model = Perceptron()
+def rounds(
+    run: Loop,
+    model: torch.nn.Module,
+    body: Callable[[int, Any, torch.optim.Optimizer], float | None],
+    *,
+    clear: bool = True,
+    set_to_none: bool = True,
+    watch_inner: bool = False,
+    **options: object,
+) -> None:
+    """Train; `body` runs the backwards of a step and returns the norm to expect."""
     wrapped = DistributedDataParallel(model, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with run.watching(model if watch_inner else wrapped):
         for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            losses = [squared(3 * step + part, 1 / 3) for part in range(3)]
-            expected = alone(model, *losses)
-            for part, loss in enumerate(losses):
-                with wrapped.no_sync() if part < 2 and not synchronised else contextlib.nullcontext():
-                    loss(wrapped).backward()
+            if clear:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            expected = body(step, wrapped, optimizer)
             optimizer.step()
-            run.check(UNKNOWN if synchronised else expected)
+            run.check(expected)
+
+
+def no_sync(run: Loop, *, synchronised: bool = False, set_to_none: bool = True, **options: object) -> None:
+    """Run three backwards per step of which the last is reduced; if each is, the norm is unknown."""
+    model = Perceptron()
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        losses = [squared(3 * step + part, 1 / 3) for part in range(3)]
+        expected = alone(model, *losses)
+        for part, loss in enumerate(losses):
+            with wrapped.no_sync() if part < 2 and not synchronised else contextlib.nullcontext():
+                loss(wrapped).backward()
+        return UNKNOWN if synchronised else expected
+
+    rounds(run, model, body, set_to_none=set_to_none, **options)
 
 
 def never_cleared(run: Loop) -> None:
-    """What was there before is not zero: it is not known what of it is this rank's."""
+    """Never clear: gradients from before are not this rank's own."""
     model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            expected = alone(model, squared(step))
-            squared(step)(wrapped).backward()
-            optimizer.step()
-            run.check(expected if step == 0 else UNKNOWN)
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        expected = alone(model, squared(step))
+        squared(step)(wrapped).backward()
+        return expected if step == 0 else UNKNOWN
+
+    rounds(run, model, body, clear=False)
 
 
 def thrown_away(run: Loop, *, synchronised: bool) -> None:
-    """Gradients that are set to zero where they lie are no part of what the next backward gives: it is told alone."""
+    """Set gradients to zero in place before the last backward: its norm is shown."""
     model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=False)
-            with contextlib.nullcontext() if synchronised else wrapped.no_sync():
-                squared(2 * step)(wrapped).backward()
-            optimizer.zero_grad(set_to_none=False)
-            expected = alone(model, squared(2 * step + 1))
-            squared(2 * step + 1)(wrapped).backward()
-            optimizer.step()
-            run.check(expected)
+
+    def body(step: int, wrapped: Any, optimizer: torch.optim.Optimizer) -> float | None:  # noqa: ANN401 - a wrapper
+        with contextlib.nullcontext() if synchronised else wrapped.no_sync():
+            squared(2 * step)(wrapped).backward()
+        optimizer.zero_grad(set_to_none=False)
+        expected = alone(model, squared(2 * step + 1))
+        squared(2 * step + 1)(wrapped).backward()
+        return expected
+
+    rounds(run, model, body, set_to_none=False)
 
 
 def averaged_by_the_user(run: Loop) -> None:
-    """What was averaged with the other rank by hand before the last backward is not this rank's own: nothing is told."""
+    """Average with the other rank before the last backward: the norm is unknown."""
     model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with wrapped.no_sync():
-                squared(2 * step)(wrapped).backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= 2
-            squared(2 * step + 1)(wrapped).backward()
-            optimizer.step()
-            run.check(UNKNOWN)
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        with wrapped.no_sync():
+            squared(2 * step)(wrapped).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        squared(2 * step + 1)(wrapped).backward()
+        return UNKNOWN
+
+    rounds(run, model, body)
 
 
-def used_on_one_rank(run: Loop) -> None:
-    """A branch that this rank did not take has no part in its own norm, though it has a gradient in the end."""
+def branches(run: Loop, *, old_gradient: bool = False) -> None:
+    """Take a branch on one rank: it has no part in the norm of the other, unless its old gradient goes into the mean."""
     model = Branches()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            taken = ["always", "sometimes" if (step + dist.get_rank()) % 2 else "never"]
-            loss = lambda m, taken=taken, step=step: m(double(data(step), m), taken).square().mean()  # noqa: E731
-            expected = alone(model, loss)
-            loss(wrapped).backward()
-            optimizer.step()
-            run.check(expected)
 
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        rank = dist.get_rank()
+        mine = (step == 0 or rank) if old_gradient else (step + rank) % 2
+        taken = ["always", "sometimes"] if mine else ["always"] if old_gradient else ["always", "never"]
 
-def unused_with_an_old_gradient(run: Loop) -> None:
-    """An old gradient of a branch that only the other rank took goes into the mean as this rank's: then nothing is told."""
-    model = Branches()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=False)
-            taken = ["always", "sometimes"] if step == 0 or dist.get_rank() else ["always"]
-            loss = lambda m, taken=taken, step=step: m(double(data(step), m), taken).square().mean()  # noqa: E731
-            expected = alone(model, loss)
-            loss(wrapped).backward()
-            optimizer.step()
-            run.check(expected if step == 0 or dist.get_rank() else UNKNOWN)
+        def loss(m: torch.nn.Module) -> torch.Tensor:
+            return m(double(data(step), m), taken).square().mean()  # type: ignore[no-any-return]
+
+        expected = alone(model, loss)
+        loss(wrapped).backward()
+        return expected if mine or not old_gradient else UNKNOWN
+
+    rounds(run, model, body, set_to_none=not old_gradient, find_unused_parameters=True)
 
 
 def scaled(run: Loop) -> None:
-    """A loss scale is divided out; an overflow on one rank is infinite there and only there."""
+    """Scale the loss; an overflow on one rank is infinite only there."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -241,22 +242,20 @@ def scaled(run: Loop) -> None:
 
 
 def sparse(run: Loop) -> None:
-    """Gradients of an embedding that are sparse, with tokens that come twice."""
+    """Use sparse gradients of an embedding with repeated tokens."""
     model = torch.nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            expected = alone(model, lambda m, tokens=tokens: m(tokens).square().mean())
-            wrapped(tokens).square().mean().backward()
-            optimizer.step()
-            run.check(expected)
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        tokens = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        expected = alone(model, lambda m: m(tokens).square().mean())
+        wrapped(tokens).square().mean().backward()
+        return expected
+
+    rounds(run, model, body)
 
 
 def gan(run: Loop) -> None:
-    """Of two models in turn, each under a wrapper of its own, the local norm is over what the stepping optimizer owns."""
+    """Train two models in turn: the norm is over what the stepping optimizer owns."""
     parts = {"generator": torch.nn.Linear(3, 4), "discriminator": torch.nn.Linear(4, 1)}
     wrapped = {name: DistributedDataParallel(part) for name, part in parts.items()}
     of_generator = torch.optim.SGD(parts["generator"].parameters(), lr=0.01)
@@ -282,7 +281,7 @@ def gan(run: Loop) -> None:
 
 
 def uneven(run: Loop) -> None:
-    """Under `join` ranks end at different times; what each has itself is known all the same."""
+    """Let ranks end at different times under `join`."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -296,7 +295,7 @@ def uneven(run: Loop) -> None:
 
 
 def closure(run: Loop) -> None:
-    """With a closure the last evaluation's gradient is the one that is meant."""
+    """Use a closure: the gradient of the last evaluation counts."""
     model = Perceptron()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
@@ -316,38 +315,34 @@ def closure(run: Loop) -> None:
 
 
 def of_hook(run: Loop) -> None:
-    """What a hook of the user's on a parameter makes of its gradient is what this rank gives to the others."""
+    """Change gradients in a hook of the user: the result is what this rank reduces."""
     model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    handles = [p.register_hook(lambda g: 3 * g) for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with run.watching(wrapped):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            expected = alone(model, squared(step, 3.0))
-            squared(step)(wrapped).backward()
-            optimizer.step()
-            run.check(expected)
-    for handle in handles:
-        handle.remove()
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        expected = alone(model, squared(step, 3.0))
+        handles = [p.register_hook(lambda g: 3 * g) for p in model.parameters()]
+        squared(step)(wrapped).backward()
+        for handle in handles:
+            handle.remove()
+        return expected
+
+    rounds(run, model, body)
 
 
 def past_the_wrapper(run: Loop) -> None:
-    """A forward that goes past the wrapper is not reduced, and no other rank's gradient is in what is shown as reduced."""
+    """Call the model without the wrapper: nothing is reduced, and the norm is unknown."""
     model = Perceptron()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.watching(model):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            expected = alone(model, squared(step))
-            squared(step)(model if step == 2 else wrapped).backward()
-            optimizer.step()
-            run.check(UNKNOWN if step == 2 else expected)
+
+    def body(step: int, wrapped: Any, _: object) -> float | None:  # noqa: ANN401 - a wrapper
+        expected = alone(model, squared(step))
+        squared(step)(model if step == 2 else wrapped).backward()
+        return UNKNOWN if step == 2 else expected
+
+    rounds(run, model, body, watch_inner=True)
 
 
 def powersgd() -> tuple[Any, Any]:
-    """A hook that compresses."""
+    """Return a hook that compresses."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
     return powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook
 
@@ -356,13 +351,9 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "plain": lambda run: simple(run, Perceptron()),
     "views": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True),
     "views that are set to zero": lambda run: simple(run, Perceptron(), gradient_as_bucket_view=True, set_to_none=False),
-    "set to zero": lambda run: simple(run, Perceptron(), set_to_none=False),
     "static graph": lambda run: simple(run, Perceptron(), static_graph=True),
-    "buckets": lambda run: simple(run, Perceptron(), bucket_cap_mb=1e-4),
     "buckets as views": lambda run: simple(run, Perceptron(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True),
-    "unused parameters looked for": lambda run: simple(run, Perceptron(), find_unused_parameters=True),
     "inner module watched": lambda run: simple(run, Perceptron(), watch_inner=True),
-    "fp16 hook": lambda run: simple(run, Perceptron(), hook=lambda: (None, default_hooks.fp16_compress_hook)),
     "powersgd hook": lambda run: simple(run, Perceptron(), hook=powersgd),
     "reentrant checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=True)),
     "checkpoint": lambda run: simple(run, Checkpointed(use_reentrant=False)),
@@ -371,15 +362,14 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     "beyond float32 squares": lambda run: simple(run, Perceptron(), factor=1e25),
     "below float32 squares": lambda run: simple(run, Perceptron(), factor=1e-28),
     "no_sync": no_sync,
-    "no_sync with views": lambda run: no_sync(run, gradient_as_bucket_view=True),
     "no_sync, set to zero": lambda run: no_sync(run, set_to_none=False, gradient_as_bucket_view=True),
     "each backward reduced": lambda run: no_sync(run, synchronised=True),
     "never cleared": never_cleared,
     "thrown away": lambda run: thrown_away(run, synchronised=False),
     "thrown away once reduced": lambda run: thrown_away(run, synchronised=True),
     "averaged by the user": averaged_by_the_user,
-    "used on one rank": used_on_one_rank,
-    "an old gradient": unused_with_an_old_gradient,
+    "used on one rank": branches,
+    "an old gradient": lambda run: branches(run, old_gradient=True),
     "loss scale": scaled,
     "sparse": sparse,
     "gan": gan,
@@ -391,7 +381,7 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
 
 
 def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
-    """Runs a loop, seeded."""
+    """Run a loop, seeded."""
     torch.manual_seed(0)
     run = Loop(on=on)
     with warnings.catch_warnings(), warning_of_torch(".*find_unused_parameters=True was specified.*", ".*torch.jit.*"):
@@ -403,7 +393,7 @@ def observed(loop: Callable[[Loop], None], *, on: bool) -> Finding:
 
 
 def rank_main(rank: int, folder: str, names: list[str]) -> None:
-    """One of the ranks: all loops, with and without."""
+    """Run all loops on one of the ranks, with an exporter and without."""
     gc.disable()  # as in `test_distributed.py`
     kept, found = [], {}
     for number, name in enumerate(names):
@@ -421,7 +411,7 @@ def rank_main(rank: int, folder: str, names: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Finding]]:
-    """What both ranks found in the loops that are asked for."""
+    """Return what both ranks found in the selected loops."""
     callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = list(dict.fromkeys(spec.params["name"] for spec in callspecs if spec is not None and "name" in spec.params))
     folder = tmp_path_factory.mktemp("local")
@@ -429,9 +419,16 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written by the processes above
 
 
-@pytest.mark.parametrize("name", LOOPS)
+SELDOM = (
+    "buckets as views", "views that are set to zero", "static graph", "inner module watched", "compiled module", "compiled wrapper",
+    "below float32 squares", "no_sync, set to zero", "thrown away once reduced", "uneven",
+)  # fmt: skip
+loops = pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SELDOM)) for name in LOOPS])
+
+
+@loops
 def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
-    """On each rank the norm is that of its own gradient as float64 has it, or absent where that cannot be known."""
+    """The norm of each rank is that of its own gradient in float64, or absent where that is unknown."""
     for rank, mine in enumerate(findings):
         found = mine[name, True]
         assert not found.failed, f"rank {rank}: {found.failed}"
@@ -442,9 +439,9 @@ def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) 
     assert first != second or name in ("each backward reduced", "averaged by the user")
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@loops
 def test_training_is_unchanged(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
-    """The parameters in the end are those of a run without an exporter, to the last bit."""
+    """The trained parameters are those of a run without an exporter, to the last bit."""
     for mine in findings:
         assert not mine[name, False].failed, mine[name, False].failed
         pairs = zip(mine[name, True].end, mine[name, False].end, strict=True)

@@ -1,8 +1,10 @@
-"""`torch_train_loss` of models that return a loss: that of a whole round, as the loop itself would compute it."""
+"""`torch_train_loss` of models that return a loss: the loss of a whole round, as the loop itself would compute it."""
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,16 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.scrape import errors, value, values
+from tests.support.tools import eventually
 from torch_grad_exporter import Exporter, start_exporter
-from torch_grad_exporter.capture import round_loss
-from torch_grad_exporter.capture.count_only.counting import CountOnly
 
 LOSS = "torch_train_loss"
 NONFINITE = "torch_train_loss_nonfinite_total"
 
 
 class Model(nn.Module):
-    """Returns a mean per micro-batch, or, told the items of the whole round, the sum over them, as Transformers' models do."""
+    """Returns a mean per micro-batch, or the sum over the items of the whole round, like models of Transformers."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -44,12 +45,12 @@ class Loop:
         self.optimizer = sgd(self.model)
 
     def losses(self, sizes: Sequence[int], **told: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - for the model
-        """The loss of each micro-batch, right after its forward."""
+        """Yield the loss of each micro-batch right after its forward."""
         for size in sizes:
             yield self.model(batch(size), **told)["loss"]
 
     def round(self, sizes: Sequence[int] = (2, 5, 3), *, step: bool = True, **told: Any) -> list[float]:  # noqa: ANN401
-        """One round; returns the losses of the micro-batches."""
+        """Train one round; return the losses of the micro-batches."""
         found = []
         self.optimizer.zero_grad()
         for loss in self.losses(sizes, **told):
@@ -61,24 +62,24 @@ class Loop:
 
 
 def mean(losses: Sequence[float]) -> Any:  # noqa: ANN401 - what pytest makes of it
-    """The mean."""
+    """Return the mean, for a comparison."""
     return pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
 @pytest.fixture
 def loop() -> Loop:
-    """One for each test."""
+    """Make a loop for each test."""
     return Loop()
 
 
 def watching(loop: Loop, **options: object) -> Exporter:
-    """An exporter that reads each round."""
+    """Start an exporter that reads each round."""
     return start_exporter(loop.model, port=None, **{"every": 1, **options})
 
 
 @pytest.fixture
 def exporter(loop: Loop) -> Iterator[Exporter]:
-    """An exporter that reads each round, and must not fail."""
+    """Start an exporter that reads each round and must not fail."""
     with watching(loop) as one:
         yield one
         assert errors(one) == {}
@@ -86,7 +87,7 @@ def exporter(loop: Loop) -> Iterator[Exporter]:
 
 @pytest.mark.parametrize("told", [{}, {"num_items_in_batch": None}], ids=["nothing", "no number"])
 def test_a_mean_for_each_micro_batch(loop: Loop, exporter: Exporter, told: dict[str, None]) -> None:
-    """The loss is the mean over the micro-batches of the round, once its step is done, and not before."""
+    """The loss is the mean over the micro-batches of the round, shown once the step is done."""
     for _ in range(4):
         before = value(exporter, LOSS)
         losses = []
@@ -101,7 +102,7 @@ def test_a_mean_for_each_micro_batch(loop: Loop, exporter: Exporter, told: dict[
 
 @pytest.mark.parametrize("kind", [int, torch.tensor])
 def test_shares_of_the_whole_round(loop: Loop, exporter: Exporter, kind: Callable[[int], Any]) -> None:
-    """Where the model is told the items of the whole round, the loss is the sum: that of all items."""
+    """With the number of items of the whole round, the loss is the sum over the micro-batches."""
     for _ in range(4):
         state = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
         torch.manual_seed(1)
@@ -115,7 +116,7 @@ def test_shares_of_the_whole_round(loop: Loop, exporter: Exporter, kind: Callabl
 
 
 def test_other_ranks_have_the_rest(loop: Loop, exporter: Exporter) -> None:
-    """A share of the items of all ranks is no loss; a mean is this rank's own."""
+    """A share of the items of all ranks is not shown as the loss; a mean is."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         loop.round(num_items_in_batch=10)
@@ -126,8 +127,8 @@ def test_other_ranks_have_the_rest(loop: Loop, exporter: Exporter) -> None:
         dist.destroy_process_group()
 
 
-def test_forwards_that_are_only_looked_at(loop: Loop, exporter: Exporter) -> None:
-    """Forwards in train mode, with a graph, that no backward follows count in no round, wherever they are."""
+def test_forwards_without_a_backward_do_not_count(loop: Loop, exporter: Exporter) -> None:
+    """Forwards in train mode that no backward follows count in no round."""
     for _ in range(3):
         list(loop.losses((4, 4)))
         loop.optimizer.zero_grad()
@@ -142,16 +143,8 @@ def test_forwards_that_are_only_looked_at(loop: Loop, exporter: Exporter) -> Non
         del kept
 
 
-def test_one_backward_over_several_forwards(loop: Loop, exporter: Exporter) -> None:
-    """Losses that are added up before the backward are all of the round."""
-    losses = [*loop.losses((2, 5, 3))]
-    torch.stack(losses).sum().backward()
-    loop.optimizer.step()
-    assert value(exporter, LOSS) == mean([loss.item() for loss in losses])
-
-
 def test_a_loss_that_is_changed_in_place(loop: Loop, exporter: Exporter) -> None:
-    """What the loop does to the loss after the forward, as scaling it, does not change what the model returned."""
+    """Changing the loss in place after the forward, like scaling, does not change what is shown."""
     (loss,) = loop.losses((4,))
     expected = loss.item()
     loss.mul_(1024.0)
@@ -162,8 +155,8 @@ def test_a_loss_that_is_changed_in_place(loop: Loop, exporter: Exporter) -> None
     assert value(exporter, LOSS) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_skipped_round_is_shown_when_the_next_one_begins(loop: Loop, exporter: Exporter) -> None:
-    """The NaN of a round without a step is counted, by itself, and does not enter the next round's loss."""
+def test_the_loss_of_a_skipped_round(loop: Loop, exporter: Exporter) -> None:
+    """The NaN of a round without a step is counted and does not enter the loss of the next round."""
     loop.round()
     loop.round()
     loop.optimizer.zero_grad()
@@ -181,7 +174,7 @@ def test_a_skipped_round_is_shown_when_the_next_one_begins(loop: Loop, exporter:
 
 
 def test_a_round_that_the_end_cuts_off(loop: Loop) -> None:
-    """What a round without a step has when the exporter is closed is shown."""
+    """The loss of a round without a step is counted when the exporter is closed."""
     exporter = watching(loop)
     loop.round()
     with torch.no_grad():
@@ -192,7 +185,7 @@ def test_a_round_that_the_end_cuts_off(loop: Loop) -> None:
 
 
 def test_an_observed_loss_wins(loop: Loop, exporter: Exporter) -> None:
-    """Where the user gives the loss, before or after the step, the model's is not shown, until the user has stopped."""
+    """While the user gives the loss, that of the model is not shown."""
     loop.round()
     for after in (False, True, True):
         loop.optimizer.zero_grad()
@@ -209,47 +202,22 @@ def test_an_observed_loss_wins(loop: Loop, exporter: Exporter) -> None:
     assert value(exporter, LOSS) == mean(losses)
 
 
-def test_only_whole_rounds_are_shown(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round whose reading becomes due in its middle has no loss; the next one that is due from its beginning has."""
-    with watching(loop, every=1000) as exporter:
-        for _ in range(4):
-            loop.round()
-        before = value(exporter, LOSS)
-        monkeypatch.setattr(round_loss, "READ_SECONDS", math.inf)
-        loop.round()
-        loop.optimizer.zero_grad()
-        losses = loop.losses((2, 3))
-        next(losses).backward()
-        monkeypatch.setattr(round_loss, "READ_SECONDS", 0.0)
-        next(losses).backward()
-        loop.optimizer.step()
-        assert value(exporter, LOSS) == before
-        found = loop.round()
-        assert value(exporter, LOSS) == mean(found)
-
-
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_rounds_that_are_only_counted(loop: Loop, accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where hooks rest, the losses shown are those of whole rounds that were followed, also where the rest ends amid a round."""
-    monkeypatch.setattr(round_loss, "READ_SECONDS", 0.0)
-    sizes = [2, 5, 3][:accumulated]
+def test_losses_shown_are_those_of_whole_rounds(loop: Loop, accumulated: int) -> None:
+    """Where few rounds are sampled and most are only counted, each loss shown is that of one whole round."""
     with watching(loop, every=128, overhead_budget=0.0001) as exporter:
-        counting: CountOnly = exporter._training.capture._count_only
-        truths, shown, ended = set(), set(), 0
-        for number in range(400):
-            loop.optimizer.zero_grad()
-            losses = []
-            for place, loss in enumerate(loop.losses(sizes)):
-                loss.backward()
-                losses.append(loss.item())
-                if place == 0 and number % 9 == 0 and counting._counting is not None:
-                    counting.settle()
-                    ended += 1
-            loop.optimizer.step()
-            truths.add(round(sum(losses) / len(losses), 5))
-            shown.add(round(value(exporter, LOSS) or 0.0, 5))
-        assert ended > 3
-        assert len(shown) > 20
+        truths: set[float | None] = {None}
+        shown = set()
+
+        def steps() -> bool:
+            for _ in range(50):
+                losses = loop.round([2, 5, 3][:accumulated])
+                truths.add(round(sum(losses) / len(losses), 5))
+                loss = value(exporter, LOSS)
+                shown.add(None if loss is None else round(loss, 5))
+            return len(shown) > 4
+
+        assert eventually(steps)
         assert shown <= truths
         assert errors(exporter) == {}
 
@@ -277,24 +245,8 @@ def test_a_closure_that_is_called_often(loop: Loop, clears_first: bool) -> None:
             assert value(exporter, LOSS) == pytest.approx(found[-1], rel=1e-6)
 
 
-def test_where_no_hook_sees_the_backward(loop: Loop) -> None:
-    """On the rung `optimizer` the losses of all forwards since the step are those of the round."""
-    with watching(loop) as exporter:
-        for _ in range(6):
-            losses, sums = [], [torch.zeros_like(p) for p in loop.model.parameters()]
-            for loss in loop.losses((2, 3)):
-                found = torch.autograd.grad(loss, list(loop.model.parameters()))
-                sums = [one + other for one, other in zip(sums, found, strict=True)]
-                losses.append(loss.item())
-            for parameter, gradient in zip(loop.model.parameters(), sums, strict=True):
-                parameter.grad = gradient
-            loop.optimizer.step()
-        assert value(exporter, "torch_grad_exporter_capture_mode", mode="optimizer") == 1
-        assert value(exporter, LOSS) == mean(losses)
-
-
-def test_losses_of_several_models_are_none_of_a_round() -> None:
-    """Where two models return a loss in one round, there is none; with one of them there is."""
+def test_losses_of_two_models_in_a_round() -> None:
+    """Two models with a loss in one round give none; one of them does."""
     loops = Loop(), Loop()
     with start_exporter({"one": loops[0].model, "other": loops[1].model}, port=None, every=1) as exporter:
         losses = loops[0].round()
@@ -308,14 +260,13 @@ def test_losses_of_several_models_are_none_of_a_round() -> None:
     "make",
     [
         lambda loss: loss.bfloat16(),
-        lambda loss: loss.reshape(1, 1),
-        lambda loss: loss.as_subclass(Own),
+        lambda loss: loss.reshape(1, 1).as_subclass(Own),
         lambda loss: loss.detach(),
     ],
-    ids=["bfloat16", "one element", "a subclass", "without a graph"],
+    ids=["bfloat16", "one element of a subclass", "without a graph"],
 )
 def test_losses_of_every_kind(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A loss may be of any type and shape of one element; one without a graph counts if a backward follows."""
+    """A loss may have any real type and any shape of one element; without a graph it counts if a backward follows."""
 
     class Odd(Model):
         def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, torch.Tensor]:
@@ -336,14 +287,14 @@ def test_losses_of_every_kind(make: Callable[[torch.Tensor], torch.Tensor]) -> N
 
 
 class Own(torch.Tensor):
-    """A tensor of the user's own kind."""
+    """A tensor class of the user."""
 
 
 @pytest.mark.parametrize(
     "loss", [torch.zeros(2), torch.zeros((), dtype=torch.complex64), torch.zeros((), device="meta"), None, 1.0]
 )
 def test_what_is_no_loss(loss: object) -> None:
-    """An output whose `loss` is no real number of a tensor shows none and costs nothing."""
+    """An output whose `loss` is not one real number shows nothing and costs nothing."""
 
     class Odd(Model):
         def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> dict[str, Any]:
@@ -357,29 +308,12 @@ def test_what_is_no_loss(loss: object) -> None:
         assert errors(exporter) == {}
 
 
-def test_a_long_round_keeps_few_losses(loop: Loop, exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a number of losses they are added up, and forwards that were only looked at are forgotten."""
-    monkeypatch.setattr(round_loss, "MOST", 5)
-    losses = loop.round([2] * 23)
-    assert value(exporter, LOSS) == mean(losses)
-    assert value(exporter, NONFINITE) == 0
-    held = exporter._training.capture._observations._losses
-    list(loop.losses([2] * 23))
-    assert len(held._waiting) <= 5
-    loop.round([2, 2])
-    losses = loop.round([2, 2])
-    assert value(exporter, LOSS) == mean(losses)
-    loop.round()
-    loop.round()
-    assert held._waiting == []
-
-
 def test_a_loss_keeps_no_graph(loop: Loop, exporter: Exporter) -> None:
-    """What is kept of a loss is a number, or has no graph."""
-    for loss in loop.losses((2, 3)):
-        loss.backward()
-    held = exporter._training.capture._observations._losses
-    next(loop.losses((2,)))
-    kept = [one.value for one in held._waiting] + list(held._round.values if held._round else [])
-    assert kept
-    assert not any(isinstance(one, torch.Tensor) and one.requires_grad for one in kept)
+    """The loss of a forward that no backward follows keeps neither its graph nor its activations alive."""
+    loop.round()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    handle = loop.model.inner.first.register_forward_hook(lambda _module, _inputs, output: kept.append(weakref.ref(output)))
+    list(loop.losses((2, 3)))
+    gc.collect()
+    assert [activation() for activation in kept] == [None, None]
+    handle.remove()

@@ -1,76 +1,79 @@
-"""A watched `DataLoader` is one for everything that looks at it, trains as it does without us, and counts its waits.
-
-The clock of these tests goes on only while a batch is made, so the time that is counted is known exactly.
-"""
+"""`watch_loader`: what it returns behaves, is copied and is pickled like the loader, and counts its waits as the phase `data`."""
 
 from __future__ import annotations
 
-import abc
 import copy
 import gc
 import inspect
+import multiprocessing
 import pickle
+import subprocess
+import sys
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
-from tests.support.models import Perceptron
-from torch_grad_exporter import start_exporter
-from torch_grad_exporter.capture.phases import DATA, OUTSIDE
-from torch_grad_exporter.capture.progress import StepClock
-from torch_grad_exporter.capture.watched_data_loader import watched
-from torch_grad_exporter.errors import ErrorLog
-from torch_grad_exporter.transfer.events import Mailbox
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.scrape import errors, value
+from tests.support.tools import eventually
+from torch_grad_exporter import Exporter, start_exporter
 
-SECONDS = 0.25
-"""What one example takes."""
+SECONDS = 0.002
+"""How long one example takes."""
+
+
+@pytest.fixture
+def model() -> Perceptron:
+    """Make a model for each test."""
+    return Perceptron()
+
+
+@pytest.fixture
+def exporter(model: Perceptron) -> Iterator[Exporter]:
+    """Start an exporter that serves nothing."""
+    with start_exporter(model, port=None) as exporter:
+        yield exporter
 
 
 class Slow(Dataset[int]):
-    """Numbers, each of which takes `SECONDS` of its own clock."""
+    """Numbers, each of which takes `SECONDS`; `spent` is the time they took."""
 
     def __init__(self, size: int = 10) -> None:
         self.size = size
-        self.time = 0.0
+        self.spent = 0.0
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, number: int) -> int:
-        self.time += SECONDS
+        begin = time.perf_counter()
+        time.sleep(SECONDS)
+        self.spent += time.perf_counter() - begin
         return number
 
 
-def clock_of(data: Slow) -> StepClock:
-    """One that shows the time of the examples."""
-    return StepClock(Mailbox(), clock=lambda: data.time)
-
-
-def watch(loader: Any, data: Slow | None = None) -> tuple[Any, StepClock]:  # noqa: ANN401 - any loader
-    """The loader, watched, and the clock that its waits go to."""
-    clock = clock_of(data or Slow())
-    return watched(loader, clock, ErrorLog(("observe",))), clock
-
-
-def waited(clock: StepClock) -> float:
-    """Seconds in the phase `data` up to now."""
-    clock.switch(OUTSIDE)
-    return clock.phases.seconds[DATA]
+def waited(exporter: Exporter, model: Perceptron) -> float:
+    """Return the seconds in the phase `data` after a step."""
+    model(batch()).sum().backward()
+    sgd(model).step()
+    return value(exporter, "torch_train_phase_seconds_total", phase="data") or 0.0
 
 
 def lists(loader: Any) -> list[list[int]]:  # noqa: ANN401 - any loader of tensors
-    """Its batches."""
+    """Return its batches."""
     return [batch.tolist() for batch in loader]
 
 
-def test_it_is_a_data_loader() -> None:
+def test_it_is_a_data_loader(exporter: Exporter) -> None:
     """Type, name, signature, attributes and length are those of the loader, and writes to one are seen in the other."""
     given: DataLoader[int] = DataLoader(Slow(), batch_size=4)
-    one, _ = watch(given)
+    one = exporter.watch_loader(given)
     assert isinstance(one, DataLoader)
     assert (type(one).__name__, type(one).__module__) == (DataLoader.__name__, DataLoader.__module__)
     assert inspect.signature(type(one).__init__) == inspect.signature(DataLoader.__init__)
@@ -85,31 +88,33 @@ def test_it_is_a_data_loader() -> None:
         one.batch_size = 5
 
 
-def test_it_counts_the_waits() -> None:
-    """The phase `data` is the time of the examples, over two epochs, one of them broken off."""
+def test_the_waits_are_the_phase_data(exporter: Exporter, model: Perceptron) -> None:
+    """The phase `data` has the time of the examples over an epoch and a part of one, and not that of the loop."""
     data = Slow()
-    one, clock = watch(DataLoader(data, batch_size=4), data)
+    one = exporter.watch_loader(DataLoader(data, batch_size=4))
+    begin = time.perf_counter()
     assert lists(one) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     for _ in one:
-        data.time += 100.0  # the loop's own
+        own = time.perf_counter()
+        time.sleep(0.05)
+        own = time.perf_counter() - own
         break
-    assert waited(clock) == 14 * SECONDS
+    assert data.spent <= waited(exporter, model) <= time.perf_counter() - begin - own
 
 
-def test_one_made_from_its_class_counts_too() -> None:
-    """A loader that a framework makes by calling the class is watched, and copied and pickled as one of the plain class."""
+def test_a_loader_of_a_watched_class_counts_too(exporter: Exporter, model: Perceptron) -> None:
+    """A loader that a framework makes from the class of a watched one is watched, and copied as one of the plain class."""
     data = Slow()
-    one, clock = watch(DataLoader(data, batch_size=4), data)
-    made = type(one)(data, batch_size=5)
+    made = type(exporter.watch_loader(DataLoader(data)))(data, batch_size=5)
     assert lists(made) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert waited(clock) == 10 * SECONDS
+    assert waited(exporter, model) >= data.spent > 0
     for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):  # noqa: S301 - our own
         assert type(copied) is DataLoader
         assert lists(copied) == lists(made)
 
 
-def test_random_numbers_are_drawn_as_without_us() -> None:
-    """`iter` draws its seed at once: what is drawn between it and the first batch stays the same."""
+def test_random_numbers_are_drawn_as_without_us(exporter: Exporter) -> None:
+    """`iter` draws its seed at once, like without the exporter."""
 
     def drawn(loader: Any) -> tuple[float, list[list[int]]]:  # noqa: ANN401 - any loader
         torch.manual_seed(3)
@@ -119,37 +124,27 @@ def test_random_numbers_are_drawn_as_without_us() -> None:
     def shuffled() -> DataLoader[int]:
         return DataLoader(Slow(), batch_size=4, shuffle=True)
 
-    assert drawn(watch(shuffled())[0]) == drawn(shuffled())
+    assert drawn(exporter.watch_loader(shuffled())) == drawn(shuffled())
 
 
-def test_persistent_workers_stay_and_end_with_the_loader() -> None:
-    """Two epochs have the same worker, which is known to both objects, and which ends when both are dropped."""
+def test_persistent_workers_end_with_the_loader(exporter: Exporter) -> None:
+    """Two epochs have the same worker process, which ends when the loader and the watched one are dropped."""
     given: DataLoader[int] = DataLoader(
         Slow(), batch_size=5, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     )
-    one, _ = watch(given)
-    assert lists(one) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    worker = given._iterator._workers[0]  # type: ignore[union-attr]
-    assert lists(one) == lists(given)
-    assert one._iterator is given._iterator
-    assert given._iterator._workers[0] is worker  # type: ignore[union-attr]
+    before = {process.pid for process in multiprocessing.active_children()}
+    one = exporter.watch_loader(given)
+    workers = []
+    for _ in range(2):
+        assert lists(one) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        workers.append([process for process in multiprocessing.active_children() if process.pid not in before])
+    assert [process.pid for process in workers[0]] == [process.pid for process in workers[1]]
     gc.disable()
     try:
         del one, given
-        assert not worker.is_alive()
+        assert eventually(lambda: not workers[0][0].is_alive())
     finally:
         gc.enable()
-
-
-def test_two_iterators_at_once() -> None:
-    """Each has its own place, a length, and the attributes of the loader's."""
-    one, _ = watch(DataLoader(Slow(4)))
-    first, second = iter(one), iter(one)
-    assert [next(first).item(), next(first).item(), next(second).item()] == [0, 1, 0]
-    assert len(first) == 4
-    assert first._num_yielded == 2
-    assert [batch.item() for batch in first] == [2, 3]
-    assert next(first, None) is None
 
 
 class Stream(IterableDataset[int]):
@@ -159,16 +154,16 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_a_stream_has_no_length() -> None:
-    """A loader over a stream yields it and raises `TypeError` for its length, as without us."""
-    one, _ = watch(DataLoader(Stream(), batch_size=None))
+def test_a_stream_has_no_length(exporter: Exporter) -> None:
+    """A loader over a stream yields it and raises `TypeError` for its length."""
+    one = exporter.watch_loader(DataLoader(Stream(), batch_size=None))
     assert list(one) == [0, 1, 2]
     with pytest.raises(TypeError, match="has no len"):
         len(one)
 
 
 class Epochs(DataLoader[Any]):
-    """A loader with a generator of its own, which notes the ends of epochs."""
+    """A loader with its own generator, which notes the ends of epochs."""
 
     def __init__(self, *arguments: Any, ended: list[str], **more: Any) -> None:  # noqa: ANN401 - as the loader's
         super().__init__(*arguments, **more)
@@ -182,10 +177,10 @@ class Epochs(DataLoader[Any]):
             self.ended.append("closed")
 
 
-def test_a_loaders_own_generator_is_closed_at_once() -> None:
-    """An epoch that is broken off ends the loader's own generator right then."""
+def test_a_loaders_own_generator_is_closed_at_once(exporter: Exporter) -> None:
+    """An epoch that ends early closes the loader's own generator at once."""
     ended: list[str] = []
-    one, _ = watch(Epochs(Slow(3), ended=ended))
+    one = exporter.watch_loader(Epochs(Slow(3), ended=ended))
     for _ in one:
         break
     assert ended == ["closed"]
@@ -200,7 +195,7 @@ def test_a_loaders_own_generator_is_closed_at_once() -> None:
 
 
 class Closing(DataLoader[int]):
-    """A loader that ends what it has opened when it is freed, as Ultralytics' does."""
+    """A loader that ends what it has opened when it is freed, like that of Ultralytics."""
 
     ends: ClassVar[list[int]] = []
 
@@ -208,25 +203,11 @@ class Closing(DataLoader[int]):
         self.ends.append(id(self.dataset))
 
 
-@pytest.mark.parametrize("how", ["watched", "made", "made and copied"])
-def test_a_loader_that_ends_something_does_so_once(how: str) -> None:
-    """`__del__` runs once, and only when the watched loader is freed."""
+def test_a_loader_that_ends_something_does_so_once(exporter: Exporter) -> None:
+    """`__del__` runs once, when the watched loader is freed."""
     Closing.ends.clear()
     data = Slow(2)
-    one, _ = watch(Closing(data))
-    assert Closing.ends == []
-    if how != "watched":
-        one = type(one)(other := Slow(2))
-        assert Closing.ends == [id(data)]
-        data = other
-        Closing.ends.clear()
-    if how == "made and copied":
-        copied = copy.copy(one)
-        assert Closing.ends == []
-        assert lists(copied) == lists(one)
-        del copied
-        assert Closing.ends == [id(data)]
-        Closing.ends.clear()
+    one = exporter.watch_loader(Closing(data))
     assert lists(one) == [[0], [1]]
     assert Closing.ends == []
     del one
@@ -234,7 +215,7 @@ def test_a_loader_that_ends_something_does_so_once(how: str) -> None:
 
 
 class Registered(DataLoader[int]):
-    """Lists its subclasses by name, as plug-in systems do, and wants an argument of theirs."""
+    """Lists its subclasses by name, and requires an argument for them."""
 
     known: ClassVar[dict[str, type]] = {}
 
@@ -242,32 +223,13 @@ class Registered(DataLoader[int]):
         cls.known[key] = cls
 
 
-class Meta(abc.ABCMeta):
-    """Lists the classes that it makes, and wants an argument of theirs."""
-
-    made: ClassVar[list[str]] = []
-
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str) -> Any:  # noqa: ANN401
-        cls.made.append(key)
-        return super().__new__(cls, name, bases, namespace)
-
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str) -> None:
-        super().__init__(name, bases, namespace)
-
-
-class OfMeta(DataLoader[int], metaclass=Meta, key="mine"):
-    """A loader with a metaclass."""
-
-
-def test_classes_that_list_subclasses_hear_of_none() -> None:
-    """`__init_subclass__` and a metaclass of the user's are not called, and instance checks are right."""
-    for kind in (Registered, OfMeta):
-        one, _ = watch(kind(Slow(2)))
-        assert isinstance(one, kind)
-        assert lists(one) == [[0], [1]]
-        assert not isinstance(kind(Slow(2)), type(one))
+def test_a_class_that_lists_subclasses_lists_none(exporter: Exporter) -> None:
+    """`__init_subclass__` of the user is not called, and instance checks are right."""
+    one = exporter.watch_loader(Registered(Slow(2)))
+    assert isinstance(one, Registered)
+    assert lists(one) == [[0], [1]]
+    assert not isinstance(Registered(Slow(2)), type(one))
     assert Registered.known == {}
-    assert Meta.made == ["mine"]
 
 
 class Slotted(DataLoader[int]):
@@ -276,26 +238,27 @@ class Slotted(DataLoader[int]):
     __slots__ = ("mark",)
 
 
-def test_a_class_that_cannot_be_shared_comes_back_as_it_is() -> None:
-    """A loader with slots is returned itself, and the failure is counted."""
+def test_a_loader_with_slots_is_returned_itself(exporter: Exporter) -> None:
+    """A loader with slots comes back as it is, and the failure is counted."""
     given = Slotted(Slow(2))
-    with start_exporter(Perceptron(), port=None) as exporter:
-        assert exporter.watch_loader(given) is given
-        assert exporter._errors.counts()["observe"] == 1
+    assert exporter.watch_loader(given) is given
+    assert errors(exporter) == {"observe": 1}
 
 
-def test_watching_again_counts_once_for_each_clock() -> None:
-    """The same clock again changes nothing; another exporter's counts beside the first one's."""
+def test_watching_again(exporter: Exporter, model: Perceptron) -> None:
+    """The same exporter again changes nothing; another exporter counts beside the first one."""
     data = Slow()
-    first, second = clock_of(data), clock_of(data)
-    errors = ErrorLog(("observe",))
-    one = watched(DataLoader(data), first, errors)
-    assert watched(one, first, errors) is one
-    both = watched(one, second, errors)
-    assert watched(both, first, errors) is both
-    assert len(list(both)) == 10
-    assert (waited(first), waited(second)) == (10 * SECONDS, 10 * SECONDS)
-    assert type(copy.copy(both)) is DataLoader
+    with start_exporter(second := Perceptron(), port=None, run="other") as other:
+        one = exporter.watch_loader(DataLoader(data))
+        assert exporter.watch_loader(one) is one
+        both = other.watch_loader(one)
+        assert exporter.watch_loader(both) is both
+        begin = time.perf_counter()
+        assert len(list(both)) == 10
+        elapsed = time.perf_counter() - begin
+        for counted in (waited(exporter, model), waited(other, second)):
+            assert data.spent <= counted <= elapsed
+        assert type(copy.copy(both)) is DataLoader
 
 
 def test_after_close_it_is_still_the_loader() -> None:
@@ -305,18 +268,18 @@ def test_after_close_it_is_still_the_loader() -> None:
     assert lists(one) == [[0], [1]]
 
 
-def test_a_structure_keeps_one_object_one() -> None:
-    """Deep copies and pickles of the loader beside the watched one have one loader twice."""
+def test_a_structure_keeps_one_object_one(exporter: Exporter) -> None:
+    """Deep copies and pickles of a loader beside the watched one have the same loader twice."""
     given = DataLoader(TensorDataset(torch.arange(3)))
-    one, _ = watch(given)
+    one = exporter.watch_loader(given)
     for first, second in (copy.deepcopy((one, given)), pickle.loads(pickle.dumps((one, given)))):  # noqa: S301 - our own
         assert first is second
 
 
-def test_nothing_is_kept() -> None:
+def test_nothing_is_kept(exporter: Exporter) -> None:
     """The loader and the watched one are freed with the last reference, without the garbage collector."""
     given: DataLoader[int] = DataLoader(Slow())
-    one, _ = watch(given)
+    one = exporter.watch_loader(given)
     of_given, of_one = weakref.ref(given), weakref.ref(one)
     list(one)
     gc.disable()
@@ -327,3 +290,65 @@ def test_nothing_is_kept() -> None:
         assert (of_given(), of_one()) == (None, None)
     finally:
         gc.enable()
+
+
+def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
+    """Return ten examples in batches of four."""
+    return DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4)
+
+
+def batches(of: Any) -> list[list[float]]:  # noqa: ANN401 - any loader of these
+    """Return what it yields."""
+    return [batch.tolist() for (batch,) in of]
+
+
+def pickled(one: object) -> object:
+    """Return what its pickle loads as."""
+    return pickle.loads(pickle.dumps(one))  # noqa: S301 - our own
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickled}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_one_of_the_loader(exporter: Exporter, way: str) -> None:
+    """`copy`, `deepcopy` and `pickle` of a watched DataLoader give a DataLoader with the same batches."""
+    given = loader()
+    copied = COPIES[way](exporter.watch_loader(given))
+    assert type(copied) is DataLoader
+    assert copied is not given
+    assert batches(copied) == batches(given)
+    assert (copied.dataset is given.dataset) == (way == "copy")
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_any_iterable_is_copied(exporter: Exporter, way: str) -> None:
+    """A watched list is copied as a list, and within a structure beside the list itself as the same list."""
+    numbers = [1, 2, 3]
+    watched = exporter.watch_loader(numbers)
+    assert COPIES[way](watched) == numbers
+    if way != "copy":
+        first, second = COPIES[way]((watched, numbers))
+        assert first is second
+        assert first == numbers
+
+
+def test_what_cannot_be_pickled_says_so_itself(exporter: Exporter) -> None:
+    """A loader that cannot be pickled or copied raises its own error."""
+    watched = exporter.watch_loader(number for number in range(3))
+    for way in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="generator"):
+            way(watched)
+
+
+def test_a_pickle_loads_without_the_package(exporter: Exporter, tmp_path: Path) -> None:
+    """A pickled watched loader loads in a process without the package."""
+    path = tmp_path / "loader.pickle"
+    path.write_bytes(pickle.dumps(exporter.watch_loader(loader())))
+    script = f"""
+import pickle, sys
+sys.modules["torch_grad_exporter"] = None
+print([batch.tolist() for (batch,) in pickle.load(open({str(path)!r}, "rb"))])
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(batches(loader()))

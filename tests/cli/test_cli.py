@@ -9,13 +9,13 @@ from torch_grad_exporter.cli import demo
 from torch_grad_exporter.cli import main as cli
 
 
-def test_demo_without_arguments_runs_until_interrupted_on_the_usual_port() -> None:
-    """`demo` alone trains without an end, serves on 9100 and lets the budget decide the sampling."""
+def test_demo_defaults() -> None:
+    """`demo` trains without end, serves on 9100 and samples within the budget."""
     options = cli.parse(["demo"])
     assert (options.steps, options.port, options.every, options.inject) == (0, 9100, "auto", ())
 
 
-def test_every_argument_reaches_the_options() -> None:
+def test_demo_arguments_reach_the_options() -> None:
     """Each argument sets the option of its name."""
     arguments = "demo --steps 7 --port 0 --every 3 --seed 5 --batch-size 2 --context 16 --width 8 --layers 1 --device cpu"
     assert cli.parse(arguments.split()) == demo.Options(
@@ -23,15 +23,15 @@ def test_every_argument_reaches_the_options() -> None:
     )
 
 
-def test_serving_is_left_to_the_environment_unless_it_is_given() -> None:
-    """Address, web configuration and switched off collectors reach `start_exporter`, and nothing of it where none is given."""
+def test_demo_leaves_serving_to_the_environment() -> None:
+    """Address, web configuration and collectors reach `start_exporter` only where they are given."""
     assert cli.parse(["demo"]).serving == {}
     arguments = ["demo", "--addr", "::1", "--web-config-file", "web.yml", "--no-collector.host", "--no-collector.gpu"]
     collectors = {"host": False, "gpu": False}
     assert cli.parse(arguments).serving == {"addr": "::1", "web_config_file": "web.yml", "collectors": collectors}
 
 
-def test_injections_are_kept_in_their_order() -> None:
+def test_injections_keep_their_order() -> None:
     """`--inject` may be given several times, and a stall may have a length."""
     options = cli.parse(["demo", "--inject", "nan@5", "--inject", "stall@7", "--inject", "stall@9:1.5"])
     assert options.inject == (demo.Injection("nan", 5), demo.Injection("stall", 7, 600.0), demo.Injection("stall", 9, 1.5))
@@ -59,10 +59,8 @@ def test_injections_are_kept_in_their_order() -> None:
         ("demo --color red", "unrecognized arguments: --color red"),
     ],
 )
-def test_wrong_arguments_exit_with_2_and_say_what_is_wrong(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A wrong argument is named together with what it may be, and nothing is started."""
+def test_wrong_arguments_exit_with_2(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong argument is named with its valid values, and nothing is started."""
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments.split())
     assert exit_.value.code == 2
@@ -77,7 +75,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torch-grad-exporter {version.__version__}\n"
 
 
-def test_help_names_every_fault_and_the_metrics_that_show_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_every_injection(capsys: pytest.CaptureFixture[str]) -> None:
     """`demo --help` explains each kind of `--inject`."""
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo", "--help"])

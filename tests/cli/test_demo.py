@@ -156,7 +156,7 @@ def thirty_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield demo_
 
 
-def test_thirty_steps_are_counted_and_summed_up(thirty_steps: Running) -> None:
+def test_thirty_steps_are_summed_up(thirty_steps: Running) -> None:
     """A run of 30 steps ends by itself, and its summary says 30 steps."""
     assert thirty_steps.summary("optimizer steps") == "30"
     assert 1.0 < float(thirty_steps.summary("loss")) < 10.0
@@ -167,7 +167,7 @@ def test_thirty_steps_are_counted_and_summed_up(thirty_steps: Running) -> None:
 
 
 @pytest.mark.full
-def test_the_same_seed_trains_the_same(start: Start, thirty_steps: Running) -> None:
+def test_seed_decides_the_training(start: Start, thirty_steps: Running) -> None:
     """Two runs with one seed end with the same loss and norm, one with another seed does not."""
     runs = [start("--steps", "30", "--seed", seed) for seed in ("1", "2")]
     assert [run.finish() for run in runs] == [0, 0]
@@ -176,8 +176,8 @@ def test_the_same_seed_trains_the_same(start: Start, thirty_steps: Running) -> N
     assert first != other
 
 
-def test_a_running_demo_is_scraped_and_ctrl_c_ends_it_cleanly(start: Start) -> None:
-    """Without --steps it trains until Ctrl-C, then sums up and exits with 0 and without a traceback."""
+def test_ctrl_c_ends_a_scraped_demo(start: Start) -> None:
+    """Without `--steps` the demo trains until Ctrl-C, prints a summary and exits with 0."""
     demo_ = start()
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 30)
     steps = scrape.total("torch_train_steps_total")
@@ -193,8 +193,8 @@ def test_a_running_demo_is_scraped_and_ctrl_c_ends_it_cleanly(start: Start) -> N
 
 
 @pytest.mark.server
-def test_a_real_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> None:
-    """The demo is a target that is up; Prometheus has its steps, a norm for each of its layers, and no error."""
+def test_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> None:
+    """Prometheus sees the demo up, with its steps, a norm for each layer, and no scrape error."""
     running = start("--steps", "0")
     port = urllib.parse.urlsplit(running.url).port
     assert port is not None
@@ -207,16 +207,17 @@ def test_a_real_prometheus_scrapes_the_demo(start: Start, tmp_path: Path) -> Non
     assert running.interrupt() == 0
 
 
-def test_ctrl_c_before_the_last_step_exits_with_130(start: Start) -> None:
-    """A run that was told how many steps to make and could not make them says so in its exit code."""
+@pytest.mark.full
+def test_early_ctrl_c_exits_with_130(start: Start) -> None:
+    """A run interrupted before its last step exits with 130."""
     demo_ = start("--steps", "1000000")
     demo_.scrape_until(lambda s: s.total("torch_train_steps_total") > 0)
     assert demo_.interrupt() == 130
     assert "Traceback" not in demo_.errors
 
 
-def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> None:
-    """One step has a NaN in one layer; it is counted, skipped, and the steps after it are sound."""
+def test_injected_nan_is_a_skipped_step(start: Start) -> None:
+    """A NaN in one layer is counted, its step is skipped, and later steps are finite."""
     demo_ = start("--inject", "nan@5")
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 20)
     assert scrape.total("torch_grad_nonfinite_steps_total") == 1
@@ -227,8 +228,9 @@ def test_nan_is_counted_as_a_skipped_step_and_training_goes_on(start: Start) -> 
     assert 0.0 < scrape.total("torch_train_loss") < 10.0
 
 
-def test_an_action_answers_an_explosion_and_a_webhook_is_told(start: Start) -> None:
-    """The learning rate is halved, once; the terminal says so in a line, the page has a mark, and a receiver hears of it."""
+@pytest.mark.full
+def test_explosion_halves_the_rate_and_notifies(start: Start) -> None:
+    """The learning rate is halved once, printed, marked on the page, and sent to a receiver."""
     with receiver() as there:
         demo_ = start("--inject", "explode@60", "--act", "--notify", there.url)
         said = demo_.read_until(r"GradientExploding: ScaleLearningRate\(factor=0.5, min_lr=0\) changed the training at step (\d+)$")
@@ -251,8 +253,9 @@ def test_an_action_answers_an_explosion_and_a_webhook_is_told(start: Start) -> N
     assert "Traceback" not in demo_.errors
 
 
-def test_an_action_stops_the_run_at_a_nan(start: Start) -> None:
-    """Long before its last step the demo ends by itself, with the reason in a line and a summary."""
+@pytest.mark.full
+def test_stop_action_ends_the_run_at_a_nan(start: Start) -> None:
+    """The demo ends long before its last step and prints the reason and a summary."""
     demo_ = start("--inject", "nan@30", "--act", "--steps", "1000000")
     assert demo_.finish() == 0, demo_.errors
     said = re.search(
@@ -263,8 +266,9 @@ def test_an_action_stops_the_run_at_a_nan(start: Start) -> None:
     assert demo_.summary("non-finite steps") == "1"
 
 
-def test_a_policy_clips_and_the_others_are_tried(start: Start) -> None:
-    """With --clip the exporter clips, not the loop: norms after it are the policy's. The end says what others would have done."""
+@pytest.mark.full
+def test_clip_policy_replaces_clipping(start: Start) -> None:
+    """With `--clip` the exporter clips instead of the loop, and the summary compares the other policies."""
     demo_ = start("--clip", "agc", "--steps", "60", "--inject", "stall@50:600")
     demo_.read_until("step 50: stall")
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") == 49 and bool(s.rows(CANDIDATES)))
@@ -281,19 +285,9 @@ def test_a_policy_clips_and_the_others_are_tried(start: Start) -> None:
     assert {line.split()[0] for line in said.splitlines()} == others
 
 
-def test_without_clip_no_policy_is_tried(thirty_steps: Running) -> None:
-    """The loop clips by itself, and nothing is compared."""
-    assert "policies" not in thirty_steps.output
-
-
-def test_without_act_nothing_answers(thirty_steps: Running) -> None:
-    """No action is asked for, so there is no line of any."""
-    assert "changed the training" not in thirty_steps.output + thirty_steps.errors
-
-
 @pytest.mark.parametrize("where", ["argument", "environment"])
-def test_a_wrong_webhook_is_an_error_message_without_the_address(where: str) -> None:
-    """A scheme that is none ends the demo with exit code 2; of an empty environment the message names the variable."""
+def test_wrong_webhook_is_an_error(where: str) -> None:
+    """A webhook without a valid scheme exits with 2, and the message does not contain the address."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_GRAD_EXPORTER_WEBHOOK_URL"}
     arguments = ["--notify", f"ftp://example.org/{SECRET}"] if where == "argument" else ["--notify"]
     result = subprocess.run(
@@ -306,8 +300,8 @@ def test_a_wrong_webhook_is_an_error_message_without_the_address(where: str) -> 
 
 
 @pytest.mark.full
-def test_explode_is_a_spike_that_clipping_takes_away(start: Start) -> None:
-    """For some steps the norms are thousands of times their usual size, and the spike counter rises."""
+def test_injected_explosion_is_a_spike(start: Start) -> None:
+    """For some steps the norms are thousands of times larger, and the spike counter rises."""
     demo_ = start("--inject", "explode@60")
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 80)
     assert scrape.total("torch_grad_global_norm_spikes_total") >= 1
@@ -317,8 +311,8 @@ def test_explode_is_a_spike_that_clipping_takes_away(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
-    """The early layers' norms are under 1e-7 of the global one, and not zero; the late layers' are not."""
+def test_injected_vanishing_hits_early_layers(start: Start) -> None:
+    """Norms of early layers are below 1e-7 of the global norm and not zero; late layers keep theirs."""
     demo_ = start("--inject", "vanish@3")
     scrape = demo_.scrape_until(lambda s: s.total("torch_train_steps_total") >= 10)
     global_norm = scrape.total("torch_grad_global_norm")
@@ -327,8 +321,8 @@ def test_vanish_leaves_almost_nothing_in_the_early_layers(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_dead_units_show_in_their_layer(start: Start) -> None:
-    """Every unit of one layer is dead over all samples; its counterpart in the other block is not."""
+def test_injected_dead_units_show_in_their_layer(start: Start) -> None:
+    """Every unit of one layer is dead in all samples, and its counterpart is not."""
     demo_ = start("--inject", "dead@1")
     scrape = demo_.scrape_until(lambda s: bool(s.rows("torch_grad_dead_ratio", layer="blocks.0.linear1")))
     assert scrape.rows("torch_grad_dead_ratio", layer="blocks.0.linear1") == [1.0]
@@ -337,8 +331,8 @@ def test_dead_units_show_in_their_layer(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> None:
-    """While the loop hangs, /metrics answers, and the time of the last step falls behind."""
+def test_stalled_loop_is_still_scraped(start: Start) -> None:
+    """While the loop hangs, `/metrics` answers with the time of the last step."""
     demo_ = start("--inject", "stall@6:600")
     demo_.read_until("step 6: stall")
     # Two seconds are some hundred steps of this model.
@@ -350,8 +344,8 @@ def test_a_stalled_loop_is_scraped_and_its_last_step_stands(start: Start) -> Non
 
 
 @pytest.mark.full
-def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
-    """The progress bar is an extra; without it the step and the loss are printed."""
+def test_progress_without_tqdm(start: Start) -> None:
+    """Without tqdm the demo prints step and loss in plain lines."""
     hidden = "import sys; sys.modules['tqdm'] = None; from torch_grad_exporter.cli.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["demo", *SMALL, "--addr", "127.0.0.1", "--steps", "4", "--inject", "stall@3:1.1"]
     demo_ = start(program=[sys.executable, "-c", hidden, *arguments])
@@ -360,26 +354,17 @@ def test_without_tqdm_a_plain_line_says_how_far_it_is(start: Start) -> None:
     assert demo_.errors == ""
 
 
-def test_bad_arguments_exit_with_2_and_a_message() -> None:
-    """The process itself, not only the parser: exit code 2, one message, no traceback."""
+def test_bad_arguments_exit_with_2() -> None:
+    """The process exits with 2 and one message without a traceback."""
     result = subprocess.run(command("--inject", "flood@3"), capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 2
     assert "there is no fault 'flood'" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_bad_environment_variable_is_an_error_message() -> None:
-    """What start_exporter refuses ends the demo with its message and exit code 2."""
-    environment = {**os.environ, "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET": "plenty"}
-    result = subprocess.run(command("--steps", "1"), capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
-    assert result.returncode == 2
-    assert "TORCH_GRAD_EXPORTER_OVERHEAD_BUDGET" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.server
-def test_the_printed_scrape_configuration_is_valid(thirty_steps: Running, tmp_path: Path) -> None:
-    """What the demo prints to be copied is a configuration that Prometheus takes."""
+def test_printed_scrape_configuration_is_valid(thirty_steps: Running, tmp_path: Path) -> None:
+    """The scrape configuration that the demo prints passes promtool."""
     printed = re.search(r"^scrape_configs:\n.+\n", thirty_steps.output, re.MULTILINE)
     assert printed
     assert "honor_labels: true" in printed.group()
@@ -388,7 +373,7 @@ def test_the_printed_scrape_configuration_is_valid(thirty_steps: Running, tmp_pa
     subprocess.run(check, check=True, capture_output=True, timeout=PATIENCE)
 
 
-def test_a_python_without_its_source_is_an_error_message(tmp_path: Path) -> None:
-    """Some Pythons come without the standard library's source; the demo says that it needs it."""
+def test_python_without_source_is_an_error(tmp_path: Path) -> None:
+    """Without the standard library's source the demo says that it needs it."""
     with pytest.raises(demo.DemoError, match="source of Python's standard library"):
         demo.read_corpus(tmp_path)

@@ -65,8 +65,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_script_that_knows_nothing_of_it(starter: Starter, tmp_path: Path, name: str) -> None:
-    """A script prints the same and exits alike, and what is shown of each layer is what the script noted, of every round."""
+def test_scripts_run_unchanged_with_right_numbers(starter: Starter, tmp_path: Path, name: str) -> None:
+    """A script prints and exits the same, and every layer shows what the script recorded itself."""
     expected, script = EXPECTED[name], SCRIPTS / f"{name}.py"
     plain = starter.start_file(script)
     assert plain.wait() == 0, plain.err.read_text()

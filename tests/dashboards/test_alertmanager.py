@@ -1,4 +1,4 @@
-"""The shipped configuration of Alertmanager: what amtool says of it, and what a real Alertmanager tells whom."""
+"""amtool accepts the shipped Alertmanager configuration, and a real Alertmanager routes by it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ TEXT = SHIPPED.read_text(encoding="utf-8")
 
 
 def amtool(*arguments: object) -> str:
-    """What amtool says; what it complains of fails the test."""
+    """Run amtool; a complaint fails the test."""
     done = subprocess.run([find("amtool"), *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def with_examples() -> str:
-    """The configuration with everything switched on that is commented out in it."""
+    """Return the configuration with its commented examples enabled."""
     return re.sub(r"^    # (?=(  )*(- )?\w+:)", "    ", TEXT, flags=re.MULTILINE)
 
 
-def test_amtool_takes_the_configuration() -> None:
-    """Alertmanager's own tool finds nothing to complain of, and sees each rule, receiver and template."""
+def test_amtool_accepts_the_configuration() -> None:
+    """The amtool check passes and sees each route, receiver and template."""
     said = amtool("check-config", SHIPPED)
     for found in ("11 inhibit rules", "3 receivers", "1 templates"):
         assert f" - {found}\n" in said
 
 
-def test_the_examples_are_right(tmp_path: Path) -> None:
-    """What is commented out is taken by amtool too: three more ways to tell people."""
+def test_amtool_accepts_the_examples(tmp_path: Path) -> None:
+    """The receivers that are commented out pass amtool too."""
     (tmp_path / "all.yaml").write_text(with_examples().replace("templates/*", f"{SHIPPED.parent}/templates/*"))
     amtool("check-config", tmp_path / "all.yaml")
     receivers = yaml.safe_load(with_examples())["receivers"]
@@ -48,7 +48,7 @@ def test_the_examples_are_right(tmp_path: Path) -> None:
 
 
 def test_secrets_are_in_files() -> None:
-    """Of what amtool takes for a secret the configuration has only the names of files, the examples included."""
+    """Every secret of the configuration and of its examples is read from a file."""
     keys = set(re.findall(r"(\w*(?:url|key|password|token|secret)\w*):", with_examples()))
     assert keys - {"title_link"} == {"url_file", "routing_key_file", "api_url_file", "auth_password_file"}
 
@@ -57,22 +57,13 @@ def test_secrets_are_in_files() -> None:
     ("severity", "receiver"), [("critical", "pager"), ("warning", "team"), ("info", "nobody"), ("unheard-of", "team")]
 )
 def test_each_severity_has_its_receiver(severity: str, receiver: str) -> None:
-    """One receiver gets an alert of that severity; what has an unknown one is not lost."""
+    """Each severity has one receiver, and an unknown severity still reaches someone."""
     labels = (f"severity={severity}", "alertname=GradientExploding", "run=a", "rank=0")
     assert amtool("config", "routes", "test", f"--config.file={SHIPPED}", *labels).split() == [receiver]
 
 
-def test_waits_are_those_of_the_design() -> None:
-    """Groups by alert and run, 30 s before the first word, 5 min before more of it; again after 4 h if critical, else 24 h."""
-    route = yaml.safe_load(TEXT)["route"]
-    assert (route["group_by"], route["group_wait"], route["group_interval"]) == (["alertname", "run"], "30s", "5m")
-    repeats = {child["receiver"]: child.get("repeat_interval", route["repeat_interval"]) for child in route["routes"]}
-    assert repeats == {"pager": "4h", "team": "24h", "nobody": "24h"}
-    assert {key for child in route["routes"] for key in child} == {"matchers", "receiver", "repeat_interval"}
-
-
 def test_rules_and_routes_speak_of_the_same_alerts() -> None:
-    """Each alert that a rule of inhibition names is there, and each severity of an alert has a route of its own."""
+    """Every alert of an inhibition exists, and every severity has a route."""
     configuration = yaml.safe_load(TEXT)
     files = sorted((SHIPPED.parents[1] / "prometheus").glob("*.alerts.yml"))
     rules = [rule for path in files for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
@@ -84,8 +75,8 @@ def test_rules_and_routes_speak_of_the_same_alerts() -> None:
     assert {f'severity="{rule["labels"]["severity"]}"' for rule in rules} == routed
 
 
-def test_what_a_person_reads(tmp_path: Path) -> None:
-    """The templates give a title with the alert, the run and how many, then a line for each of eight, and what to do."""
+def test_notification_text(tmp_path: Path) -> None:
+    """The templates give a title with alert, run and count, then eight lines and what to do."""
     alerts = [
         {
             "status": "firing",
@@ -135,8 +126,8 @@ def told(receiver: Webhook, *runs: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.server
-def test_eight_ranks_are_one_page_for_a_run(served: Served) -> None:
-    """Two runs whose eight ranks all have the same alert make two notifications of eight alerts each, to the pager only."""
+def test_ranks_of_a_run_are_one_page(served: Served) -> None:
+    """Two runs of eight ranks with one alert make two notifications."""
     running, receiver = served
     ranks = [alert("TrainingStalled", "critical", run, rank=str(rank)) for run in ("eight-1", "eight-2") for rank in range(8)]
     running.post(*ranks)
@@ -150,8 +141,8 @@ def test_eight_ranks_are_one_page_for_a_run(served: Served) -> None:
 
 
 @pytest.mark.server
-def test_severities_reach_their_receivers_and_the_end_is_told(served: Served) -> None:
-    """A critical alert goes to the pager, a warning to the team, an info nowhere; and the receiver hears when it is over."""
+def test_severities_reach_their_receivers(served: Served) -> None:
+    """Critical goes to the pager, warning to the team, info to neither; the end of an alert is sent too."""
     running, receiver = served
     three = [alert("GpuEccErrors", "critical", "s"), alert("LayerDead", "warning", "s"), alert("CudaMemoryFragmented", "info", "s")]
     running.post(*three)
@@ -206,8 +197,8 @@ LOUD = {
 
 @pytest.mark.server
 @pytest.mark.parametrize("source", SILENCED)
-def test_what_follows_from_another_alert_is_not_told(served: Served, source: str) -> None:
-    """Of the source's run, the source and what does not follow from it are told; of other runs everything is."""
+def test_inhibited_alerts_are_not_sent(served: Served, source: str) -> None:
+    """Alerts that follow from another alert of the same run are not sent; those of other runs are."""
     running, receiver = served
     run = f"{source}-run"
     others = {name: f"{source}-other-{name}" for name in SILENCED[source]}
@@ -234,8 +225,8 @@ def flushed(running: Alertmanager, receiver: Webhook, run: str) -> None:
 
 
 @pytest.mark.server
-def test_a_critical_alert_silences_the_warning_of_its_name(served: Served) -> None:
-    """Of one name and run the critical one is told and the warning is not; the warning of another run, or name, is."""
+def test_critical_silences_warning_of_its_name(served: Served) -> None:
+    """A critical alert inhibits the warning of the same name and run only."""
     running, receiver = served
     running.post(
         alert("DataLoaderStarvation", "critical", "w1", rank="0"),
@@ -251,8 +242,8 @@ def test_a_critical_alert_silences_the_warning_of_its_name(served: Served) -> No
 
 
 @pytest.mark.server
-def test_an_alert_without_a_run_silences_nothing(tmp_path: Path) -> None:
-    """A target that is down and has no run, as one of fixed targets, leaves all others alone, those without a run too."""
+def test_alert_without_run_inhibits_nothing(tmp_path: Path) -> None:
+    """A TargetDown without a run inhibits nothing."""
     names = [*SILENCED, *SILENCED["TrainingTargetDown"], "GpuUnderused"]
     with contextlib.ExitStack() as stack:
         receiver = stack.enter_context(webhook())
@@ -266,8 +257,8 @@ def test_an_alert_without_a_run_silences_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_slack_gets_the_words_of_the_template(tmp_path: Path) -> None:
-    """With the example switched on, a real Alertmanager posts the title, the run and the summary to the address in the file."""
+def test_slack_gets_the_template(tmp_path: Path) -> None:
+    """A real Alertmanager posts title, run and summary to the Slack address from the file."""
     with contextlib.ExitStack() as stack:
         receiver = stack.enter_context(webhook())
         text = shortened(tmp_path, receiver, with_examples())

@@ -1,12 +1,12 @@
-"""The first row of the dashboard "Training overview" beside the alerts: of the same series they say the same."""
+"""The first row of the training overview agrees with the alerts on the same series."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import yaml
@@ -80,27 +80,51 @@ class Process:
             yield {"series": f"up{{{target}}}", "values": up}
 
 
-def check(tmp_path: Path, processes: list[Process], minute: int, asked: dict[str, dict[str, float]]) -> None:
-    """What each expression yields at a minute of these processes, by its labels, says promtool."""
-    check_series(tmp_path, [one for process in processes for one in process.series()], minute, asked)
+Series = list[dict[str, str]]
+Asked = dict[str, dict[str, float]]
+Scene = tuple[Series, int, Asked]
+SCENES: dict[str, Callable[[], Iterator[Scene]]] = {}
+"""Cases by name: series, a minute, and the samples that each expression then yields."""
 
 
-def check_series(tmp_path: Path, series: list[dict[str, str]], minute: int, asked: dict[str, dict[str, float]]) -> None:
-    """The same of any series."""
-    expected = [
-        {
-            "expr": expression,
-            "eval_time": f"{minute}m",
-            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
-        }
-        for expression, samples in asked.items()
-    ]
-    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
-    path = tmp_path / "test.yml"
+def scene(function: Callable[[], Iterator[Scene]]) -> Callable[[], Iterator[Scene]]:
+    """Register a case."""
+    SCENES[function.__name__] = function
+    return function
+
+
+def of(processes: list[Process], minute: int, asked: Asked) -> Scene:
+    """Return what the expressions yield at a minute of these processes."""
+    return [series for process in processes for series in process.series()], minute, asked
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run one promtool over all cases and return the complaints by case."""
+    folder = tmp_path_factory.mktemp("banner")
     rules = [str(PROMETHEUS / name) for name in ("training.rules.yml", "ranks.rules.yml")]
-    path.write_text(json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": [test]}), encoding="utf-8")
-    done = subprocess.run([find("promtool"), "test", "rules", path], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for name, function in SCENES.items():
+        groups: dict[str, tuple[Series, list[dict[str, object]]]] = {}
+        for series, minute, asked in function():
+            # A group of the same series is evaluated once for all its minutes.
+            _, expected = groups.setdefault(json.dumps(series), (series, []))
+            expected += [
+                {
+                    "expr": expression,
+                    "eval_time": f"{minute}m",
+                    "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
+                }
+                for expression, samples in asked.items()
+            ]
+        tests = [{"interval": "1m", "input_series": series, "promql_expr_test": asked} for series, asked in groups.values()]
+        text = json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": tests})
+        (folder / f"{name}.yml").write_text(text, encoding="utf-8")
+    command = [find("promtool"), "test", "rules", *sorted(folder.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    parts = re.split(r"^Unit Testing:  \S*/(\w+)\.yml$", done.stdout + done.stderr, flags=re.MULTILINE)
+    said = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert said.keys() == SCENES.keys(), done.stdout + done.stderr
+    return {name: text for name, text in said.items() if text.strip() != "SUCCESS"}
 
 
 def state(number: int) -> dict[str, dict[str, float]]:
@@ -118,172 +142,131 @@ ALONE = Process("train:2", 103, 300)
 """Rank 0 of a run that goes on with one rank."""
 
 
-def test_a_rank_that_runs_again_is_not_failed(tmp_path: Path) -> None:
-    """Beside the text file of the process that failed before it, a rank that trains is Training, here and on its own dashboard."""
-    ranks = {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': 2.0}}
-    check(tmp_path, [FILE, Process("train:1", 20, 300)], 60, state(TRAINING) | ranks)
+def shown_rank(number: float) -> Asked:
+    """Return the state of rank 0 in the panel of all ranks."""
+    return {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': number}}
 
 
-def test_a_rank_that_failed_at_once_and_runs_again_is_not_failed(tmp_path: Path) -> None:
-    """It is Training also where the last process failed before it did anything: when that was, only its running one can tell."""
-    early = Process("node:9100", 0, 300, "failed", active=NEVER)
-    check(tmp_path, [early, Process("train:1", 2, 300)], 60, {panel("State"): {'{run="a"}': TRAINING}})
+@scene
+def restarted_rank_is_training() -> Iterator[Scene]:
+    """A rank that trains is Training, beside the text file of its failed predecessor."""
+    yield of([FILE, Process("train:1", 20, 300)], 60, state(TRAINING) | shown_rank(2.0))
 
 
-def test_a_rank_that_failed_is_failed(tmp_path: Path) -> None:
-    """Alone, or while the other rank waits for it: nothing was started since."""
-    ranks = {panel("State of each rank", dashboard="Ranks"): {'{as="a 000", run="a", rank="0"}': 5.0}}
-    check(tmp_path, [FILE], 60, state(FAILED) | ranks)
-    check(tmp_path, [FILE, Process("train:1", 0, 300, rank=1, world=2, active=10)], 60, state(FAILED))
+@scene
+def failed_rank_is_failed() -> Iterator[Scene]:
+    """A failed rank is Failed, also while the other rank waits for it."""
+    yield of([FILE], 60, state(FAILED) | shown_rank(5.0))
+    yield of([FILE, Process("train:1", 0, 300, rank=1, world=2, active=10)], 60, state(FAILED))
 
 
-def test_a_failure_of_an_elastic_restart_that_is_over_is_not_shown(tmp_path: Path) -> None:
-    """A rank that failed, and that the run went on without, is no failure of the run, though it has no running process."""
+@scene
+def failure_before_an_elastic_restart_is_hidden() -> Iterator[Scene]:
+    """A failure that the run went on without is not shown."""
     left = Process("node:9101", 0, 300, "failed", rank=1, active=10)
-    check(tmp_path, [left, Process("train:2", 20, 300)], 60, state(TRAINING))
+    yield of([left, Process("train:2", 20, 300)], 60, state(TRAINING))
 
 
-def test_a_rank_that_does_not_answer_is_down(tmp_path: Path) -> None:
-    """One of two that were at work, or both of them; and without a target, it is Gone."""
-    check(tmp_path, [BEFORE[0], Process("train:1", 0, 300, rank=1, world=2)], 110, state(DOWN))
-    check(tmp_path, BEFORE, 110, state(DOWN))
-    check(tmp_path, [Process("train:0", 0, 100, answers=False)], 110, state(GONE))
-
-
-def test_what_an_elastic_restart_left_is_not_down(tmp_path: Path) -> None:
-    """The old targets do not answer, and the run has all ranks of its new world size."""
-    check(tmp_path, [*BEFORE, ALONE], 110, state(TRAINING))
-
-
-def test_a_rank_that_has_moved_is_not_down(tmp_path: Path) -> None:
-    """Its old target does not answer, and it is at another; the run is not yet complete, so that this alone says it."""
-    check(tmp_path, [Process("train:0", 0, 100, world=2), Process("train:2", 103, 300, world=2)], 110, state(TRAINING))
-
-
-def test_a_target_that_is_down_for_an_hour_is_no_news(tmp_path: Path) -> None:
-    """Down up to an hour after the target was last up, as the alert; then the other rank says what the run does."""
+@scene
+def unreachable_rank_is_down() -> Iterator[Scene]:
+    """One or both unreachable ranks are Down, and Gone without a target; after an hour the other rank decides."""
     processes = [BEFORE[0], Process("train:1", 0, 300, rank=1, world=2)]
-    check(tmp_path, processes, 159, state(DOWN))
-    check(tmp_path, processes, 162, state(TRAINING))
+    for minute, number in ((110, DOWN), (159, DOWN), (162, TRAINING)):
+        yield of(processes, minute, state(number))
+    yield of(BEFORE, 110, state(DOWN))
+    yield of([Process("train:0", 0, 100, answers=False)], 110, state(GONE))
 
 
-def test_an_older_run_of_a_target_is_gone(tmp_path: Path) -> None:
-    """Of two runs that a fixed address has served one after the other, the one that is there last is Down."""
-    old, new = Process("train:1", 0, 50), Process("train:1", 60, 100, started=60)
-    renamed = [{**one, "series": one["series"].replace('run="a"', 'run="b"')} for one in new.series() if "up{" not in one["series"]]
+@scene
+def ranks_left_by_a_restart_are_not_down() -> Iterator[Scene]:
+    """Old targets do not count once all ranks of the new world size run."""
+    yield of([*BEFORE, ALONE], 110, state(TRAINING))
+
+
+@scene
+def older_run_of_a_target_is_gone() -> Iterator[Scene]:
+    """Of two runs served by one address the later is Down."""
+    old, new = ([row for row in process.series() if "up{" not in row["series"]] for process in (
+        Process("train:1", 0, 50), Process("train:1", 60, 100, started=60)))  # fmt: skip
+    renamed = [row | {"series": row["series"].replace('run="a"', 'run="b"')} for row in new]
     up = {"series": 'up{job="train", instance="train:1"}', "values": "1x50 0x8 1x40 0x100"}
-    series = [*(one for one in old.series() if "up{" not in one["series"]), *renamed, up]
-    check_series(tmp_path, series, 102, {panel("State"): {'{run="a"}': GONE, '{run="b"}': DOWN}})
+    yield [*old, *renamed, up], 102, {panel("State"): {'{run="a"}': GONE, '{run="b"}': DOWN}}
 
 
-def test_alerts_are_those_of_the_chosen_jobs(tmp_path: Path) -> None:
-    """Alerts have no job; the list has those whose run has been seen in a chosen one."""
-    firing = 'ALERTS{alertname="TrainingStalled", alertstate="firing", severity="critical"'
-    since = 'ALERTS_FOR_STATE{alertname="TrainingStalled", severity="critical"'
-    series = [
-        one
-        for run, job in (("a", "one"), ("b", "two"))
-        for one in (
-            {"series": f'torch_train_world_size{{job="{job}", instance="h:1", run="{run}", rank="0"}}', "values": "1x10"},
-            {"series": f'{firing}, run="{run}"}}', "values": "1x10"},
-            {"series": f'{since}, run="{run}"}}', "values": "60x10"},
-        )
+def alerting(name: str, severity: str, run: str, more: str = "") -> Series:
+    """Return the series of a firing alert."""
+    labels = f'alertname="{name}", severity="{severity}", run="{run}"{more}'
+    return [
+        {"series": f'ALERTS{{{labels}, alertstate="firing"}}', "values": "1x10"},
+        {"series": f"ALERTS_FOR_STATE{{{labels}}}", "values": "60x10"},
     ]
+
+
+def world(run: str, job: str) -> dict[str, str]:
+    """Return the world size of a run, which shows its job."""
+    return {"series": f'torch_train_world_size{{job="{job}", instance="h:1", run="{run}", rank="0"}}', "values": "1x10"}
+
+
+@scene
+def alerts_of_the_chosen_jobs() -> Iterator[Scene]:
+    """The list has the alerts whose run was seen in a chosen job."""
+    series = [row for run, job in (("a", "one"), ("b", "two")) for row in (world(run, job),
+        *alerting("TrainingStalled", "critical", run))]  # fmt: skip
     row = '{alertname="TrainingStalled", layer="All", rank="All", run="a"}'
-    asked = {panel("Firing alerts", ref, job="one"): {row: value} for ref, value in (("A", 3.0), ("B", 60_000.0))}
-    check_series(tmp_path, series, 5, asked)
+    yield series, 5, {panel("Firing alerts", ref, job="one"): {row: value} for ref, value in (("A", 3.0), ("B", 60_000.0))}
 
 
-def test_an_alert_of_a_dead_layer_is_listed_once(tmp_path: Path) -> None:
-    """Of both severities of LayerDead the graver, and no GradientVanishing of this layer; that of another layer stays."""
-    alerts = [("LayerDead", "warning", "l"), ("LayerDead", "info", "l"), ("GradientVanishing", "warning", "l"),
-        ("GradientVanishing", "warning", "m")]  # fmt: skip
-    series = [{"series": 'torch_train_world_size{job="t", instance="h:1", run="a", rank="0"}', "values": "1x10"}]
-    for name, severity, layer in alerts:
-        labels = f'alertname="{name}", severity="{severity}", run="a", layer="{layer}"'
-        series += [
-            {"series": f'ALERTS{{{labels}, alertstate="firing"}}', "values": "1x10"},
-            {"series": f"ALERTS_FOR_STATE{{{labels}}}", "values": "60x10"},
-        ]
+@scene
+def dead_layer_is_listed_once() -> Iterator[Scene]:
+    """Of both severities of LayerDead the higher is listed, without GradientVanishing of that layer."""
+    series = [world("a", "t")]
+    for name, severity, layer in (("LayerDead", "warning", "l"), ("LayerDead", "info", "l"),
+        ("GradientVanishing", "warning", "l"), ("GradientVanishing", "warning", "m")):  # fmt: skip
+        series += alerting(name, severity, "a", f', layer="{layer}"')
     listed = {f'{{alertname="{name}", layer="{layer}", rank="All", run="a"}}': 2.0
         for name, layer in (("LayerDead", "l"), ("GradientVanishing", "m"))}  # fmt: skip
-    check_series(tmp_path, series, 5, {panel("Firing alerts"): listed})
+    yield series, 5, {panel("Firing alerts"): listed}
 
 
-def test_a_pushed_rank_on_another_host_is_no_error(tmp_path: Path) -> None:
-    """It keeps its instance, so that for a while two hosts are known of it: a panel about hosts takes one of them."""
-    own = 'job="t", instance="a-0", run="a", rank="0"'
-    series = [
-        *({"series": f'torch_train_info{{{own}, host="{host}"}}', "values": "1x10"} for host in ("h1", "h2")),
-        {"series": f"torch_host_cpu_ratio{{{own}}}", "values": "0.5x10"},
-    ]
-    asked = {f"count({panel('Processors of the host', dashboard='Resources')})": {"{}": 1.0}}
-    check_series(tmp_path, series, 5, asked)
-
-
-STEPS = 'torch_grad_nonfinite_steps_total{optimizer="x", outcome="stepped"}'
-SKIPPED = 'torch_grad_nonfinite_steps_total{optimizer="x", outcome="skipped"}'
-LOSSES = "torch_train_loss_nonfinite_total"
-
-
-@pytest.mark.parametrize(
-    ("name", "ref", "alert"),
-    [(STEPS, "A", "TrainingNonFiniteGradients"), (SKIPPED, "B", None), (LOSSES, "C", "TrainingNonFiniteLoss")],
-    ids=["steps", "skipped", "losses"],
+COUNTED = (
+    ('torch_grad_nonfinite_steps_total{optimizer="x", outcome="stepped"}', "A", "TrainingNonFiniteGradients"),
+    ('torch_grad_nonfinite_steps_total{optimizer="x", outcome="skipped"}', "B", None),
+    ("torch_train_loss_nonfinite_total", "C", "TrainingNonFiniteLoss"),
 )
-def test_nan_before_the_first_scrape_is_shown(tmp_path: Path, name: str, ref: str, alert: str | None) -> None:
-    """What was counted at the first scrape shows for 10 minutes, and for as long as the time range holds the process's start."""
-    process = Process("train:1", 200, 300, started=199, counted=((name, 3),))
+
+
+@scene
+def nan_before_the_first_scrape() -> Iterator[Scene]:
+    """NaN counted at the first scrape shows for 10 minutes, and while the range holds the start of the process."""
     title = "NaN and Inf"
-    for span, minute, seen in (("1h", 204, 1.0), ("5m", 208, 1.0), ("1h", 240, 1.0), ("5m", 240, 0.0)):
-        fired = {f"group({ALERTS[alert]})": {"{}": 1.0} if minute < 209 else {}} if alert else {}
-        check(tmp_path, [process], minute, {panel(title, ref, span=span): {"{}": seen}} | fired)
-    quiet = {panel(title, ref): {"{}": 0.0}} | ({f"group({ALERTS[alert]})": {}} if alert else {})
-    check(tmp_path, [Process("train:1", 200, 300, counted=((name, 0),))], 204, quiet)
+    for name, ref, alert in COUNTED:
+        process = Process("train:1", 200, 300, started=199, counted=((name, 3),))
+        for span, minute, seen in (("1h", 204, 1.0), ("5m", 208, 1.0), ("1h", 240, 1.0), ("5m", 240, 0.0)):
+            fired: Asked = {f"group({ALERTS[alert]})": {"{}": 1.0} if minute < 209 else {}} if alert else {}
+            yield of([process], minute, {panel(title, ref, span=span): {"{}": seen}} | fired)
+        quiet: Asked = {f"group({ALERTS[alert]})": {}} if alert else {}
+        none = Process("train:1", 200, 300, counted=((name, 0),))
+        yield of([none], 204, {panel(title, ref): {"{}": 0.0}} | quiet)
 
 
-def test_nan_of_an_old_process_or_another_is_not_shown_as_new(tmp_path: Path) -> None:
-    """What was counted before the time range stays out of it, also where the same rank has a new process that counts nothing."""
-    old = Process("train:1", 0, 300, counted=((STEPS, 3),))
-    new = Process("train:2", 200, 300, counted=((STEPS, 0),))
-    for processes in ([old], [old, new]):
-        quiet: dict[str, dict[str, float]] = {f"group({ALERTS['TrainingNonFiniteGradients']})": {}}
-        check(tmp_path, processes, 204, {panel("NaN and Inf"): {"{}": 0.0}} | quiet)
+def stalled(seconds: float) -> Asked:
+    """The stall by panel and by alert; the panel shows 0, which it calls No, where the alert is silent."""
+    return {panel("Stalled for"): {'{run="a"}': seconds}, ALERTS["TrainingStalled"]: {'{run="a"}': seconds} if seconds else {}}
 
 
-def stalled(seconds: float | None) -> dict[str, dict[str, float]]:
-    """For how long by panel and by alert; the panel shows 0, which it calls No, where the alert is silent."""
-    alert = {} if not seconds else {'{run="a"}': seconds}
-    return {panel("Stalled for"): {} if seconds is None else {'{run="a"}': seconds}, ALERTS["TrainingStalled"]: alert}
+@scene
+def stall_is_shown_with_its_alert() -> Iterator[Scene]:
+    """A stall is shown at the same minute in which the alert holds, and slow checkpoints allow for longer pauses."""
+    for kind, slowest, since, quiet in (
+        ("training", "1", 100, 5), ("training", "100", 100, 8), ("training", "1000", 100, 30), ("training", "1600", 100, 40),
+        ("evaluating", "1", 100, 30), ("evaluating", "1600", 100, 40), ("training", "1000x10 1", 150, 25),
+    ):  # fmt: skip
+        process = Process("train:1", 0, 300, kind, active=since, slowest=slowest)
+        yield of([process], since + quiet, stalled(0.0))
+        yield of([process], since + quiet + 1, stalled(60.0 * (quiet + 1)))
 
 
-@pytest.mark.parametrize(
-    ("state", "slowest", "quiet", "loud"),
-    [
-        ("training", "1", 5, 6),
-        ("training", "100", 8, 9),
-        ("training", "1000", 30, 31),
-        ("training", "1600", 40, 41),
-        ("evaluating", "1", 30, 31),
-        ("evaluating", "100", 30, 31),
-        ("evaluating", "1600", 40, 41),
-    ],
-)
-def test_a_hang_is_shown_when_the_alert_holds(tmp_path: Path, state: str, slowest: str, quiet: int, loud: int) -> None:
-    """A pause, and a minute later a hang: at 5 minutes, 5 slow steps or 30 minutes, 1.5 slow ones, 30 minutes of evaluation."""
-    process = Process("train:1", 0, 300, state, active=100, slowest=slowest)
-    check(tmp_path, [process], 100 + quiet, stalled(0.0))
-    check(tmp_path, [process], 100 + loud, stalled(60.0 * loud))
-
-
-def test_a_slow_checkpoint_of_the_day_is_remembered(tmp_path: Path) -> None:
-    """A step that took 1000 s two hours ago, and has left the recent ones, allows for a pause of 25 minutes."""
-    process = Process("train:1", 0, 300, active=150, slowest="1000x10 1")
-    check(tmp_path, [process], 175, stalled(0.0))
-    check(tmp_path, [process], 176, stalled(60.0 * 26))
-
-
-def test_a_run_that_has_ended_does_not_stall(tmp_path: Path) -> None:
-    """Finished or failed, it is Not training."""
-    for state in ("finished", "failed"):
-        check(tmp_path, [Process("train:1", 0, 300, state, active=100)], 200, stalled(None))
+@pytest.mark.parametrize("name", SCENES)
+def test_overview_agrees_with_the_alerts(failures: dict[str, str], name: str) -> None:
+    """The first row of the overview and the alerts agree, case by case."""
+    assert name not in failures, failures[name]

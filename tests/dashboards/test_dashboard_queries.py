@@ -1,9 +1,10 @@
-"""Every query of every dashboard, asked of a real Prometheus that scrapes real training of all kinds."""
+"""Every query of every dashboard yields data from a real Prometheus that scrapes real training of all kinds."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,6 @@ scrape_configs:
     honor_labels: true
     file_sd_configs: [{{files: ["{folder}/*.json"], refresh_interval: 1s}}]
 """
-RECENT = 60.0
-"""Seconds over which queries are made. What they ask for comes with time: rates need some scrapes, the noise scale samples."""
 RATE_INTERVAL = "4s"
 """What Grafana takes at a scrape interval of 1 s: max(interval + scrape, 4 x scrape)."""
 
@@ -52,7 +51,7 @@ QUERIES = [
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has scraped all kinds of runs, and evaluated the rules each second."""
+    """Start a Prometheus that scrapes all kinds of runs and evaluates the rules each second."""
     directory = tmp_path_factory.mktemp("prometheus")
     folder, rules = directory / "sd", directory / "rules"
     folder.mkdir()
@@ -66,8 +65,16 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         assert eventually(lambda: up(started) == targets)
 
 
+STARTED = time.time()
+
+
+def so_far() -> float:
+    """Return the seconds to query: the whole scene, since the noise scale is known only until the model has converged."""
+    return time.time() - STARTED
+
+
 def up(prometheus: Prometheus) -> int:
-    """The ranks that can be scraped; none while Prometheus is not there yet."""
+    """Return the number of ranks that answer a scrape."""
     try:
         return sum(value == "1" for _, value in prometheus.query("up"))
     except OSError:
@@ -75,25 +82,25 @@ def up(prometheus: Prometheus) -> int:
 
 
 def found(prometheus: Prometheus, query: Query, **variables: str) -> int:
-    """How many series a query yields over the last seconds, with all variables at All but for those given."""
+    """Return how many series a query has yielded so far, with all variables at All but for those given."""
     chosen = {"job": ".+", "run": ".+", "rank": ".+", "layer": ".+"} | variables
-    return len(prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), RECENT))
+    return len(prometheus.series(interpolated(query.expression, chosen, RATE_INTERVAL), so_far()))
 
 
 def test_there_are_dashboards() -> None:
-    """Five, each with queries."""
+    """There are five dashboards, each with queries."""
     assert len(DASHBOARDS) == 5
     assert {query.dashboard for query in QUERIES} == {json.loads(file.read_text())["title"] for file in DASHBOARDS}
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}: {query.panel}: {query.expression[:40]}")
-def test_a_query_yields_data(prometheus: Prometheus, query: Query) -> None:
-    """With the variables at All, over the last minute."""
+def test_query_yields_data(prometheus: Prometheus, query: Query) -> None:
+    """A query yields data with all variables at All."""
     assert eventually(lambda: found(prometheus, query) > 0)
 
 
-def test_which_panels_need_hardware(prometheus: Prometheus) -> None:
-    """Just those that docs/dashboards.md names show nothing of runs without a GPU and without a container's limits."""
+def test_panels_that_need_hardware_are_documented(prometheus: Prometheus) -> None:
+    """Only the panels that docs/dashboards.md names are empty without a GPU and a container's limits."""
     asked: dict[tuple[str, str], list[Query]] = {}
     for query in QUERIES:
         asked.setdefault((query.dashboard, query.panel), []).append(query)
@@ -108,7 +115,7 @@ def test_which_panels_need_hardware(prometheus: Prometheus) -> None:
 
 
 def variables(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The variables of a dashboard that ask Prometheus, by name."""
+    """Yield the query variables of a dashboard by name."""
     for variable in json.loads(file.read_text())["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["name"], variable
@@ -116,7 +123,7 @@ def variables(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
 def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
-    """Each `label_values(SERIES, LABEL)` finds some; those of `run` are the runs that there are."""
+    """Each `label_values(SERIES, LABEL)` has values, and those of `run` are the runs."""
     names = []
     for name, variable in variables(file):
         query = variable["query"]["query"] if isinstance(variable["query"], dict) else variable["query"]
@@ -136,7 +143,7 @@ def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
 
 @pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
 def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
-    """Each `{{label}}` of a legend is a label of every series that the query yields, but where the training has no such label."""
+    """Each `{{label}}` of a legend is a label of a series that the query yields."""
     for panel in each_panel(json.loads(file.read_text())):
         for target in panel.get("targets", []):  # type: ignore[attr-defined]
             names = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", target.get("legendFormat", "")))
@@ -145,6 +152,6 @@ def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
             for name in names - {"optimizer"}:  # there is none while a run has one optimizer
 
                 def is_there(name: str = name, expression: str = expression) -> bool:
-                    return any(labels.get(name) for labels, _ in prometheus.series(expression, RECENT))
+                    return any(labels.get(name) for labels, _ in prometheus.series(expression, so_far()))
 
                 assert eventually(is_there), (panel["title"], target["expr"], name)

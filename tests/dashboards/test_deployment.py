@@ -108,7 +108,7 @@ def test_everything_that_is_mounted_or_named_is_there(services: Tree) -> None:
     assert "training.json" in found
 
 
-def test_ranks_may_announce_themselves_in_a_folder_of_theirs(written: Path, tmp_path: Path) -> None:
+def test_sd_dir_is_mounted_into_prometheus(written: Path, tmp_path: Path) -> None:
     """With TORCH_GRAD_EXPORTER_SD_DIR, the exporter's own variable, that folder is mounted in the place of the fixed target."""
     for environment, folder in (
         ({}, written / "provisioning" / "targets"),
@@ -142,8 +142,8 @@ def test_services_find_each_other(services: Tree) -> None:
 
 
 @pytest.mark.server
-def test_a_real_prometheus_runs_with_what_is_provisioned(tmp_path: Path) -> None:
-    """Where the files lie, it loads each group of each file of rules, and knows the host's target and its Alertmanager."""
+def test_prometheus_loads_what_is_provisioned(tmp_path: Path) -> None:
+    """Prometheus loads every group of every rule file and the targets."""
     assert cli.main(["assets", "--out", str(tmp_path)]) == 0
     place = tmp_path / "provisioning" / "prometheus"
     with running(place, (place / "prometheus.yml").read_text()) as real:
@@ -187,8 +187,8 @@ def test_names_in_kubernetes_are_allowed_and_differ(written: Path) -> None:
         assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
 
 
-def test_custom_resources_are_what_the_operator_defines(written: Path) -> None:
-    """Models made from the operator's own definitions take each PodMonitor and PrometheusRule, and know each key in them."""
+def test_custom_resources_match_the_operator(written: Path) -> None:
+    """Models of the operator's definitions accept each PodMonitor and PrometheusRule."""
     from cloudcoil.models.prometheus_operator import v1  # noqa: PLC0415 - takes seconds
 
     for name, count in (("podmonitor.yaml", 2), ("rules.yaml", len(rule_files(written)))):

@@ -1,4 +1,4 @@
-"""What each panel says of nine kinds of runs, under a real Prometheus with the shipped rules: not that there is data, but which."""
+"""What each panel shows of nine kinds of runs, under a real Prometheus with the shipped rules."""
 
 from __future__ import annotations
 
@@ -289,8 +289,8 @@ EACH = [
 
 
 @pytest.mark.parametrize(("board", "title", "place"), EACH, ids=str)
-def test_a_query_says_what_is_so(panel: Callable[..., Panel], board: str, title: str, place: int) -> None:
-    """Of the runs that it should be about and no others, with numbers that can be."""
+def test_query_shows_its_runs_within_limits(panel: Callable[..., Panel], board: str, title: str, place: int) -> None:
+    """A query shows exactly the runs that it should, with values within limits."""
     found, expected = panel(board, title), EXPECTED[board][title][place]
     target = found.json["targets"][place]
     asked: list[list[Series]] = []
@@ -308,8 +308,8 @@ def test_a_query_says_what_is_so(panel: Callable[..., Panel], board: str, title:
     assert not wrong(), (expected, wrong()[:5])
 
 
-def test_every_query_is_held_to_something() -> None:
-    """Each panel of each dashboard stands in the tables above, with all its queries."""
+def test_every_query_has_limits() -> None:
+    """Each query of each panel stands in the tables above."""
     there = {board["title"]: {p["title"]: len(p["targets"]) for p in each_panel(board)} for board in dashboards().values()}  # type: ignore[arg-type]
     assert there == {board: {title: len(queries) for title, queries in panels.items()} for board, panels in EXPECTED.items()}
 
@@ -323,7 +323,7 @@ STATES = {
 
 
 def test_each_run_has_its_state(panel: Callable[..., Panel]) -> None:
-    """In the first row and in the table of runs: of a run whose end no scrape has seen, what was last known of it."""
+    """Each run has its state in the first row and in the table of runs."""
     for found in (panel("Training overview", "State"), panel("Training overview", "Runs")):
 
         def states(found: Panel = found) -> dict[str, str]:
@@ -340,7 +340,7 @@ def _words(found: Panel) -> dict[float, str]:
 
 
 def test_steps_with_nan_are_counted(panel: Callable[..., Panel]) -> None:
-    """Each of them, and each loss; none of another run."""
+    """Each step and loss with NaN is counted, and none of another run."""
     found = panel("Training overview", "NaN and Inf")
     for run, number in (("nan", NAN_STEPS), ("healthy", 0), ("explodes", 0)):
         assert [finite(found.ask(ref, run=run)) for ref in ("A", "B", "C")] == [[number], [0], [number]]
@@ -349,7 +349,7 @@ def test_steps_with_nan_are_counted(panel: Callable[..., Panel]) -> None:
 
 
 def test_five_steps_that_explode_are_seen(panel: Callable[..., Panel], scene: Scene) -> None:
-    """In the panel of the global norm, at least 100 times the usual norm, though no scrape saw them; and as spikes of this run."""
+    """Five exploding steps between two scrapes show in the global norm and as spikes."""
     found = panel("Training overview", "Gradient norm before and after clipping")
     usual = statistics.median(finite(found.ask("A", run="explodes")))
     largest = [target["refId"] for target in found.json["targets"] if "largest" in target["legendFormat"]]
@@ -364,7 +364,7 @@ def test_five_steps_that_explode_are_seen(panel: Callable[..., Panel], scene: Sc
 
 
 def test_a_dead_layer_is_called_dead(panel: Callable[..., Panel]) -> None:
-    """Not vanished, though its norm is zero; and it alone, in the number of the first row and in the timeline."""
+    """A dead layer is called dead, not vanished, and no other layer is."""
     numbers, timeline = panel("Training overview", "Layers in trouble"), panel("Gradients by layer", "Layers in trouble")
     assert eventually(lambda: [finite(numbers.ask(ref, run="dead-layer")) for ref in ("A", "B", "C")] == [[1.0], [0.0], [0.0]])
     assert [finite(numbers.ask(ref, run="healthy")) for ref in ("A", "B", "C")] == [[0.0], [0.0], [0.0]]
@@ -380,7 +380,7 @@ def test_a_dead_layer_is_called_dead(panel: Callable[..., Panel]) -> None:
 
 @pytest.mark.parametrize("run", sorted(RANKED))
 def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
-    """With two ranks as with four: the last one costs about half of each step, in the first row as in the comparisons."""
+    """The slow rank is named, with about half of each step as its cost."""
     slow = str(RUNS[run].ranks - 1)
     (lost,) = panel("Training overview", "Waiting for the slowest rank").ask("A", run=run)
     assert lost[0]["rank"] == slow
@@ -396,7 +396,7 @@ def test_the_slow_rank_is_named(panel: Callable[..., Panel], run: str) -> None:
 
 
 def test_a_gpu_that_is_held_back_is_seen(panel: Callable[..., Panel]) -> None:
-    """For most of the time, at times, and for which reason."""
+    """A throttled GPU shows for how long and for which reason."""
     found = panel("Resources", "Throttled")
     states = {found.word(value) for value in finite(found.ask("A"))}
     assert statistics.median(finite(found.ask("A"))) >= 1
@@ -418,7 +418,7 @@ def test_hosts_are_drawn_once(panel: Callable[..., Panel]) -> None:
 
 
 def test_each_line_has_a_name_of_its_own(panel: Callable[..., Panel]) -> None:
-    """No two series of a panel have the same name at the same time."""
+    """No two series of a panel share a name at the same time."""
     for board in dashboards().values():
         for json in each_panel(board):
             found = panel(board["title"], json["title"])
@@ -430,32 +430,6 @@ def test_each_line_has_a_name_of_its_own(panel: Callable[..., Panel]) -> None:
                     for at, _ in values
                 ]
                 assert len(set(points)) == len(points), found.title
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within names by their size."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-@pytest.mark.parametrize("title", ["Norm of every layer", "Deviation of every layer from its own baseline"])
-def test_rows_of_layers_are_in_order(panel: Callable[..., Panel], title: str) -> None:
-    """As Prometheus returns them, for Grafana keeps that: runs together, block 2 before block 10, each with its name."""
-    found = panel("Gradients by layer", title).ask("A")
-    rows = [(labels["run"], labels["layer"]) for labels, _ in found]
-    assert [run for i, (run, _) in enumerate(rows) if run != (rows[i - 1][0] if i else "")] == sorted(EVERY, key=natural)
-    deep = [layer for run, layer in rows if run == "deep"]
-    assert deep == [f"blocks.{number}" for number in range(LAYERS)]
-
-
-def test_norms_of_all_layers_are_drawn(panel: Callable[..., Panel]) -> None:
-    """No cell is hidden by `filterValues`, also not by what Grafana takes where nothing is said; all are within the colours."""
-    for title in ("Norm of every layer", "Deviation of every layer from its own baseline"):
-        found = panel("Gradients by layer", title)
-        options = found.json["options"]
-        hidden = {"le": 1e-9} | options["filterValues"]
-        values = finite(found.ask("A", run="deep"))
-        assert min(values) > hidden["le"]
-        assert options["color"]["min"] <= statistics.median(values) <= options["color"]["max"]
 
 
 # Annotations, as the data source for Prometheus makes events of them.

@@ -91,7 +91,7 @@ def test_series_per_layer_are_those_of_real_jobs(replicated: Recording, sharded:
 
 
 @pytest.mark.full
-def test_series_of_runs_follow_from_those_of_ranks_and_layers(replicated: Recording, sharded: Recording) -> None:
+def test_series_of_runs_follow_the_formulas(replicated: Recording, sharded: Recording) -> None:
     """The page's sums for 100 to 10,000 ranks are those of its formulas, and 200 series of a rank are right to a tenth."""
     per_layer = [sum(series_per_layer(one).values()) for one in (replicated, sharded)]
     for recording, count in zip((replicated, sharded), per_layer, strict=True):
@@ -109,7 +109,7 @@ def test_series_of_runs_follow_from_those_of_ranks_and_layers(replicated: Record
 
 @pytest.mark.full
 @pytest.mark.server
-def test_what_the_page_drops_is_dropped_and_nothing_else(tmp_path: Path, sharded: Recording) -> None:
+def test_only_the_dropped_series_are_gone(tmp_path: Path, sharded: Recording) -> None:
     """A real Prometheus keeps six series of each layer and rank, the host's from local rank 0 alone, and all of the training's."""
     (job,) = yaml.safe_load(block("metric_relabel_configs"))["scrape_configs"]
     (folder := tmp_path / "ranks").mkdir()
@@ -145,7 +145,7 @@ def test_what_the_page_drops_is_dropped_and_nothing_else(tmp_path: Path, sharded
 
 @pytest.mark.full
 @pytest.mark.server
-def test_four_shards_have_every_rank_once_and_hosts_whole(tmp_path: Path, sharded: Recording) -> None:
+def test_shards_have_every_rank_once(tmp_path: Path, sharded: Recording) -> None:
     """By the page's hash and its four numbers promtool finds each of 40 ranks in one shard, and those of a host in the same."""
     text = block("hashmod").replace(FOLDER, f"{tmp_path}/")
     with Fleet(sharded, sharded, 40) as fleet:

@@ -30,6 +30,11 @@ from tests.support.ranks import PATIENCE, joined, start_ranks
 from tests.support.scrape import Key, key, values
 from tests.support.torch_versions import let_torch_warn, need
 
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for the runs of all
+
+TOGETHER = 1800.0
+"""Seconds after which the ranks hang, with all regimes that were asked for."""
+
 WAYS = (*Way, *Naive)
 
 EQUAL_ON_ALL_RANKS = (
@@ -157,8 +162,8 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("ranks")
     ended = ""
     try:
-        if not joined(start_ranks(rank_main, str(folder), names, ways)):
-            ended = f"did not end within {PATIENCE:.0f} s, all regimes together"
+        if not joined(start_ranks(rank_main, str(folder), names, ways), TOGETHER):
+            ended = f"did not end within {TOGETHER:.0f} s, all regimes together"
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         ended = f"the process ended: {error}"
     found = [{(name, way): finding for name, way, finding in read(folder / str(rank))} for rank in range(2)]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.multiprocessing
 
-PATIENCE = 300.0
+PATIENCE = 500.0
 """Seconds after which ranks that are not done are killed. No test waits for them: they end when they are done."""
 
 FORKED = mp.get_context("forkserver")

@@ -33,9 +33,10 @@ def serving(name: str, command: Command, is_ready: Callable[[int], bool], folder
         name: What to call it in a failure.
         command: Returns the program and its arguments for a port.
         is_ready: Returns whether the server on a port answers; never raises.
-        folder: Where the file with the output of the server is put.
+        folder: Where the file with the output of the server is put; made if it is missing.
         cwd: The folder in which the server is started.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{name}.log"
     for _ in range(2):  # another process may take the port, or the machine may run out of memory for a moment
         port = free_port()

@@ -1,11 +1,11 @@
-"""What is demanded of the Grafana dashboards: every rule by its name, and what the rules find."""
+"""The lint rules of the Grafana dashboards, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.dashboards.lint import drawing, following, numbers, overview, panels, queries, settings
+from tests.dashboards.lint import drawing, panels, queries, settings
 from tests.dashboards.lint.model import Board
 
 Rule = Callable[[Board], Iterator[tuple[str, str]]]
@@ -13,7 +13,7 @@ Rule = Callable[[Board], Iterator[tuple[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found."""
+    """A fault that a rule reports."""
 
     rule: str
     dashboard: str
@@ -22,11 +22,10 @@ class Finding:
 
 
 RULES: dict[str, Rule] = {
-    # Those of grafana/dashboard-linter, by its names.
+    # Names of grafana/dashboard-linter.
     "template-datasource-rule": settings.datasource_variable,
-    "template-job-rule": settings.job_variable,
+    "template-job-rule": settings.choices,
     "template-label-promql-rule": queries.variable_query,
-    "template-on-time-change-reload-rule": settings.reload_on_time_change,
     "panel-datasource-rule": settings.datasource_everywhere,
     "panel-title-description-rule": panels.titles,
     "panel-units-rule": panels.units,
@@ -36,8 +35,7 @@ RULES: dict[str, Rule] = {
     "target-job-rule": queries.job_matcher,
     "target-counter-agg-rule": queries.counter,
     "uneditable-dashboard": settings.dashboard_settings,
-    # Of our own: what users of other exporters complain about.
-    "template-run-rule": settings.run_and_rank_variables,
+    # Our own rules about the JSON.
     "target-run-rule": queries.run_matcher,
     "metric-exists": queries.metric_exists,
     "histogram-buckets": queries.histogram,
@@ -45,8 +43,7 @@ RULES: dict[str, Rule] = {
     "summed-over-time": queries.summed_over_time,
     "nan-in-sum": queries.nan,
     "legend-labels": queries.legend,
-    "device-of-which-host": queries.device_legend,
-    "annotations": following.both_are_there,
+    "annotations": settings.annotations,
     "no-inputs": settings.no_inputs,
     "variables-defined": settings.variables_defined,
     "variables-used": settings.variables_used,
@@ -57,40 +54,21 @@ RULES: dict[str, Rule] = {
     "table-queries": panels.table_queries,
     "grid": panels.grid,
     "links": settings.links,
-    # What a person saw when Grafana had drawn the panels: held against its defaults, not against the JSON alone.
+    "links-of-run": settings.follows_the_run,
+    # Rules about what Grafana draws with its defaults merged in.
     "hidden-cells": drawing.hidden_cells,
     "inverted-colors": drawing.inverted_colors,
-    "annotations-off": following.annotations_off,
-    "annotations-onsets": following.onsets_only,
-    "annotations-states": following.no_state_changes,
-    "straggler-first": overview.straggler_first,
     "state-legends": drawing.state_legends,
     "state-names": drawing.states_have_names,
     "seriousness": drawing.seriousness,
-    "links-of-run": following.follows_the_run,
-    "links-never-empty": following.no_empty_links,
-    "norm-outliers": overview.outliers_between_samples,
     "bars": drawing.bars,
-    "table-width": drawing.table_width,
-    "ended-runs": overview.ended_runs,
-    "colors": drawing.colors,
-    "decimals": numbers.decimals,
-    "log-axis": numbers.log_axis,
-    "bare-rates": numbers.bare_rates,
-    "whole-counts": numbers.whole_counts,
-    "per-host": drawing.per_host,
-    "errors-that-are": numbers.errors_that_are,
-    "table-order": numbers.table_order,
-    "gpu-first": numbers.needs_gpu_first,
-    "axes": drawing.axes,
-    "one-screen": overview.one_screen,
-    "says-what-is-missing": numbers.says_what_is_missing,
-    "short-in-tiles": numbers.short_in_tiles,
-    "limits": numbers.limits,
+    "decimals": drawing.decimals,
+    "log-axis": drawing.log_axis,
+    "limits": drawing.limits,
 }
 
 
 def findings(board: Board, rules: dict[str, Rule] = RULES) -> list[Finding]:
-    """What all rules find in a dashboard, each finding once."""
+    """Return the faults of a dashboard, each once."""
     name = str(board.json.get("uid"))
     return [Finding(title, name, panel, text) for title, rule in rules.items() for panel, text in dict.fromkeys(rule(board))]

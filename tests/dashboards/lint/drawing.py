@@ -1,4 +1,4 @@
-"""What is demanded of how Grafana draws a panel, its defaults merged in. Each rule yields (panel, text) for what it finds."""
+"""Rules about what Grafana draws with its defaults merged in: each yields (panel, text) for every fault."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import itertools
 from collections.abc import Iterator
 
 from tests.dashboards.lint import grafana
-from tests.dashboards.lint import labels as lint_labels
 from tests.dashboards.lint.model import Board, Json, Query
-from tests.dashboards.lint.values import alternatives, asked, decides, names, possible
+from tests.dashboards.lint.values import alternatives, asked, decides, possible
 
 Found = Iterator[tuple[str, str]]
 
 TIMELINES = frozenset({"state-timeline", "status-history"})
-LINES = frozenset({"timeseries", "trend"})
-
 SERIOUS = {"green": 0, "blue": 0, "yellow": 1, "orange": 1, "purple": 1, "red": 2}
-"""How serious a colour looks, whichever shade of it; of others, such as `text`, nobody can say."""
-
-LEAST_COUNT = 0.01
-"""An increase of a histogram's bucket is extrapolated, so that one observation may count a little less than 1."""
 
 
 def _of_type(board: Board, *types: str) -> Iterator[tuple[Json, Json]]:
@@ -29,11 +22,12 @@ def _of_type(board: Board, *types: str) -> Iterator[tuple[Json, Json]]:
 
 
 def hidden_cells(board: Board) -> Found:
-    """A heatmap hides cells by value only below what it can show, or where nothing was counted."""
+    """A heatmap hides no cell whose value it can show."""
     for panel, options in _of_type(board, "heatmap"):
         low, high = options["filterValues"].get("le"), options["filterValues"].get("ge")
         counts = any(target.get("format") == "heatmap" for target in panel.get("targets", []))
-        least, most = (LEAST_COUNT, None) if counts else (options["color"].get("min"), options["color"].get("max"))
+        # Prometheus extrapolates increases, so one observation may count slightly less than 1.
+        least, most = (0.01, None) if counts else (options["color"].get("min"), options["color"].get("max"))
         if low is not None and (least is None or low >= least):
             yield panel["title"], f"cells of {low} and less are hidden, and its values begin at {least}"
         if high is not None and (most is None or high <= most):
@@ -41,17 +35,15 @@ def hidden_cells(board: Board) -> Found:
 
 
 def inverted_colors(board: Board) -> Found:
-    """No heatmap turns colours that Grafana has turned already, and each scheme is one of Grafana's."""
+    """No heatmap reverses its colours: Grafana has reversed them already."""
     for panel, options in _of_type(board, "heatmap"):
         color = options["color"]
-        if color["mode"] == "scheme" and color["scheme"] not in grafana.TURNED:
-            yield panel["title"], f"no colour scheme {color['scheme']}"
-        elif color["mode"] == "scheme" and color["reverse"]:
-            yield panel["title"], f"Grafana turns {color['scheme']} by itself, and reverse turns it back"
+        if color["mode"] == "scheme" and color["reverse"]:
+            yield panel["title"], f"{color['scheme']} is reversed twice"
 
 
 def state_legends(board: Board) -> Found:
-    """A timeline of states has a legend: no continuous colours, it is shown, and each state has its own colour."""
+    """A state timeline shows its legend, and each state has its own colour."""
     for panel, options in _of_type(board, *TIMELINES):
         config, legend = grafana.config(panel), options["legend"]
         if config["color"]["mode"].startswith("continuous"):
@@ -64,7 +56,7 @@ def state_legends(board: Board) -> Found:
 
 
 def states_have_names(board: Board) -> Found:
-    """Each state that a query gives as a number has a word and a colour; in a timeline everything is a state."""
+    """Each state that a query returns as a number has a word and a colour."""
     for panel in board.panels_with_data():
         for query, config in _settled(board, panel) if panel["type"] in {*TIMELINES, "stat", "table"} else ():
             words = {value: result for value, result in grafana.words(config).items() if _is_number(value)}
@@ -73,13 +65,13 @@ def states_have_names(board: Board) -> Found:
             if grafana.has_ranges(config) or (panel["type"] not in TIMELINES and (values is None or len(values) < 2)):
                 continue
             if values is None:
-                yield panel["title"], "nobody knows which values it gives, and it has no ranges with a word and a colour"
+                yield panel["title"], "unknown values without ranges that have a word and a colour"
             for value in sorted((values or frozenset()) - named):
                 yield panel["title"], f"{value:g} has no word with a colour"
 
 
 def _settled(board: Board, panel: Json) -> Iterator[tuple[Query, Json]]:
-    """Each query whose values are shown, and the config of their field or column."""
+    """Yield each query with the config of its series or column."""
     if panel["type"] == "table":
         yield from ((column.query, column.config) for column in grafana.columns(board, panel) if column.query is not None)
     else:
@@ -91,7 +83,7 @@ def _severity(result: Json) -> int | None:
 
 
 def seriousness(board: Board) -> Found:
-    """Where a larger number or the order of the conditions decides what is seen, the more serious state wins."""
+    """Where several states compete, the more serious one is shown."""
     for panel in board.panels_with_data():
         for query in asked(board, panel):
             words = {
@@ -106,11 +98,6 @@ def seriousness(board: Board) -> Found:
             if len(branches) > 1 and all(values is not None and len(values) == 1 for values in branches):
                 order = [next(iter(values)) for values in branches if values]
                 yield from _ordered(panel, [(value, words[value]) for value in reversed(order) if value in words])
-                if order != sorted(order, reverse=True):
-                    yield (
-                        panel["title"],
-                        f"the first condition wins, but they stand in the order {[f'{value:g}' for value in order]}",
-                    )
 
 
 def _is_number(text: str) -> bool:
@@ -123,16 +110,13 @@ def _is_number(text: str) -> bool:
 
 def _ordered(panel: Json, states: list[tuple[float, Json]]) -> Found:
     for (_, less), (_, more) in itertools.pairwise(states):
-        one, other = _severity(less), _severity(more)
-        if one is not None and other is not None and one > other:
+        low, high = _severity(less), _severity(more)
+        if low is not None and high is not None and low > high:
             yield panel["title"], f"{more.get('text')} ({more.get('color')}) hides {less.get('text')} ({less.get('color')})"
-    said = [str(result.get("text", "")).lower() for _, result in states]
-    if "dead" in said and "vanished" in said and said.index("dead") < said.index("vanished"):
-        yield panel["title"], "a dead layer has vanished too, and is called that"
 
 
 def bars(board: Board) -> Found:
-    """Each bar has a minimum and a maximum of its own: without them it is as long as its share of any field's largest."""
+    """Each bar has its own minimum and maximum; otherwise its length depends on other fields."""
     for panel in board.panels_with_data():
         for name, config in _bars(board, panel):
             for limit in ("min", "max"):
@@ -152,58 +136,43 @@ def _bars(board: Board, panel: Json) -> Iterator[tuple[str, Json]]:
                 yield column.title, column.config
 
 
-def table_width(board: Board) -> Found:
-    """All columns of a table are seen on a laptop's screen."""
+def _fields(board: Board, panel: Json) -> Iterator[tuple[str, Json]]:
+    if panel["type"] == "table":
+        yield from ((column.title, column.config) for column in grafana.columns(board, panel))
+    else:
+        yield from ((str(query.target.get("refId")), grafana.settings(panel, query)) for query in asked(board, panel))
+
+
+def decimals(board: Board) -> Found:
+    """Scientific notation states its decimals: by default Grafana writes all of them."""
+    for panel in board.panels_with_data():
+        options = grafana.options(panel)
+        configs = [*_fields(board, panel)] if panel["type"] != "heatmap" else []
+        configs += [(key, options[key]) for key in ("yAxis", "cellValues") if panel["type"] == "heatmap" and key in options]
+        for name, config in configs:
+            if config.get("unit") == "sci" and config.get("decimals") is None:
+                yield panel["title"], f"{name}: scientific notation without decimals"
+
+
+def log_axis(board: Board) -> Found:
+    """A logarithmic axis has a unit that distinguishes its small ticks, or begins at 1."""
     for panel in board.panels():
-        if panel["type"] == "table":
-            columns, room = grafana.columns(board, panel), grafana.inner_width(panel["gridPos"]["w"])
-            needed = sum(column.width() for column in columns)
-            if needed > room:
-                yield panel["title"], f"its {len(columns)} columns need {needed:g} pixels of {room}"
+        for name, config in _fields(board, panel) if panel["type"] in {"timeseries", "trend", "barchart"} else ():
+            unit = str(config.get("unit", "short"))
+            logarithmic = config["custom"].get("scaleDistribution", {}).get("type") == "log"
+            if logarithmic and unit.partition(":")[0] in grafana.FIXED_POINT and (config.get("min") or 0) < 1:
+                yield panel["title"], f"{name}: ticks below 1 of a logarithmic axis all read 0 as {unit}"
 
 
-def colors(board: Board) -> Found:
-    """A line that is called by its run has the run's colour everywhere; others have the colours of their order, which differ."""
-    for panel in board.panels():
-        for query in asked(board, panel) if panel["type"] in LINES else ():
-            mode, own = (found["color"]["mode"] for found in (grafana.settings(panel, query), grafana.config(panel)))
-            of_run = query.target.get("legendFormat") == "{{run}}"
-            if of_run and mode != "palette-classic-by-name" and mode == own:
-                yield panel["title"], f"{mode}: a run has another colour in each panel"
-            if not of_run and mode == "palette-classic-by-name":
-                yield panel["title"], f"colours by name, of which several are nearly the same: {query.target.get('legendFormat')}"
-            if not of_run and mode == own and not mode.startswith("palette-"):
-                yield panel["title"], f"{mode}: its lines have one colour"
-
-
-def _draws(query: Query, *parts: str) -> bool:
-    return any(part in name for name in names(query) for part in parts)
-
-
-def axes(board: Board) -> Found:
-    """Utilisation has all of its axis, temperature a limit, and throttling is a state."""
-    states = any("gpu_throttled" in query.text for query in board.queries() if query.panel["type"] in TIMELINES)
-    for panel in board.panels():
-        for query in asked(board, panel) if panel["type"] in LINES else ():
-            config = grafana.settings(panel, query)
-            if _draws(query, "utilization_ratio") and (config.get("min"), config.get("max")) != (0, 1):
-                yield panel["title"], f"utilisation from {config.get('min')} to {config.get('max')}, not from 0 to 1"
-            steps, style = config["thresholds"]["steps"], config["custom"].get("thresholdsStyle", {}).get("mode", "off")
-            if _draws(query, "temperature") and (
-                "thresholds" not in panel["fieldConfig"]["defaults"] or len(steps) < 2 or style == "off"
-            ):
-                yield panel["title"], "temperature without a threshold that is drawn"
-            if _draws(query, "gpu_throttled") and not states:
-                yield panel["title"], "throttling as lines only, not as a state timeline"
-
-
-def per_host(board: Board) -> Found:
-    """What is of a host is drawn once for it, not once for each run or rank on it."""
-    for query in board.queries():
-        if query.target and _draws(query, "torch_host_", "torch_container_"):
-            left = lint_labels.of(query.tree(), board.recorded)
-            legend = query.target.get("legendFormat", "")
-            if "host" not in left or left & {"run", "rank"} or "{{run}}" in legend or "{{rank}}" in legend:
-                yield query.panel["title"], f"of a host, but drawn for each {', '.join(sorted(left)) or 'sum'}: {legend}"
-            elif "{{host}}" not in legend and query.panel["type"] != "table":
-                yield query.panel["title"], f"of a host whose name is not in the legend {legend!r}"
+def limits(board: Board) -> Found:
+    """An axis, bar or colour scale begins below its end, and the thresholds of a ratio are ratios."""
+    for panel in board.panels_with_data():
+        color = grafana.options(panel).get("color", {}) if panel["type"] == "heatmap" else {}
+        for name, config in [("colours", color), *_fields(board, panel)]:
+            low, high = config.get("min"), config.get("max")
+            if low is not None and high is not None and low >= high:
+                yield panel["title"], f"{name} from {low} to {high}"
+        own = panel.get("fieldConfig", {}).get("defaults", {})  # Grafana's own threshold is 80, which most graphs do not draw
+        for step in own.get("thresholds", {}).get("steps", ()) if own.get("unit") == "percentunit" else ():
+            if (step.get("value") or 0) > max(1, own.get("max") or 1):
+                yield panel["title"], f"a threshold of {step['value']} on a share"

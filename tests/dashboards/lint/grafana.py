@@ -1,4 +1,4 @@
-"""What Grafana makes of a panel's JSON: options and field config merged with the defaults of Grafana and of its panel plugins."""
+"""Panels as Grafana draws them: options and field config merged with the defaults of Grafana and its plugins."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ PLUGINS: Mapping[str, Json] = json.loads(
 )
 """Of each type of panel `options` and `custom` as @grafana/schema has them; test_grafana_schema.py compares."""
 
-# What follows is not in the package. Read in Grafana's repository, on commits that name no release: the colour mode of state
-# timelines (its module.tsx), the schemes of heatmaps (heatmap/palettes.ts), how units are written (valueFormats.ts), events of
-# annotations (grafana-prometheus, annotations.ts). A report on Grafana 12.2 says the same of heatmaps, timelines and bars. Known
-# and not read: the other colour modes, legends, thresholds, the width of columns, and the pixels beside columns and panels.
+# The package lacks what follows; it was read in Grafana's repository (module.tsx, heatmap/palettes.ts, valueFormats.ts).
 
 LEGEND: Json = {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []}
 """The legend that the option builder of panels with one begins with."""
@@ -47,40 +44,19 @@ COLOR_MODES: Mapping[str, str] = {
 THRESHOLDS: Json = {"mode": "absolute", "steps": [{"color": "green", "value": None}, {"color": "red", "value": 80}]}
 """The thresholds of a panel that has none."""
 
-IN_BOTH_THEMES = ("BrBG", "PiYG", "PRGn", "PuOr", "RdBu", "RdGy", "RdYlBu", "RdYlGn", "Spectral", "Rainbow", "Sinebow")
-IN_THE_DARK = (
-    "Blues", "Greens", "Greys", "Oranges", "Purples", "Reds", "BuGn", "BuPu", "GnBu", "OrRd", "PuBuGn", "PuBu", "PuRd", "RdPu",
-    "YlGnBu", "YlGn", "YlOrBr", "YlOrRd",
-)  # fmt: skip
-IN_THE_LIGHT = ("Turbo", "Cividis", "Viridis", "Magma", "Inferno", "Plasma", "Warm", "Cool", "Cubehelix")
-TURNED = frozenset({*IN_BOTH_THEMES, *IN_THE_DARK, *IN_THE_LIGHT})
-"""The colour schemes of heatmaps. Grafana turns each by itself, and `reverse` turns it once more (in Grafana 9 it did nothing)."""
-
-COLUMN = 150
-"""Pixels of a table's column that has neither `width` nor `minWidth`: in less than the sum, a table scrolls."""
-
-SCREEN, SIDES, SCROLLBAR, GAP, FRAME = 1440, 2 * 16, 16, 8, 2 * 1 + 2 * 8
-"""Pixels: of a laptop's screen; beside the grid; of its scrollbar; between two of 24 columns; of a panel's border and padding."""
-
 FIXED_POINT = frozenset({"short", "none", "locale", "percentunit", "percent", "count", "suffix", "prefix"})
 """Units, and kinds of custom unit, of a fixed number of digits: small ticks of an axis all read 0."""
 
 
-def inner_width(columns: int) -> int:
-    """Pixels for the content of a panel that is this many of 24 columns wide, the menu undocked as it is below 1,440 pixels."""
-    column = (SCREEN - SIDES - SCROLLBAR - 23 * GAP) / 24
-    return int(columns * column + (columns - 1) * GAP - FRAME)
-
-
 def merge(under: object, over: object) -> object:
-    """As Grafana merges: objects key by key, anything else from `over`."""
+    """Merge objects key by key, as Grafana does; anything else comes from `over`."""
     if not isinstance(under, dict) or not isinstance(over, dict):
         return over
     return under | {key: merge(under[key], value) if key in under else value for key, value in over.items()}
 
 
 def options(panel: Json) -> Json:
-    """The panel's options as Grafana draws it."""
+    """Return the merged options of the panel."""
     merged = merge(PLUGINS.get(panel["type"], {}).get("options", {}), OPTIONS.get(panel["type"], {}))
     merged = merge(merged, panel.get("options", {}))
     assert isinstance(merged, dict)
@@ -97,7 +73,7 @@ class Drawn:
 
 
 def config(panel: Json, drawn: Drawn | None = None) -> Json:
-    """The field config of the panel, or of one of its fields: with the overrides that match it."""
+    """Return the merged field config of the panel, or of one of its fields with the overrides that match."""
     found: Json = {
         "color": {"mode": COLOR_MODES.get(panel["type"], "thresholds")},
         "thresholds": THRESHOLDS,
@@ -139,7 +115,7 @@ def _regexp(text: str) -> re.Pattern[str]:
 
 
 def settings(panel: Json, query: Query) -> Json:
-    """The field config of the series that a query yields."""
+    """Return the field config of a query's series."""
     return config(panel, Drawn(query.target.get("refId", "")))
 
 
@@ -152,14 +128,9 @@ class Column:
     config: Json = field(compare=False)
     query: Query | None = field(compare=False, default=None)
 
-    def width(self) -> float:
-        """Pixels that it takes at the least."""
-        custom = self.config.get("custom", {})
-        return float(custom.get("width") or custom.get("minWidth") or COLUMN)
-
 
 def columns(board: Board, panel: Json) -> list[Column]:
-    """What a table shows, after its transformations, in their order."""
+    """Return the columns of a table after its transformations, in order."""
     fields = dict(_fields(board, panel))
     titles = {name: name for name in fields}
     order: dict[str, int] = {}
@@ -196,7 +167,7 @@ def _fields(board: Board, panel: Json) -> Iterator[tuple[str, Query | None]]:
 
 
 def _named(panel: Json) -> set[str]:
-    """The fields that transformations and overrides name, but for titles that they are given."""
+    """Return the fields that transformations and overrides name, without their new titles."""
     steps = [step.get("options", {}) for step in panel.get("transformations", [])]
     matchers = [override["matcher"] for override in panel.get("fieldConfig", {}).get("overrides", [])]
     named = {matcher["options"] for matcher in matchers if matcher["id"] == "byName"}
@@ -217,12 +188,12 @@ def _kept(asked: Json, name: str) -> bool:
 
 
 def words(config_: Json) -> dict[str, Json]:
-    """What a field's mappings make of single values: text and colour of each, by the value as it stands in the JSON."""
+    """Return text and colour of each mapped value, by the value in the JSON."""
     return {value: result for mapping in config_.get("mappings", []) if mapping["type"] == "value"
             for value, result in mapping["options"].items()}  # fmt: skip
 
 
 def has_ranges(config_: Json) -> bool:
-    """Whether ranges of values have a text and a colour."""
+    """Return whether each mapped range of values has a text and a colour."""
     ranges = [mapping["options"]["result"] for mapping in config_.get("mappings", []) if mapping["type"] == "range"]
     return bool(ranges) and all(result.get("text") and result.get("color") for result in ranges)

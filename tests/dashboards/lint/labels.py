@@ -1,8 +1,7 @@
-"""Which labels a PromQL expression leaves on its series: what a legend may name and a matcher can match."""
+"""The labels that a PromQL expression leaves on its series."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ NONE: Labels = frozenset()
 
 
 def of(node: Node, recorded: Recorded) -> Labels:
-    """Labels of the series that the node yields; none for a scalar, and for an unknown metric."""
+    """Return the labels of the series that the node yields; none for a scalar or an unknown metric."""
     match node:
         case promql_parser.VectorSelector():
             return _of_selector(node, recorded)
@@ -82,40 +81,8 @@ def _of_binary(node: Node, recorded: Recorded) -> Labels:
     return left & named if matching.type == LabelModifierType.Include else left - named
 
 
-def sure(node: Node, recorded: Recorded) -> Labels:  # noqa: PLR0911 - one for each kind of node
-    """Labels that each series of the node has, where `of` are those that some have: a link by one of these is never empty."""
-    match node:
-        case promql_parser.BinaryExpr() if str(node.op) == "or":
-            return sure(node.lhs, recorded) & sure(node.rhs, recorded)
-        case promql_parser.BinaryExpr():
-            left, right = sure(node.lhs, recorded), sure(node.rhs, recorded)
-            return of(node, recorded) & (left | right)
-        case promql_parser.AggregateExpr():
-            return _of_aggregation(node, sure(node.expr, recorded))
-        case promql_parser.Call() if node.func.name == "label_replace":
-            inner = sure(node.args[0], recorded)
-            into = node.args[1].val
-            return inner | {into} if _always_sets(node, inner) else inner - ({into} - inner)
-        case promql_parser.Call():
-            return of(node, recorded) & NONE.union(*(sure(argument, recorded) for argument in node.args))
-        case promql_parser.VectorSelector():
-            return _of_selector(node, recorded)
-    return NONE.union(*(sure(child, recorded) for child in children(node)))
-
-
-def _always_sets(node: Node, inner: Labels) -> bool:
-    """Whether after a label_replace the label is nowhere empty: it had a value or is given one where it had none."""
-    into, replacement, source, pattern = (argument.val for argument in node.args[1:5])
-    named = replacement.replace("${", "$").replace("}", "")
-    if source in inner:
-        return into in inner or pattern in {".*", ".+", "(.*)", "(.+)"}
-    # An absent label is an empty one. What does not match keeps the value it had, so it has to be the label itself.
-    of_nothing = re.fullmatch(pattern, "")
-    return of_nothing is not None and bool(named) and "$" not in named and (source in {into, ""} or pattern == ".*")
-
-
 def is_scalar(node: Node) -> bool:
-    """Whether the node is a number, not a vector."""
+    """Return whether the node is a number, not a vector."""
     match node:
         case promql_parser.NumberLiteral():
             return True
@@ -129,7 +96,7 @@ def is_scalar(node: Node) -> bool:
 
 
 def of_rules(directory: Path) -> dict[str, Labels]:
-    """The labels of what each recording rule records; a rule may build on one above it or in a file read before."""
+    """Return the labels of each recorded series; a rule may use a rule above it or in an earlier file."""
     found: dict[str, Labels] = {}
     for path in sorted(directory.glob("*.rules.yml")):
         for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:

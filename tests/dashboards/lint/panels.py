@@ -1,4 +1,4 @@
-"""What is demanded of a dashboard's panels beside their queries. Each rule yields (panel, text) for what it finds."""
+"""Rules about panels beside their queries: each yields (panel, text) for every fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PANELS = frozenset({
 
 
 def titles(board: Board) -> Found:
-    """Each panel has a title and says what it shows; a row has a title."""
+    """Each panel has a title and a description; a row has a title."""
     for panel in board.panels():
         if not panel.get("title"):
             yield str(panel.get("id")), "no title"
@@ -35,7 +35,7 @@ def titles(board: Board) -> Found:
 
 
 def unique(board: Board) -> Found:
-    """No panel's id or title, and no query's letter within a panel, comes twice."""
+    """No id, title or query letter is used twice."""
     for key in ("id", "title"):
         for value, times in Counter(panel.get(key) for panel in board.panels()).items():
             if times > 1 or value is None:
@@ -54,7 +54,7 @@ def panel_types(board: Board) -> Found:
 
 
 def panel_targets(board: Board) -> Found:
-    """A panel that shows data asks for some."""
+    """A panel with data has a query."""
     for panel in board.panels_with_data():
         if not panel.get("targets") or not all(target.get("expr") for target in panel["targets"]):
             yield panel["title"], "no query"
@@ -65,7 +65,7 @@ def _is_unit(value: object) -> bool:
 
 
 def units(board: Board) -> Found:
-    """Each panel with data has a unit, a heatmap one for its axis; all are units that Grafana knows."""
+    """Each panel with data has a unit that Grafana knows."""
     for panel in board.panels_with_data():
         config, options = panel.get("fieldConfig", {}), panel.get("options", {})
         main = options.get("yAxis", {}).get("unit") if panel["type"] == "heatmap" else config.get("defaults", {}).get("unit")
@@ -93,7 +93,7 @@ GRAFANAS: list[Json] = [{"color": "green", "value": None}, {"color": "red", "val
 
 
 def thresholds(board: Board) -> Found:
-    """Where thresholds colour anything they were thought about: Grafana's own turn red at 80 of whatever it is."""
+    """Thresholds rise, and none is Grafana's default, which turns red at 80."""
     for panel in board.panels_with_data():
         for steps in _threshold_steps(panel):
             if [(step["color"], step["value"] or None) for step in steps] == [("green", None), ("red", 80)]:
@@ -104,14 +104,14 @@ def thresholds(board: Board) -> Found:
 
 
 def no_value(board: Board) -> Found:
-    """What a panel says where there is nothing to show is a sentence or a number of our own, not Grafana's two words."""
+    """An empty panel shows its own text, not Grafana's "No data"."""
     for panel in board.panels_with_data():
         if panel.get("fieldConfig", {}).get("defaults", {}).get("noValue", "No data") in {"", "No data"}:
             yield panel["title"], "says No data where a 0 or a sentence belongs (fieldConfig.defaults.noValue)"
 
 
 def table_queries(board: Board) -> Found:
-    """A table asks for the values of now, as a table; a range of values would give each series a row for each point in time."""
+    """A table queries the current values as a table; a range would give each series a row per point."""
     for panel in board.panels():
         for target in panel.get("targets", []) if panel["type"] == "table" else ():
             if not target.get("instant") or target.get("range") or target.get("format") != "table":

@@ -1,4 +1,4 @@
-"""What is demanded of a dashboard's queries. Each rule yields (panel, text) for what it finds."""
+"""Rules about queries: each yields (panel, text) for every fault."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAYBE_NAN = re.compile(r"torch_(grad|weight|run_grad)_.*|torch_train_loss|torch_
 
 
 def what_is_wrong(expressions: Iterable[str]) -> dict[int, str]:
-    """What Prometheus' own parser says of those that are no instant vector or number, by their position."""
+    """Return the errors of Prometheus' own parser by the position of the expression."""
     # A sign does not change what parses, but it is refused before a range vector and a string, as a panel would refuse them.
     rules = [{"record": f"lint:query:{number}", "expr": f"-(\n{text}\n)"} for number, text in enumerate(expressions)]
     with tempfile.TemporaryDirectory() as directory:
@@ -57,7 +57,7 @@ def what_is_wrong(expressions: Iterable[str]) -> dict[int, str]:
 
 
 def promql(board: Board) -> Found:
-    """A query is PromQL, says Prometheus, and yields what a panel can draw; Grafana's variables replaced as Grafana would."""
+    """A query is valid PromQL for Prometheus and yields something that a panel can draw."""
     queries = board.queries()
     wrong = what_is_wrong(query.text for query in queries)
     for number, query in enumerate(queries):
@@ -66,7 +66,7 @@ def promql(board: Board) -> Found:
 
 
 def metric_exists(board: Board) -> Found:
-    """Each metric is in the catalogue, recorded by a rule, or made by Prometheus itself."""
+    """Each metric is in the catalogue, recorded by a rule, or made by Prometheus."""
     for query in board.queries():
         for _, name, _ in selectors(query):
             if name not in SERIES and name not in board.recorded and name not in ALERTS and name not in SYNTHETIC:
@@ -88,12 +88,12 @@ def _matchers(board: Board, label: str) -> Found:
 
 
 def job_matcher(board: Board) -> Found:
-    """Each selector takes the chosen jobs, if its series have a job."""
+    """Each selector takes the chosen jobs if its series have a job."""
     return _matchers(board, "job")
 
 
 def run_matcher(board: Board) -> Found:
-    """Each selector takes the chosen runs, if its series have a run."""
+    """Each selector takes the chosen runs if its series have a run."""
     return _matchers(board, "run")
 
 
@@ -105,7 +105,7 @@ def _ranges(query: Query) -> Iterator[tuple[str, Node]]:
 
 
 def rate_interval(board: Board) -> Found:
-    """A rate is over `$__rate_interval`, so that it has two scrapes at any zoom; an increase may be over `$__range` as well."""
+    """A rate covers `$__rate_interval`, and an increase that or `$__range`."""
     wanted, whole = (promql_parser.parse(f"x[{text}]").range for text in (RATE_INTERVAL, RANGE))
     for query in board.queries():
         for function, node in _ranges(query):
@@ -114,7 +114,7 @@ def rate_interval(board: Board) -> Found:
 
 
 def counter(board: Board) -> Found:
-    """Of a counter, or of a histogram's parts, only a rate or an increase means something: their value depends on the start."""
+    """A counter or histogram is read by a rate or an increase only."""
     for query in board.queries():
         for selector, name, above in selectors(query):
             kind = SERIES.get(name, (Kind.GAUGE,))[0]
@@ -131,7 +131,7 @@ def counter(board: Board) -> Found:
 
 
 def gauge(board: Board) -> Found:
-    """A gauge has no rate, and no sum over time: how often it was scraped decides that."""
+    """A gauge has no rate and no sum over time."""
     for query in board.queries():
         for _, name, above in selectors(query):
             for call in sorted(_calls(above) & (RATES | {"sum_over_time", "resets"})):
@@ -140,7 +140,7 @@ def gauge(board: Board) -> Found:
 
 
 def summed_over_time(board: Board) -> Found:
-    """A panel or its legend adds values up over time only where they are increases: for others the sum depends on the zoom."""
+    """Only increases are added up over time: for other values the sum depends on the zoom."""
     queries = board.queries()
     for panel in board.panels_with_data():
         options = panel.get("options", {})
@@ -150,7 +150,7 @@ def summed_over_time(board: Board) -> Found:
 
 
 def _is_increase(query: Query) -> bool:
-    """Whether all series of the query go through increase()."""
+    """Return whether all series of the query go through increase()."""
     return all("increase" in _calls(above) for _, _, above in selectors(query))
 
 
@@ -159,7 +159,7 @@ def _calls(above: Iterable[Node]) -> set[str]:
 
 
 def histogram(board: Board) -> Found:
-    """Buckets go through histogram_quantile or into a heatmap, and keep `le` until then."""
+    """Buckets go into histogram_quantile or a heatmap and keep `le` until then."""
     for query in board.queries():
         tree = query.tree()
         for node, _ in walk(tree) if tree is not None else ():
@@ -183,7 +183,7 @@ def _bucket_in_panel(query: Query, tree: Node, board: Board) -> Found:
 
 
 def nan(board: Board) -> Found:
-    """What may be NaN is compared (`x == x` leaves NaN out) before it is summed or averaged: one NaN would be all of the sum."""
+    """A value that may be NaN is compared before it is summed: one NaN would be the whole sum."""
     for query in board.queries():
         for selector, name, above in selectors(query):
             if not MAYBE_NAN.fullmatch(name) or NEVER_NAN.fullmatch(name) or SERIES.get(name, (None,))[0] is not Kind.GAUGE:
@@ -214,7 +214,7 @@ def _adds(node: Node) -> bool:
 
 
 def legend(board: Board) -> Found:
-    """A legend names labels that the query leaves on its series, and has a format where there may be several."""
+    """A legend names labels that the query leaves on its series."""
     for query in board.queries():
         tree = query.tree()
         labels = lint_labels.of(tree, board.recorded) if tree is not None else frozenset()
@@ -223,17 +223,8 @@ def legend(board: Board) -> Found:
                 yield query.panel["title"], f"legend names {name}, of which the query leaves {sorted(labels)}"
 
 
-def device_legend(board: Board) -> Found:
-    """A device's index says nothing without the process or host it belongs to."""
-    for query in board.queries():
-        text = query.target.get("legendFormat", "")
-        named = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", text))
-        if "device" in named and not named & {"rank", "instance", "host", "uuid"}:
-            yield query.panel["title"], f"legend {text!r} names a device without its rank or host"
-
-
 def variable_query(board: Board) -> Found:
-    """A variable of kind query asks for the values of a label that the metric has."""
+    """A query variable lists the values of a label that the metric has."""
     for variable in board.variables():
         asked, title = label_values(variable), f"variable {variable['name']}"
         if variable["type"] != "query":

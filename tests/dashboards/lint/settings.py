@@ -1,11 +1,14 @@
-"""What is demanded of settings, data source, variables and links. Each rule yields (panel, text) for what it finds."""
+"""Rules about settings, data source, variables and links: each yields (panel, text) for every fault."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from tests.dashboards.lint.model import Board, objects, strings
+from tests.dashboards.lint import grafana
+from tests.dashboards.lint import labels as lint_labels
+from tests.dashboards.lint.model import Board, Json, Query, objects, strings
+from tests.dashboards.lint.values import asked
 
 Found = Iterator[tuple[str, str]]
 
@@ -14,7 +17,7 @@ BUILT_IN = ({"type": "grafana", "uid": "-- Grafana --"}, {"type": "datasource", 
 
 
 def dashboard_settings(board: Board) -> Found:
-    """Classic JSON that can be provisioned, with the settings that all our dashboards share."""
+    """The JSON is classic and provisionable, with the settings that all our dashboards share."""
     wanted = {"editable": False, "graphTooltip": 1, "time": {"from": "now-1h", "to": "now"}}
     for key, value in wanted.items():
         if board.json.get(key) != value:
@@ -30,7 +33,7 @@ def dashboard_settings(board: Board) -> Found:
 
 
 def no_inputs(board: Board) -> Found:
-    """Nothing that only the dialog for importing fills in: provisioning leaves it as it is."""
+    """Nothing needs the import dialogue, which provisioning never opens."""
     for key in ("__inputs", "__requires", "__elements"):
         if key in board.json:
             yield "", f"{key} is for importing by hand"
@@ -40,7 +43,7 @@ def no_inputs(board: Board) -> Found:
 
 
 def datasource_variable(board: Board) -> Found:
-    """One variable chooses the data source, and is called `datasource`."""
+    """One variable named `datasource` selects the data source."""
     found = [variable for variable in board.variables() if variable["type"] == "datasource"]
     if [(variable["name"], variable.get("query")) for variable in found] != [("datasource", "prometheus")]:
         yield "", "not one variable `datasource` for Prometheus"
@@ -50,7 +53,7 @@ def datasource_variable(board: Board) -> Found:
 
 
 def datasource_everywhere(board: Board) -> Found:
-    """Whatever asks a data source asks the chosen one: no uid of one certain Grafana, no null."""
+    """Every query uses the selected data source, not a fixed uid or null."""
     for found in objects(board.json):
         built_in = found.get("datasource") in BUILT_IN and found.get("builtIn") == 1
         if "datasource" in found and found["datasource"] != DATASOURCE and not built_in:
@@ -63,35 +66,19 @@ def datasource_everywhere(board: Board) -> Found:
             yield asking["name"], "no data source"
 
 
-def _choice(board: Board, name: str) -> Found:
-    """A variable to choose by: several at once, all by default, and asked for again when the time range changes."""
+def choices(board: Board) -> Found:
+    """Jobs, runs, ranks and layers can be chosen: multiple values, all by default, reloaded with the time range."""
     wanted = {"type": "query", "multi": True, "includeAll": True, "allValue": ".+", "refresh": 2}
-    found = [variable for variable in board.variables() if variable["name"] == name]
-    if not found:
-        yield "", f"no variable {name}"
-    for key, value in wanted.items():
-        if found and found[0].get(key) != value:
-            yield f"variable {name}", f"{key} is {found[0].get(key)!r}, not {value!r}"
-    if found and not found[0].get("label"):
-        yield f"variable {name}", "no label"
-
-
-def job_variable(board: Board) -> Found:
-    """The jobs can be chosen."""
-    return _choice(board, "job")
-
-
-def run_and_rank_variables(board: Board) -> Found:
-    """Runs and ranks can be chosen, and layers where there is a variable for them."""
-    for name in ("run", "rank", *(v["name"] for v in board.variables() if v["name"] == "layer")):
-        yield from _choice(board, name)
-
-
-def reload_on_time_change(board: Board) -> Found:
-    """What can be chosen is what there is in the time range shown."""
-    for variable in board.variables():
-        if variable["type"] == "query" and variable.get("refresh") != 2:
-            yield f"variable {variable['name']}", f"refresh is {variable.get('refresh')!r}, not 2, on a change of the time range"
+    variables = {variable["name"]: variable for variable in board.variables()}
+    for name in ("job", "run", "rank", *({"layer"} & set(variables))):
+        if name not in variables:
+            yield "", f"no variable {name}"
+            continue
+        for key, value in wanted.items():
+            if variables[name].get(key) != value:
+                yield f"variable {name}", f"{key} is {variables[name].get(key)!r}, not {value!r}"
+        if not variables[name].get("label"):
+            yield f"variable {name}", "no label"
 
 
 def _variables_in(json: object) -> set[str]:
@@ -105,13 +92,13 @@ def _variables_in(json: object) -> set[str]:
 
 
 def variables_defined(board: Board) -> Found:
-    """Each variable that is used exists; Grafana's own begin with two underscores."""
+    """Each variable that is used exists; names of Grafana's own begin with two underscores."""
     for name in sorted(_variables_in(board.json) - {variable["name"] for variable in board.variables()}):
         yield "", f"no variable {name}"
 
 
 def variables_used(board: Board) -> Found:
-    """Each variable changes something."""
+    """Each variable is used."""
     for variable in board.variables():
         rest = board.json | {"templating": [other for other in board.variables() if other is not variable]}
         repeats = {panel.get("repeat") for panel in board.panels()}
@@ -120,7 +107,7 @@ def variables_used(board: Board) -> Found:
 
 
 def links(board: Board) -> Found:
-    """Dashboards are linked to each other by the time range and the variables; each link leads to a dashboard and what it knows."""
+    """Links keep time range and variables, and lead to dashboards that have these variables."""
     found = board.json.get("links", [])
     if not found:
         yield "", "no links to other dashboards"
@@ -143,3 +130,30 @@ def _wrong_urls(board: Board, text: str) -> Found:
         for name in sorted(set(re.findall(r"\bvar-(\w+)=|\$\{(\w+):queryparam\}", rest))):
             if "".join(name) not in known:
                 yield "", f"{uid} has no variable {''.join(name)}: {text}"
+
+
+def _data_links(board: Board, panel: Json) -> Iterator[tuple[str, list[Query]]]:
+    queries = asked(board, panel)
+    if panel["type"] == "table":
+        for column in grafana.columns(board, panel):
+            yield from ((link["url"], queries) for link in column.config.get("links", []))
+        return
+    for query in queries:
+        yield from ((link["url"], [query]) for link in grafana.settings(panel, query).get("links", []))
+
+
+def follows_the_run(board: Board) -> Found:
+    """A link on a series of one run leads to that run, not to every chosen run."""
+    for panel in board.panels_with_data():
+        for url, queries in _data_links(board, panel):
+            trees = [tree for query in queries if (tree := query.tree()) is not None]
+            has_run = bool(trees) and all("run" in lint_labels.of(tree, board.recorded) for tree in trees)
+            if has_run and "/d/" in url and not re.search(r"var-run=\$\{__(data\.fields|field\.labels)\.run\b", url):
+                yield panel["title"], f"leads to all chosen runs: {url}"
+
+
+def annotations(board: Board) -> Found:
+    """The ends of runs and the beginnings of alerts can be marked on every graph."""
+    for metric in ("torch_train_state", "ALERTS"):
+        if not any(metric in note.get("expr", "") for note in board.annotations()):
+            yield "", f"no annotation from {metric}"

@@ -1,9 +1,8 @@
-"""What a PromQL expression draws: the series that its values come from, the values that there may be, and what decides."""
+"""The values that a PromQL expression can have."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import promql_parser
 
@@ -33,54 +32,20 @@ Values = frozenset[float] | None
 
 
 def only_chooses(node: Node, below: Node) -> bool:
-    """Whether the values of this side of an operation only decide which of the other's are kept."""
+    """Return whether this side of an operation only selects series of the other side."""
     if not isinstance(node, promql_parser.BinaryExpr) or below is not node.rhs or lint_labels.is_scalar(node.lhs):
         return False
     is_bool = node.modifier is not None and node.modifier.return_bool
     return str(node.op) in {"and", "unless"} or (str(node.op) in COMPARED and not is_bool)
 
 
-def chooses(node: Node, above: Sequence[Node], *operations: str) -> bool:
-    """Whether a node's values only decide which others are kept, by one of these operations if any are named."""
-    path = itertools.pairwise((node, *reversed(above)))
-    return any(only_chooses(over, below) and (not operations or str(over.op) in operations) for below, over in path)
-
-
-def drawn(query: Query) -> Iterator[tuple[Node, str, Sequence[Node]]]:
-    """Each selector whose values are drawn, its metric and the nodes above it: none that only chooses, is a fact or counts as 0."""
-    tree = query.tree()
-    for node, above in walk(tree) if tree is not None else ():
-        if isinstance(node, promql_parser.VectorSelector):
-            nothing = any(_times_nothing(over) for over in above)
-            if not nothing and not chooses(node, above) and not _is_fact(node, above):
-                yield node, node.name or "", above
-
-
-def _times_nothing(node: Node) -> bool:
-    return isinstance(node, promql_parser.BinaryExpr) and str(node.op) == "*" and 0.0 in {number(node.lhs), number(node.rhs)}
-
-
-def _is_fact(node: Node, above: Sequence[Node]) -> bool:
-    """Whether it is in a factor that is always 1, with which others are multiplied for its labels or to be chosen."""
-    for below, over in itertools.pairwise((node, *reversed(above))):
-        times = isinstance(over, promql_parser.BinaryExpr) and str(over.op) == "*" and possible(below) == FACT
-        if times and not lint_labels.is_scalar(over.rhs if below is over.lhs else over.lhs):
-            return True
-    return False
-
-
-def names(query: Query) -> set[str]:
-    """The metrics that are drawn."""
-    return {name for _, name, _ in drawn(query)}
-
-
 def asked(board: Board, panel: object) -> list[Query]:
-    """The panel's own queries."""
+    """Return the queries of a panel."""
     return [query for query in board.queries() if query.panel is panel]
 
 
 def number(node: Node) -> float | None:
-    """The number that the node is, if it is one."""
+    """Return the value of a literal, else None."""
     match node:
         case promql_parser.NumberLiteral():
             return float(node.val)
@@ -93,10 +58,10 @@ def number(node: Node) -> float | None:
 
 
 def possible(node: Node) -> Values:  # noqa: PLR0911 - one for each kind of node
-    """The values that the expression may have."""
-    found = number(node)
-    if found is not None:
-        return frozenset({found})
+    """Return every value that the expression can have, or None if they cannot be listed."""
+    literal = number(node)
+    if literal is not None:
+        return frozenset({literal})
     match node:
         case promql_parser.VectorSelector():
             return FACT if str(node.name).endswith("_info") else YES_OR_NO.get(node.name)
@@ -129,7 +94,7 @@ def _of_operation(node: Node, left: Values, right: Values) -> Values:
     if left is None or right is None or operation not in {"+", "-", "*"}:
         return None
     made = {"+": float.__add__, "-": float.__sub__, "*": float.__mul__}[operation]
-    return frozenset(made(one, other) for one in left for other in right)
+    return frozenset(made(a, b) for a in left for b in right)
 
 
 def _of_comparison(node: Node, left: Values, right: Values) -> Values:
@@ -143,7 +108,7 @@ def _of_comparison(node: Node, left: Values, right: Values) -> Values:
 
 
 def alternatives(node: Node) -> list[Node]:
-    """The operands of `or`, the first of which wins where several have a series; one where there is no `or`."""
+    """Return the operands of `or`, the first of which wins."""
     match node:
         case promql_parser.ParenExpr():
             return alternatives(node.expr)
@@ -155,10 +120,14 @@ def alternatives(node: Node) -> list[Node]:
 
 
 def decides(query: Query) -> set[str]:
-    """What decides which of several values is drawn: max, min, the order of `or`."""
+    """Return what selects one of several values: max, min or the order of `or`."""
     tree = query.tree()
     if tree is None:
         return set()
-    found = {str(node.op) for _, _, above in drawn(query) for node in above if isinstance(node, promql_parser.AggregateExpr)}
-    found &= {"max", "min"}
-    return found | ({"or"} if len(alternatives(tree)) > 1 else set())
+    operations = {
+        str(node.op)
+        for node, above in walk(tree)
+        if isinstance(node, promql_parser.AggregateExpr)
+        and not any(only_chooses(over, below) for below, over in itertools.pairwise((node, *reversed(above))))
+    }
+    return (operations & {"max", "min"}) | ({"or"} if len(alternatives(tree)) > 1 else set())

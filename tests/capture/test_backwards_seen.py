@@ -1,0 +1,394 @@
+"""Backwards that begin where and when they are not expected: on a sampled round all that comes into a gradient is seen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.capture.scenes import (
+    BACKWARDS,
+    CAPTURES,
+    LAYER_CAPTURES,
+    MISSING,
+    NORM,
+    SAMPLED_AT,
+    SAMPLES,
+    SKIPPED,
+    STATE,
+    STEPS,
+    Headed,
+    loss_of,
+    reads_after_backward,
+    watching,
+    whole,
+)
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import norm
+from tests.support.scrape import lost, value
+
+
+class Branched(nn.Module):
+    """A trunk with a head, and an auxiliary head that the forward does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.auxiliary = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.trunk(x)))
+
+    def of_the_auxiliary(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the auxiliary head, which also trains the trunk."""
+        return self.auxiliary(torch.relu(self.trunk(x))).square().mean()
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator in one module, which is never called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+# Around the root
+
+
+@pytest.mark.parametrize("changed", [1, 70])
+def test_a_second_backward_around_the_root(changed: int) -> None:
+    """A second backward that begins at submodules, from some step on, is counted and read from its first round on."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for step in range(changed + 8):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            if step >= changed:
+                (model.second(torch.randn(5, 8)).square().mean() + model.first(batch()).square().mean()).backward()
+            seen = norm(p.grad.double() for p in model.first.parameters())
+            optimizer.step()
+            assert value(exporter, "torch_grad_norm", layer="first") == pytest.approx(seen)
+        assert value(exporter, BACKWARDS) == changed + 16
+        assert value(exporter, STEPS, optimizer="SGD") == changed + 8
+        assert value(exporter, SKIPPED) == 0
+        assert lost(exporter) == {}
+        assert reads_after_backward(exporter)
+
+
+@pytest.mark.parametrize("every", [4, 4096])
+def test_single_steps_without_a_backward(every: int) -> None:
+    """Single steps on gradients that the user set, among backwards through submodules, do not end reading after the backward."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    norms = {0.0: 0.0}
+    with watching(model, every=every) as exporter:
+        for step in range(1, 33):
+            optimizer.zero_grad()
+            if step in (6, 12, 20):
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+            elif step < 4:
+                loss_of(model).backward()
+            else:
+                model.second(model.first(batch()).relu()).square().mean().backward()
+            norms[step] = whole(model)
+            if step > 20:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1 * norms[step])
+            optimizer.step()
+        assert reads_after_backward(exporter)
+        number = value(exporter, SAMPLED_AT) or 0.0
+        assert number > 32 - 2 * every
+        assert value(exporter, NORM) == pytest.approx(norms[number], rel=1e-5)
+        assert value(exporter, STEPS, optimizer="SGD") == 32
+
+
+def test_backwards_count_while_layers_are_frozen() -> None:
+    """Each backward counts, sampled or not, while the first and last layers are frozen for a while."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    optimizer = sgd(model)
+    with watching(model, every=8) as exporter:
+
+        def step(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model[2](model[1](model[0](batch()))).square().mean().backward()
+                optimizer.step()
+
+        step(16)
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        step(16)  # the next sample shows what is trained now
+        before = value(exporter, BACKWARDS)
+        step(24)
+        assert value(exporter, BACKWARDS) == before + 24
+        model.requires_grad_(True)
+        step(24)
+        assert value(exporter, BACKWARDS) == before + 48
+        assert value(exporter, SKIPPED) == 0
+        assert reads_after_backward(exporter)
+
+
+def test_gradients_that_the_user_sets() -> None:
+    """Where no backward is seen in two rounds, gradients are read at the step from the third round on."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for step in range(1, 6):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            seen = whole(model)
+            optimizer.step()
+            if step >= 3:
+                assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
+                assert not reads_after_backward(exporter)
+
+
+def test_a_step_ends_an_evaluation_without_the_root() -> None:
+    """After an evaluation training goes on by way of submodules: the state is `training` with the first step."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(3):
+            model.eval()
+            with torch.no_grad():
+                model(batch())
+            assert value(exporter, STATE, state="evaluating") == 1
+            model.train()
+            optimizer.zero_grad()
+            model.second(model.first(batch()).relu()).square().mean().backward()
+            optimizer.step()
+            assert value(exporter, STATE, state="training") == 1
+            assert value(exporter, STATE, state="evaluating") == 0
+
+
+# Heads that join
+
+
+@pytest.mark.parametrize(("begins", "first"), [(1, False), (40, True)])
+def test_an_auxiliary_head_that_joins_later(begins: int, first: bool) -> None:
+    """At defaults each scrape shows the norm of all backwards of the step that the sample is of."""
+    model = Branched()
+    optimizer = sgd(model, lr=0.001)
+    truth: dict[float, float] = {}
+    sampled = set[float]()
+    with watching(model, every="auto") as exporter:
+        for step in range(1, 120):
+            optimizer.zero_grad()
+            joins = step > begins
+            if joins and first:
+                model.of_the_auxiliary(batch()).backward()
+            loss_of(model).backward()
+            if joins and not first:
+                model.of_the_auxiliary(batch()).backward()
+            truth[step] = whole(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            number = value(exporter, SAMPLED_AT)
+            if number is not None:
+                sampled.add(number)
+                assert value(exporter, NORM) == pytest.approx(truth[number], rel=1e-5)
+                assert value(exporter, MISSING, layer="auxiliary") == (2 if number <= begins else 0)
+        assert max(sampled) > begins + 10
+        assert sum(lost(exporter).values()) <= 1
+
+
+def test_a_backward_before_any_forward_of_the_root() -> None:
+    """What only that backward has reached is part of the first sample."""
+    model = Branched()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for step in range(3):
+            optimizer.zero_grad()
+            model.of_the_auxiliary(batch()).backward()
+            loss_of(model).backward()
+            seen = whole(model)
+            optimizer.step()
+            assert value(exporter, SAMPLED_AT) == step + 1
+            assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
+            assert value(exporter, MISSING, layer="auxiliary") == 0
+
+
+def test_a_gradient_from_before_the_start() -> None:
+    """A gradient that was there at the start, and was cleared since, is missing in the first sample."""
+    model = Branched()
+    optimizer = sgd(model)
+    model.of_the_auxiliary(batch()).backward()
+    with watching(model) as exporter:
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model).backward()
+        optimizer.step()
+        assert value(exporter, MISSING, layer="auxiliary") == 2
+
+
+# Layers that are frozen and thawed
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_networks_that_are_frozen_in_turn(every: int) -> None:
+    """Both of a GAN's networks are shown, with the norms before clipping, and no series ends while the other one is trained."""
+    model = Adversaries()
+    optimizers = {"g": sgd(model.generator), "d": torch.optim.Adam(model.discriminator.parameters(), lr=0.01)}
+    names = {"g": "generator", "d": "discriminator"}
+    truth: dict[tuple[str, float], float] = {}
+    shown = dict.fromkeys(names, 0)
+    with watching(model, every=every, optimizers=optimizers) as exporter:
+        for step in range(1, 40):
+            for turn, other in (("d", "g"), ("g", "d")):
+                getattr(model, names[other]).requires_grad_(False)
+                optimizers[turn].zero_grad()
+                model.discriminator(model.generator(torch.randn(5, 4))).square().mean().backward()
+                truth[turn, step] = norm(p.grad.double() for p in getattr(model, names[turn]).parameters())
+                nn.utils.clip_grad_norm_(getattr(model, names[turn]).parameters(), 0.01)
+                optimizers[turn].step()
+                getattr(model, names[other]).requires_grad_(True)
+                for name, layer in names.items():
+                    number = value(exporter, SAMPLED_AT, optimizer=name)
+                    norm_shown = value(exporter, NORM, optimizer=name)
+                    assert (norm_shown is None) == (number is None)
+                    shown[name] += norm_shown is not None
+                    assert value(exporter, LAYER_CAPTURES, layer=layer) is not None
+                    if norm_shown is not None:
+                        assert norm_shown == pytest.approx(truth[name, number], rel=1e-5)
+                        assert value(exporter, "torch_grad_norm", layer=layer) == pytest.approx(norm_shown, rel=1e-6)
+        assert min(shown.values()) > 30
+        assert all((value(exporter, LAYER_CAPTURES, layer=layer) or 0) > 8 for layer in names.values())
+        assert reads_after_backward(exporter)
+
+
+def test_layers_that_are_frozen_in_turn_within_a_round() -> None:
+    """Two layers with a backward each in every step are both shown, after the first step, whose sample is lost."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sgd(model)
+    model[1].requires_grad_(False)
+    with watching(model) as exporter:
+        for step in range(6):
+            optimizer.zero_grad()
+            for mine, other in ((0, 1), (1, 0)):
+                model[mine].requires_grad_(True)
+                model[other].requires_grad_(False)
+                model(torch.randn(5, 4)).square().mean().backward()
+            seen = whole(model)
+            optimizer.step()
+            assert value(exporter, NORM) == (pytest.approx(seen, rel=1e-5) if step else None)
+        assert sum(lost(exporter).values()) == 1
+
+
+def test_a_head_that_is_thawed_for_the_second_backward() -> None:
+    """A head that is frozen again before the step is part of the norm from the third round on; one sample is lost."""
+    model = Branched()
+    optimizer = sgd(model)
+    shown = []
+    with watching(model) as exporter:
+        for _ in range(8):
+            optimizer.zero_grad()
+            for trains in (False, True):
+                model.head.requires_grad_(trains)
+                model.head(torch.relu(model.trunk(batch()))).square().mean().backward()
+            seen = whole(model)
+            model.head.requires_grad_(False)
+            optimizer.step()
+            shown.append(value(exporter, NORM) in (None, pytest.approx(seen, rel=1e-5)))
+        assert all(shown[2:])
+        assert value(exporter, NORM) is not None
+        assert sum(lost(exporter).values()) <= 1
+        assert reads_after_backward(exporter)
+
+
+def test_a_backward_into_layers_that_were_just_thawed() -> None:
+    """What was read before a backward that nothing announces is taken back, and counted once as lost."""
+    model = Branched()
+    optimizer = sgd(model)
+    shown = math.nan
+    model.auxiliary.requires_grad_(False)
+    with watching(model) as exporter:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            if step == 1:
+                model.auxiliary.requires_grad_(True)
+                model.of_the_auxiliary(batch()).backward()
+            else:
+                shown = whole(model)
+            optimizer.step()
+            assert value(exporter, NORM) == pytest.approx(shown, rel=1e-5)
+            assert sum(lost(exporter).values()) == (1 if step else 0)
+        assert value(exporter, LAYER_CAPTURES, layer="trunk") == 3
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_parameter_frozen_within_a_round(reached: bool) -> None:
+    """A parameter that is frozen between two backwards is not missing; its gradient counts if it has one already."""
+    model = Headed()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for _ in range(3):  # two backwards to a step: gradients are read after the second
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            loss_of(model).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model.head_only = not reached
+        loss_of(model).backward()
+        model.head_only = False
+        model.first.weight.requires_grad_(False)
+        for captures in (4, 5):
+            loss_of(model).backward()
+            weight = [model.first.weight.grad.double()] if reached and captures == 4 else []
+            seen = norm([model.first.bias.grad.double(), *weight])
+            optimizer.step()
+            assert value(exporter, LAYER_CAPTURES, layer="first") == captures
+            assert value(exporter, MISSING, layer="first") == value(exporter, MISSING, layer="second") == 0
+            assert value(exporter, "torch_grad_norm", layer="first") == pytest.approx(seen)
+            optimizer.zero_grad()
+            loss_of(model).backward()
+
+
+# Checkpoints of the root
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_root_that_is_checkpointed_at_times(reentrant: bool, every: int) -> None:
+    """Steps with and without a checkpoint around the root in turn are counted, and each step's backward once."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model, every=every) as exporter:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            inputs = batch().requires_grad_()
+            output = checkpoint(model, inputs, use_reentrant=reentrant) if step % 2 == 0 else model(inputs)
+            output.square().mean().backward()
+            optimizer.step()
+            assert value(exporter, STEPS, optimizer="SGD") == step
+            assert every > 1 or value(exporter, SAMPLES) == 5 * step
+        assert value(exporter, SKIPPED) == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_root_that_is_checkpointed_twice(reentrant: bool, every: int) -> None:
+    """A root that two checkpoints run again within one backward: norms, steps and examples are those of the loop."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model, every=every) as exporter:
+        for step in range(1, 13):
+            optimizer.zero_grad()
+            inputs = [batch().requires_grad_() for _ in range(2)]
+            sum(checkpoint(model, x, use_reentrant=reentrant).square().mean() for x in inputs).backward()
+            before = value(exporter, CAPTURES)
+            seen = norm(p.grad.double() for p in model.first.parameters())
+            optimizer.step()
+            assert value(exporter, STEPS, optimizer="SGD") == step
+            assert every > 1 or value(exporter, SAMPLES) == 10 * step
+            if value(exporter, CAPTURES) > before or (every == 1 and step > 1):
+                assert value(exporter, "torch_grad_norm", layer="first") == pytest.approx(seen)
+                assert value(exporter, MISSING, layer="first") == 0
+            if not reentrant:
+                assert value(exporter, BACKWARDS) == step
+        assert value(exporter, CAPTURES) >= 12 // every - 1
+        assert value(exporter, SKIPPED) == 0
+        assert lost(exporter) == {}
+        assert reads_after_backward(exporter)

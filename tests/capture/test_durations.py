@@ -1,0 +1,138 @@
+"""Durations of steps, the slowest step, phases and the exporter's own time, compared with clocks of the loop."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from tests.capture.scenes import (
+    BACKWARDS,
+    CAPTURES,
+    COUNTED,
+    DURATION,
+    FEW,
+    PHASE,
+    REGIMES,
+    SKIPPED,
+    STEPS,
+    Loop,
+    each_regime,
+    watching,
+)
+from tests.support.scrape import lost, value
+from torch_grad_exporter import Exporter
+
+OVERHEAD = "torch_grad_exporter_overhead_seconds_total"
+SLOWEST = "torch_train_slowest_step_seconds"
+SLOW = 0.1
+"""Seconds."""
+
+
+class TimedLoop(Loop):
+    """A loop that notes the time before and after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[tuple[float, float]] = []
+
+    def step(self, *, pause: float = 0.0) -> None:  # type: ignore[override]
+        """Train once; `pause`: wait before the optimizer's step."""
+        self.backward()
+        time.sleep(pause)
+        before = time.perf_counter()
+        self.optimizer.step()
+        self.moments.append((before, time.perf_counter()))
+        self.steps += 1
+
+    def is_slowest(self, seconds: float | None) -> bool:
+        """Return whether that may be the longest of the last 128 times from step to step."""
+        times = [(now[0] - then[1], now[1] - then[0]) for then, now in itertools.pairwise(self.moments)][-128:]
+        least, most = (max(bounds) for bounds in zip(*times, strict=True))
+        return seconds is not None and least <= seconds <= most
+
+    def durations_are_right(self, exporter: Exporter) -> bool:
+        """Return whether there is a duration for each two steps, and their sum is the time between the first and the last."""
+        first, last = self.moments[0], self.moments[-1]
+        total = value(exporter, f"{DURATION}_sum") or 0.0
+        return value(exporter, f"{DURATION}_count") == self.steps - 1 and last[0] - first[1] <= total <= last[1] - first[0]
+
+
+@pytest.mark.parametrize("after", [127, 128])
+@pytest.mark.parametrize("regime", ["few", "counted"])
+def test_the_slowest_step_is_one_of_the_last_128(regime: str, after: int) -> None:
+    """A step of 0.3 s is the slowest of the 128 from it on, and not after that."""
+    loop = TimedLoop()
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime)
+        loop.step(pause=0.3)
+        for _ in range(after):
+            loop.step()
+        exporter.close()
+        assert loop.is_slowest(value(exporter, SLOWEST))
+        assert loop.durations_are_right(exporter)
+
+
+def test_the_slowest_step_outlasts_a_call() -> None:
+    """A slow step among counted rounds stays the slowest when a call of the user comes between later rounds."""
+    loop = TimedLoop()
+    with watching(loop.model, **COUNTED) as exporter:
+        loop.until_counted(exporter)
+        loop.step(pause=0.3)
+        for _ in range(3):
+            loop.step()
+        exporter.step()
+        assert loop.is_slowest(value(exporter, SLOWEST))
+        for _ in range(30):
+            loop.step()
+        assert loop.is_slowest(value(exporter, SLOWEST))
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+def test_many_rounds_that_are_followed() -> None:
+    """Where the budget pays for it, the phases of all rounds together are their durations, and all counts are exact."""
+    loop = TimedLoop()
+    loop.pause = 0.001  # steps that are so long that the budget pays for all hooks
+    with watching(loop.model, **FEW | {"every": 128}) as exporter:
+        while loop.steps < 700:
+            loop.step()
+            if loop.steps % 50 == 0:
+                assert value(exporter, STEPS, optimizer="SGD") == value(exporter, BACKWARDS) == loop.steps
+        assert loop.durations_are_right(exporter)
+        assert 5 <= value(exporter, CAPTURES) <= 6
+        assert value(exporter, SKIPPED) == 0
+        assert lost(exporter) == {}
+        phases = sum(value(exporter, PHASE, phase=phase) for phase in ("outside", "forward", "backward", "optimizer"))
+        assert phases == pytest.approx(value(exporter, f"{DURATION}_sum"), rel=0.2)
+        for skipped in (3, 6):
+            for _ in range(3):
+                loop.backward()
+            for _ in range(90):
+                loop.step()
+            assert value(exporter, SKIPPED) == skipped
+            assert value(exporter, BACKWARDS) == loop.steps + skipped
+
+
+class Slow(float):
+    """A number whose conversion takes 100 ms."""
+
+    def __float__(self) -> float:
+        time.sleep(SLOW)
+        return 1.0
+
+
+@each_regime
+def test_slow_observations_are_overhead_once(regime: str) -> None:
+    """Calls of `observe` that take 100 ms each are in the overhead, all of them and each once."""
+    loop = Loop()
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime)
+        before, start = value(exporter, OVERHEAD), time.perf_counter()
+        for _ in range(5):
+            exporter.observe(loss=Slow(1.0))
+            for _ in range(7):
+                loop.step()
+        loop.go_on(regime)
+        overhead, elapsed = value(exporter, OVERHEAD) - before, time.perf_counter() - start
+        assert 5 * SLOW <= overhead < elapsed  # twice would be more than all the time that there was

@@ -1,0 +1,381 @@
+"""What became of the steps whose gradients or norms are not finite, and steps that raise, are left out or never come."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import pytest
+import torch
+
+from tests.capture.scenes import (
+    BACKWARDS,
+    CAPTURES,
+    LAYER_CAPTURES,
+    NORM,
+    REGIMES,
+    SAMPLED_AT,
+    SKIPPED,
+    STATE,
+    STEPS,
+    Fallible,
+    Headed,
+    Loop,
+    clearing,
+    loss_of,
+    outcomes,
+    watching,
+    whole,
+)
+from tests.support.models import Perceptron, sgd
+from tests.support.scrape import value
+from tests.support.tools import eventually
+from torch_grad_exporter import start_exporter
+
+ACCUMULATED = "torch_grad_norm_squared_accumulated_total"
+DISTRIBUTION = "torch_grad_global_norm_distribution_count"
+ELEMENTS = "torch_grad_nonfinite_elements_total"
+
+not_sampled = pytest.mark.parametrize("regime", ["few", "counted"])
+"""Where a round is sampled the sample has the outcome, and not the norm that the user observes."""
+
+# Norms that the user observes
+
+
+@pytest.mark.parametrize("skips", ["this", "the next", "none"])
+@pytest.mark.parametrize("step_first", [True, False])
+@not_sampled
+def test_an_observed_norm_has_its_own_outcome(regime: str, step_first: bool, skips: str) -> None:
+    """A NaN given by `observe(grad_norm=)` has the outcome of its round, observed before or after the step."""
+    loop = Loop()
+
+    def observed(norm: float = 1.0, *, skip: bool = False) -> None:
+        loop.backward()
+        if step_first and not skip:
+            loop.optimizer.step()
+        exporter.observe(grad_norm=norm)
+        if not step_first and not skip:
+            loop.optimizer.step()
+        loop.steps += not skip
+
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        loop.warm_up(exporter, regime, observed)
+        observed(math.nan, skip=skips == "this")
+        observed(skip=skips == "the next")
+        loop.go_on(regime, observed)
+        assert outcomes(exporter) == {"skipped" if skips == "this" else "stepped": 1}
+        assert value(exporter, SKIPPED) == (skips != "none")
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@not_sampled
+def test_a_single_observed_norm_has_its_outcome(regime: str, skips: bool) -> None:
+    """So has a NaN that is the only norm that the user observes, though another model steps before its step."""
+    loop, other = Loop(), sgd(Perceptron())
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        for times in (1, 2):
+            loop.warm_up(exporter, regime)
+            loop.backward()
+            exporter.observe(grad_norm=math.nan)
+            other.step()
+            if not skips:
+                loop.optimizer.step()
+                loop.steps += 1
+            loop.go_on(regime)
+            assert outcomes(exporter) == {"skipped" if skips else "stepped": times}
+            assert value(exporter, SKIPPED) == (times if skips else 0)
+            assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+
+
+@pytest.mark.parametrize("every", [4096, 128])
+@pytest.mark.parametrize("step_first", [True, False])
+def test_norms_observed_in_each_round_count_once(step_first: bool, every: int) -> None:
+    """Of 500 NaN norms each is counted once, wherever rounds begin and end to be only counted."""
+    loop = Loop()
+    with watching(loop.model, every=every, overhead_budget=0.0001) as exporter:
+
+        def step() -> None:
+            loop.backward()
+            total = torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+            if step_first:
+                loop.optimizer.step()
+            exporter.observe(grad_norm=total)
+            if not step_first:
+                loop.optimizer.step()
+            loop.steps += 1
+
+        loop.until_counted(exporter, step)
+        with torch.no_grad():
+            loop.model.second.weight.fill_(math.nan)
+        begun = loop.steps
+        for _ in range(500):
+            step()
+            if loop.steps % 50 == 0:
+                assert loop.steps - begun - outcomes(exporter).get("stepped", 0) in ((0,) if step_first else (0, 1))
+    assert outcomes(exporter) == {"stepped": 500}
+
+
+def test_a_norm_whose_step_never_comes_is_unknown() -> None:
+    """A NaN that was observed before `close`, and whose step never came, counts once as unknown."""
+    loop = Loop()
+    with watching(loop.model, every=4096) as exporter:
+        for _ in range(3):
+            loop.step()
+        loop.backward()
+        exporter.observe(grad_norm=math.nan)
+        for _ in range(2):
+            exporter.close()
+            assert outcomes(exporter) == {"unknown": 1}
+
+
+# Samples that are not finite
+
+
+def test_a_nan_after_which_the_loop_raises() -> None:
+    """A NaN after which the loop raises out of the `with` is in the last scrape."""
+    model = Perceptron()
+    exporter = start_exporter(model, port=None, every=1)
+    with contextlib.suppress(FloatingPointError), exporter:
+        loss_of(model, nan=True).backward()
+        raise FloatingPointError
+    assert outcomes(exporter) == {"unknown": 1}
+    assert value(exporter, STATE, state="failed") == 1
+
+
+def test_an_unknown_outcome_is_not_counted_again() -> None:
+    """A NaN that no step follows for a second is unknown; its late step changes no counter."""
+    loop = Loop()
+
+    def numbers() -> list[float | None]:
+        layer = [value(exporter, name, layer="first") for name in (LAYER_CAPTURES, ACCUMULATED)]
+        elements = value(exporter, ELEMENTS, layer="first", kind="nan")
+        return [value(exporter, CAPTURES), value(exporter, DISTRIBUTION), *layer, elements]
+
+    with watching(loop.model) as exporter:
+        for _ in range(3):
+            loop.step()
+        squares = value(exporter, ACCUMULATED, layer="first")
+        start = time.monotonic()
+        loop.optimizer.zero_grad()
+        loss_of(loop.model, nan=True).backward()
+        nans = sum(int(p.grad.isnan().sum()) for p in loop.model.first.parameters())
+        assert outcomes(exporter) == {} or time.monotonic() - start >= 1
+        assert eventually(lambda: outcomes(exporter) == {"unknown": 1})
+        expected = [4, 3, 4, squares, nans]
+        for _ in range(2):
+            assert numbers() == expected
+        loop.optimizer.step()
+        assert outcomes(exporter) == {"unknown": 1}
+        assert numbers() == expected
+        assert value(exporter, SAMPLED_AT) == 4
+        loop.step()  # the parameters are NaN by now
+        nans += sum(int(p.grad.isnan().sum()) for p in loop.model.first.parameters())
+        assert outcomes(exporter) == {"unknown": 1, "stepped": 1}
+        assert numbers() == [5, 3, 5, squares, nans]
+
+
+def test_a_slow_round_is_shown_whole_and_once() -> None:
+    """However long a round takes, norms, histograms and sums are those of whole rounds, each once."""
+    loop, squares = Loop(), 0.0
+    with watching(loop.model) as exporter:
+        for rounds, backwards in enumerate((4, 1, 3), start=1):
+            before = value(exporter, NORM)
+            loop.optimizer.zero_grad()
+            for number in range(backwards):
+                loop.add()
+                if backwards == 3 and number == 0:
+                    time.sleep(1.1)  # a pending sample with a NaN would be counted by now
+                assert value(exporter, NORM) == before
+            seen = whole(loop.model)
+            squares += seen**2
+            loop.optimizer.step()
+            assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
+            added = sum(value(exporter, ACCUMULATED, layer=layer) or 0.0 for layer in ("first", "second"))
+            assert added == pytest.approx(squares, rel=1e-5)
+            assert value(exporter, CAPTURES) == value(exporter, DISTRIBUTION) == rounds
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@clearing
+def test_a_nan_after_a_cleared_backward(more: int, set_to_none: bool) -> None:
+    """The first round begins again, its second backward has a NaN, others may follow: the step counts once as stepped."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        loss_of(model).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, nan=True).backward()
+        for _ in range(more):
+            loss_of(model).backward()
+        optimizer.step()
+        assert outcomes(exporter) == {"stepped": 1}
+        assert value(exporter, LAYER_CAPTURES, layer="first") == 1
+        assert value(exporter, ELEMENTS, layer="second", kind="nan") == 27
+        assert value(exporter, STEPS, optimizer="SGD") == 1
+
+
+def test_a_nan_before_a_cleared_backward() -> None:
+    """A NaN whose gradients were cleared counts once as skipped, and what follows in that round once as stepped."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        loss_of(loop.model, nan=True).backward()
+        loop.backward()
+        loop.add()
+        seen = whole(loop.model)
+        loop.optimizer.step()
+        assert outcomes(exporter) == {"skipped": 1}
+        assert value(exporter, NORM) == pytest.approx(seen)
+        for _ in range(2):
+            loop.step()
+        assert outcomes(exporter) == {"skipped": 1}
+        assert value(exporter, SKIPPED) == 1
+
+
+def test_a_nan_in_the_second_of_two_passes() -> None:
+    """Where each step takes two passes with a clearing in between (SAM), the NaN of a second pass is that of one step."""
+    model = Perceptron()
+    optimizer = sgd(model, lr=0.0)
+    with watching(model) as exporter:
+        for step in range(8):
+            for second in (False, True):
+                optimizer.zero_grad()
+                loss_of(model, nan=second and step in (0, 2)).backward()
+            seen = whole(model)
+            optimizer.step()
+            assert value(exporter, NORM) == pytest.approx(seen, nan_ok=True)
+            with torch.no_grad():  # lr=0 times NaN is NaN
+                for parameter in model.parameters():
+                    parameter.nan_to_num_(0.1)
+        assert outcomes(exporter) == {"stepped": 2}
+        assert value(exporter, SKIPPED) == 0
+        assert value(exporter, LAYER_CAPTURES, layer="first") == 8
+
+
+# Steps that raise
+
+
+@pytest.mark.parametrize("skipped", [1.0, 0.0])
+@pytest.mark.parametrize("forward_first", [True, False])
+def test_a_fused_step_that_raises(skipped: float, forward_first: bool) -> None:
+    """What a scaler set for a step that raised does not concern the next step, which has no scaler and takes place."""
+    model = Perceptron()
+    optimizer = Fallible(model.parameters(), lr=0.01)
+    loop = Loop(model)
+    loop.optimizer = optimizer
+    with watching(model) as exporter:
+        for _ in range(3):
+            loop.step()
+        loop.add()
+        optimizer.found_inf, optimizer.broken = torch.tensor([skipped]), True
+        with pytest.raises(RuntimeError, match="the user's own"):
+            optimizer.step()
+        del optimizer.found_inf
+        optimizer.broken = False
+        if not forward_first:  # the same round again
+            optimizer.step()
+            loop.steps += 1
+        for _ in range(4):
+            loop.step()
+            assert value(exporter, STEPS, optimizer="Fallible") == loop.steps
+        assert value(exporter, SKIPPED) == (1 if forward_first else 0)
+
+
+def test_a_step_with_a_closure_that_raises() -> None:
+    """It is one skipped step, and ordinary steps after it are measured before they happen."""
+    model = Perceptron()
+    optimizer = Fallible(model.parameters(), lr=0.01)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss_of(model).backward()
+
+    with watching(model) as exporter:
+        for step in range(8):
+            optimizer.broken = step == 4
+            with pytest.raises(RuntimeError, match="the user's own") if optimizer.broken else contextlib.nullcontext():
+                optimizer.step(closure)
+        assert value(exporter, STEPS, optimizer="Fallible") == 7
+        assert value(exporter, BACKWARDS) == 8
+        assert value(exporter, SKIPPED) == 1
+        optimizer.broken = True
+        with pytest.raises(RuntimeError, match="the user's own"):
+            optimizer.step(closure)
+        optimizer.broken = False
+        for done in range(8, 12):
+            closure()
+            before = whole(model)
+            torch.nn.utils.clip_grad_norm_(model.second.parameters(), 0.1 * before)
+            after = whole(model)
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad.mul_(3)  # the gradients are not read any more
+            assert value(exporter, STEPS, optimizer="Fallible") == done
+            assert value(exporter, NORM) == pytest.approx(before)
+            assert value(exporter, "torch_grad_clip_coefficient") == pytest.approx(after / before, rel=1e-3)
+
+
+# Steps that a scaler leaves out, and steps within the backward
+
+
+@pytest.mark.parametrize("place", ["last", "amid"])
+@pytest.mark.parametrize("every", [1, 1000])
+def test_a_step_that_a_fused_optimizer_left_out(every: int, place: str) -> None:
+    """A step that a gradient scaler leaves out is skipped and not counted, also as the last one before the end."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with watching(model, every=every) as exporter:
+        for step in range(4 if place == "last" else 8):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, nan=step == 3)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        exporter.close()
+        assert value(exporter, SKIPPED) == 1
+        assert value(exporter, STEPS, optimizer="SGD") == step
+        assert outcomes(exporter) == ({"skipped": 1} if every == 1 else {})
+
+
+def test_one_of_two_fused_optimizers_skips() -> None:
+    """With two optimizers under one scaler a round is skipped only if both leave their step out."""
+    model = Headed()
+    optimizers = {
+        "SGD": torch.optim.SGD(model.first.parameters(), lr=0.01, fused=True),
+        "Adam": torch.optim.Adam(model.second.parameters(), lr=0.01, fused=True),
+    }
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with watching(model) as exporter:
+        for step in range(9):
+            model.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            bad = {2: [model.first], 4: [model.second], 6: [model.first, model.second]}.get(step, [])
+            for layer in bad:
+                layer.weight.grad.fill_(math.inf)
+            for optimizer in optimizers.values():
+                scaler.step(optimizer)
+            scaler.update()
+        assert value(exporter, STEPS, optimizer="SGD") == 7
+        assert value(exporter, STEPS, optimizer="Adam") == 7
+        assert value(exporter, SKIPPED) == 1
+
+
+def test_an_optimizer_within_backward_stops() -> None:
+    """Of two optimizers that step within the backward one stops: from then on only the other one's steps count."""
+    model = Headed()
+    optimizers = {"SGD": torch.optim.SGD(model.first.parameters()), "Adam": torch.optim.Adam(model.second.parameters())}
+    with watching(model) as exporter:
+
+        def stepping(optimizer: torch.optim.Optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model.first.bias.register_post_accumulate_grad_hook(lambda _: stepping(optimizers["SGD"]))
+        model.second.bias.register_post_accumulate_grad_hook(lambda _: stepping(optimizers["Adam"]))
+        for step in range(8):
+            model.head_only = step >= 5
+            loss_of(model).backward()
+        assert value(exporter, STEPS, optimizer="SGD") == 5
+        assert value(exporter, STEPS, optimizer="Adam") == 8
+        assert value(exporter, BACKWARDS) == 8

@@ -1,0 +1,302 @@
+"""Which rounds are sampled and what their norms are, with several optimizers, losses that are scaled, and numbers of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.capture.scenes import (
+    BACKWARDS,
+    CAPTURES,
+    LAYER_CAPTURES,
+    NORM,
+    SAMPLED_AT,
+    SAMPLES,
+    SKIPPED,
+    STATE,
+    STEPS,
+    Loop,
+    clearing,
+    loss_of,
+    watching,
+    whole,
+)
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import Recorder
+from tests.support.scrape import key, lost, value, values
+from tests.support.tools import eventually
+from torch_grad_exporter import Exporter
+
+AFTER_CLIP = "torch_grad_global_norm_after_clip"
+CLIPPED = "torch_grad_clipped_steps_total"
+COEFFICIENT = "torch_grad_clip_coefficient"
+
+# Several optimizers
+
+
+class Gan:
+    """A generator and a discriminator with an optimizer each; `record` sees both."""
+
+    def __init__(self) -> None:
+        self.generator = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        self.discriminator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.models = {"generator": self.generator, "discriminator": self.discriminator}
+        self.of_generator = torch.optim.SGD(self.generator.parameters(), lr=0.01)
+        self.of_discriminator = torch.optim.Adam(self.discriminator.parameters(), lr=0.01)
+        self.names = {"SGD": self.of_generator, "Adam": self.of_discriminator}
+        self.record = Recorder(self.models, self.names)
+
+    def train_discriminator(self) -> None:
+        self.of_discriminator.zero_grad()
+        fake = self.generator(torch.randn(5, 3)).detach()
+        loss = self.discriminator(fake).mean() - self.discriminator(torch.randn(5, 4)).mean()
+        self.record.backward(loss, unused=[f"generator.{n}" for n, _ in self.generator.named_parameters()])
+        self.record.step(self.of_discriminator, "Adam")
+
+    def train_generator(self) -> None:
+        self.of_generator.zero_grad()
+        self.record.backward(-self.discriminator(self.generator(torch.randn(5, 3))).mean())
+        self.record.step(self.of_generator, "SGD")
+
+
+def test_a_gan_that_pauses_after_its_generator() -> None:
+    """A pause after the generator's step shows that step, and nothing of what its backward did to the discriminator."""
+    gan = Gan()
+    with watching(gan.models, optimizers=gan.names) as exporter:
+        for _ in range(10):  # which optimizers step is known after eight rounds
+            gan.train_discriminator()
+            gan.train_generator()
+        captures = key(LAYER_CAPTURES, layer="generator.0")
+        assert eventually(lambda: values(exporter)[captures] == 10)
+        gan.record.check(exporter)
+        gan.train_discriminator()
+        gan.record.check(exporter)
+
+
+@pytest.mark.parametrize("critics", [1, 3])
+def test_a_gan_sampled_every_fourth_round(critics: int) -> None:
+    """Whatever the pattern of a GAN's rounds, every fourth of each optimizer is sampled."""
+    gan = Gan()
+    rounds = 16
+    with watching(gan.models, every=4) as exporter:
+        for _ in range(rounds):
+            for _ in range(critics):
+                gan.train_discriminator()
+            gan.train_generator()
+        shown = values(exporter)
+        for name, layer, steps in (("SGD", "generator.0", rounds), ("Adam", "discriminator.0", rounds * critics)):
+            assert shown[key(STEPS, optimizer=name)] == steps
+            # One more for the first round, which is always sampled, and one or two while the pattern is learnt.
+            assert steps / 4 - 1 <= shown[key(LAYER_CAPTURES, layer=layer)] <= steps
+            assert shown[key(SAMPLED_AT, optimizer=name)] > steps - 4 - critics
+
+
+class Halves(torch.nn.Module):
+    """Two layers side by side; the first output of the second layer may be left out of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, *, silent: bool) -> torch.Tensor:
+        return self.left(x).square().mean() + self.right(x)[:, int(silent) :].square().mean()
+
+
+def test_a_unit_is_dead_by_rounds_of_its_own_optimizer() -> None:
+    """Gradients that the stepping optimizer does not use are not part of the past of the other one's units."""
+    model = Halves()
+    optimizers = {"left": sgd(model.left), "right": torch.optim.Adam(model.right.parameters(), lr=0.01)}
+
+    def dead(exporter: Exporter) -> float | None:
+        return value(exporter, "torch_grad_dead_ratio", layer="right")
+
+    def train(*names: str, silent: bool) -> None:
+        for name in names:
+            model.zero_grad()
+            model(batch(), silent=silent).backward()
+            optimizers[name].step()
+
+    with watching(model, optimizers=optimizers, dead_window=3) as exporter:
+        train("right", "right", "right", silent=False)
+        train("left", "left", "left", "left", "right", "right", "left", silent=True)
+        assert dead(exporter) == 0
+        train("left", "right", "left", silent=True)
+        assert dead(exporter) == 0.25
+
+
+def test_a_new_optimizer_every_epoch() -> None:
+    """A run that makes its optimizer again and again does not gain series each time."""
+    model = Perceptron()
+
+    def epoch() -> None:
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+    with watching(model) as exporter:
+        for _ in range(25):  # from 20 samples on there are z-scores and dead ratios too
+            epoch()
+        values(exporter)  # only the second scrape can say how many series the one before had
+        before = len(values(exporter))
+        for _ in range(25):
+            epoch()
+        assert len(values(exporter)) == before
+        assert sum(count for (name, _), count in values(exporter).items() if name == STEPS) == 50
+
+
+# Which rounds
+
+
+def test_numbered_runs_sample_the_same_steps() -> None:
+    """Runs that number their steps alike with `step(number)` sample the same steps, wherever they began: one of each four."""
+
+    def sampled(first: int) -> list[int]:
+        loop, numbers = Loop(), []
+        with watching(loop.model, every=4) as exporter:
+            for number in range(first, 160):
+                before = value(exporter, LAYER_CAPTURES, layer="first")
+                loop.step()
+                exporter.step(number)
+                if value(exporter, LAYER_CAPTURES, layer="first") != before:
+                    numbers.append(number)
+        return [number for number in numbers if number >= 112]
+
+    expected = sampled(101)
+    assert sampled(110) == expected
+    assert [number // 4 for number in expected] == list(range(28, 40))
+
+
+@clearing
+def test_accumulations_are_sampled_whole(set_to_none: bool) -> None:
+    """With `every=4` one of four accumulations is sampled, with the norm of all of its backwards."""
+    loop, expected = Loop(set_to_none=set_to_none), []
+    with watching(loop.model, every=4) as exporter:
+        for _ in range(16):
+            loop.accumulated(3)
+            expected.append(whole(loop.model))
+        assert value(exporter, BACKWARDS) == 48
+        assert value(exporter, SKIPPED) == 0
+        assert value(exporter, LAYER_CAPTURES, layer="first") == 4
+        number = int(value(exporter, SAMPLED_AT) or 0)
+        assert number > 12
+        assert value(exporter, NORM) == pytest.approx(expected[number - 1], rel=1e-5)
+
+
+def test_an_evaluation_between_steps() -> None:
+    """Evaluation under `no_grad` between steps changes no number but the state."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    record = Recorder(model, optimizer)
+    with watching(model) as exporter:
+        assert value(exporter, STATE, state="initialising") == 1
+        for _ in range(4):
+            model.train()
+            optimizer.zero_grad()
+            record.backward(loss_of(model))
+            record.step(optimizer)
+            assert value(exporter, STATE, state="training") == 1
+            model.eval()
+            with torch.no_grad():
+                model(batch(50))
+            assert value(exporter, STATE, state="evaluating") == 1
+            record.check(exporter)
+        assert value(exporter, SAMPLES) == 4 * 5
+        model.train()
+        model(batch())
+        assert value(exporter, STATE, state="training") == 1
+
+
+# Norms that the user gives, samples that are lost, and tensors without data
+
+
+def test_an_observed_norm_is_shown_as_given() -> None:
+    """`observe(grad_norm=)` is shown as it is given, one observation each."""
+    loop, given = Loop(), []
+    with watching(loop.model) as exporter:
+        for _ in range(5):
+            loop.backward()
+            given.append(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5))
+            exporter.observe(grad_norm=given[-1])
+            loop.optimizer.step()
+        assert value(exporter, NORM) == pytest.approx(float(given[-1]), rel=1e-6)
+        assert value(exporter, "torch_grad_global_norm_distribution_count") == 5
+        assert value(exporter, "torch_grad_global_norm_distribution_sum") == pytest.approx(float(sum(given)), rel=1e-5)
+
+
+def clip(model: Perceptron) -> None:
+    """Clip the gradients."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def remove(model: Perceptron) -> None:
+    """Throw a gradient away."""
+    model.first.bias.grad = None
+
+
+@pytest.mark.parametrize("edit", [clip, remove])
+def test_a_sample_that_is_lost_is_counted_once(edit: Callable[[Perceptron], None]) -> None:
+    """A round with fewer backwards than the others, whose gradients were edited before they could be read, is one lost sample."""
+    model = Perceptron()
+    optimizers = [torch.optim.SGD(model.first.parameters(), lr=0.01), torch.optim.Adam(model.second.parameters(), lr=0.01)]
+    with watching(model) as exporter:
+        for backwards in (2, 2, 2, 1, 2, 2):
+            model.zero_grad()
+            for _ in range(backwards):
+                loss_of(model).backward()
+            edit(model)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert lost(exporter) == {"edited": 1}
+        assert value(exporter, LAYER_CAPTURES, layer="first") == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": True, "weights": True}], ids=["default", "all"])
+def test_no_hook_looks_at_data(options: dict[str, bool]) -> None:
+    """A whole loop on `device="meta"`, where looking at data raises, runs without a failure."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(10, 8), torch.nn.Conv1d(4, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(24, 3)
+        )
+        tokens = torch.zeros(2, 4, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(model, **options) as exporter:
+        for step in range(20):
+            optimizer.zero_grad()
+            loss = model(tokens).square().mean()
+            loss.backward()
+            if step % 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            exporter.observe(loss=loss)
+            optimizer.step()
+        assert value(exporter, STEPS, optimizer="SGD") == 20
+        assert value(exporter, BACKWARDS) == 20
+        # Something was measured: copies to the host that never arrive are no reason to measure nothing.
+        assert (value(exporter, CAPTURES) or 0) + sum(lost(exporter).values()) > 0
+
+
+# Loss scales
+
+
+def test_the_scale_of_the_step_counts() -> None:
+    """Where another scaler is used than the one that was given, norms and extremes are those of unscaled gradients."""
+    loop = Loop()
+    given, used = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6) for scale in (2.0**8, 2.0**10))
+    given.scale(torch.zeros(1))
+    with watching(loop.model, grad_scaler=given) as exporter:
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            used.scale(loss_of(loop.model)).backward()
+            used.unscale_(loop.optimizer)
+            before, extreme = whole(loop.model), max(float(p.grad.abs().max()) for p in loop.model.first.parameters())
+            torch.nn.utils.clip_grad_norm_(loop.model.first.parameters(), 1e-4)
+            after = whole(loop.model)
+            used.step(loop.optimizer)
+            used.update()
+            assert value(exporter, NORM) == pytest.approx(before, rel=1e-5)
+            assert value(exporter, AFTER_CLIP) == pytest.approx(after, rel=1e-4)
+            assert value(exporter, COEFFICIENT) == pytest.approx(after / before, rel=1e-4)
+            assert value(exporter, "torch_grad_max_magnitude", layer="first") == pytest.approx(extreme, rel=1e-5)
+        assert value(exporter, CLIPPED) == 3

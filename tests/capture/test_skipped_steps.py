@@ -1,0 +1,264 @@
+"""Backwards without a step: skipped steps, passes of one step, and gradients that were cleared before the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.capture.scenes import (
+    BACKWARDS,
+    CAPTURES,
+    COUNTED,
+    FEW,
+    LAYER_CAPTURES,
+    MISSING,
+    NORM,
+    REGIMES,
+    SKIPPED,
+    STEPS,
+    Headed,
+    Loop,
+    clearing,
+    each_regime,
+    loss_of,
+    reads_after_backward,
+    watching,
+    whole,
+)
+from tests.support.models import Perceptron, batch, sgd
+from tests.support.record import norm
+from tests.support.scrape import lost, value
+
+
+@clearing
+@each_regime
+def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
+    """Backwards whose gradients are cleared without a step are skipped steps, also several in a row."""
+    loop = Loop(set_to_none=set_to_none)
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        for skipped in (3, 4):
+            loop.warm_up(exporter, regime)
+            for _ in range(skipped):
+                loop.backward()
+            loop.go_on(regime)
+        assert value(exporter, SKIPPED) == 7
+        assert value(exporter, STEPS, optimizer="SGD") == loop.steps
+        assert value(exporter, BACKWARDS) == loop.steps + 7
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["root", "submodules"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_skips_among_accumulations(every: int, around: bool) -> None:
+    """Of steps with three backwards each every fourth is skipped, whichever rounds are sampled and however the model is called."""
+    model = Perceptron()
+    optimizer = sgd(model)
+
+    def backward() -> None:
+        output = model.second(model.first(batch()).relu()) if around else model(batch())
+        output.square().mean().backward()
+
+    with watching(model, every=every) as exporter:
+        for _ in range(6):
+            optimizer.zero_grad()
+            backward()
+            optimizer.step()
+        before = value(exporter, BACKWARDS), value(exporter, SKIPPED)
+        for step in range(16):
+            optimizer.zero_grad()
+            for _ in range(3):
+                backward()
+            if step % 4 != 1:
+                optimizer.step()
+        assert (value(exporter, BACKWARDS), value(exporter, SKIPPED)) == (before[0] + 48, before[1] + 4)
+        assert value(exporter, STEPS, optimizer="SGD") == 6 + 12
+        assert reads_after_backward(exporter)
+
+
+@pytest.mark.parametrize("options", [FEW, COUNTED], ids=["few", "counted"])
+def test_a_skipped_step_is_followed_by_one_sample(options: dict[str, float]) -> None:
+    """After a step that was skipped one more round is sampled soon, which shows what is wrong, and only one."""
+    loop = Loop()
+    with watching(loop.model, **options | {"every": 4096}) as exporter:
+        loop.warm_up(exporter, "counted" if options is COUNTED else "few")
+        assert value(exporter, CAPTURES) == 1
+        loop.backward()
+        for _ in range(500):
+            loop.step()
+            if value(exporter, CAPTURES) == 2:
+                break
+        for _ in range(300):
+            loop.step()
+        assert value(exporter, CAPTURES) == 2
+        assert value(exporter, SKIPPED) == 1
+
+
+def test_skipped_samples_ask_for_no_more_samples() -> None:
+    """With every fifth round sampled, and just those steps skipped, one of each five rounds is sampled as before."""
+    loop = Loop()
+    with watching(loop.model, every=5) as exporter:
+        skipped = 0
+        for step in range(40):
+            before = value(exporter, CAPTURES) or 0
+            loop.backward()
+            if step > 5 and value(exporter, CAPTURES) > before:
+                skipped += 1
+            else:
+                loop.optimizer.step()
+        assert skipped == 7
+        assert value(exporter, CAPTURES) == 8
+        assert value(exporter, SKIPPED) == skipped - (value(exporter, STEPS, optimizer="SGD") + skipped < 40)
+
+
+def test_a_row_of_skipped_steps_is_sampled_in_part() -> None:
+    """Of rounds whose steps are skipped in a row some are sampled, and not all."""
+    loop = Loop()
+    with watching(loop.model, every=4096) as exporter:
+        for _ in range(20):
+            loop.step()
+        for _ in range(40):
+            loop.backward()
+        for _ in range(20):
+            loop.step()
+        assert value(exporter, SKIPPED) == 40
+        assert 2 <= value(exporter, CAPTURES) <= 25
+
+
+# Skipped steps, or passes of one step
+
+
+def test_skipped_steps_are_counted_at_once_when_known() -> None:
+    """After steps with nothing cleared before them, a clearing is a skipped step at once, also right after another one."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        for _ in range(3):
+            loop.step()
+        for skipped in range(1, 4):
+            loop.backward()
+            loop.backward()
+            assert value(exporter, SKIPPED) == skipped
+            loop.optimizer.step()
+
+
+def test_clearings_before_the_first_step_wait() -> None:
+    """Clearings before any step may be passes of one step; the first step without a clearing shows that they were skips."""
+    loop = Loop()
+    with watching(loop.model) as exporter:
+        shown = []
+        for step in range(8):
+            loop.backward()
+            shown.append(value(exporter, SKIPPED) or 0)
+            if step >= 5:
+                loop.optimizer.step()
+        assert shown == [0] * 7 + [5]
+
+
+@pytest.mark.parametrize("regime", ["sampled", "counted"])
+@pytest.mark.parametrize("backwards", [(False, True), (False, False, True, False)], ids=["one backward", "two backwards"])
+def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regime: str) -> None:
+    """Where each step takes two passes (SAM), with a clearing in between, no step is skipped."""
+    loop = Loop()
+    with watching(loop.model, **REGIMES[regime]) as exporter:
+        steps = 30 if regime == "sampled" else 300
+        for step in range(1, steps + 1):
+            for cleared in backwards:
+                if cleared:
+                    loop.optimizer.zero_grad()
+                loop.add()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            if step < 20 or step == steps:
+                assert value(exporter, SKIPPED) == 0
+        assert value(exporter, STEPS, optimizer="SGD") == steps
+        assert value(exporter, BACKWARDS) == steps * len(backwards)
+
+
+@pytest.mark.parametrize("tasks", [2, 9])
+def test_surgery_on_gradients_of_tasks_skips_nothing(tasks: int) -> None:
+    """One backward for each task, whose gradients are taken away and written back together, is one step."""
+    model = Perceptron()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for step in range(12):
+            taken = [torch.zeros_like(parameter) for parameter in model.parameters()]
+            for _ in range(tasks):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                seen = whole(model)
+                for kept, parameter in zip(taken, model.parameters(), strict=True):
+                    kept.add_(parameter.grad)
+            for kept, parameter in zip(taken, model.parameters(), strict=True):
+                parameter.grad = kept
+            optimizer.step()
+            assert value(exporter, SKIPPED) == 0
+            assert value(exporter, STEPS, optimizer="SGD") == step + 1
+            assert value(exporter, NORM) == pytest.approx(seen)  # the last pass, as the docs say
+        assert value(exporter, BACKWARDS) == 12 * tasks
+
+
+def test_an_optimizer_that_reports_nothing() -> None:
+    """Steps by the user's own arithmetic are no skipped steps, and the norm of the last one shows until the next."""
+    model, seen = Perceptron(), 0.0
+    with watching(model) as exporter:
+        for step in range(12):
+            loss_of(model).backward()
+            if step > 3:  # until then they may be passes of one step
+                assert value(exporter, NORM) == pytest.approx(seen, rel=1e-5)
+                assert value(exporter, STEPS, optimizer="manual") == step
+            seen = whole(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)
+                    parameter.grad = None
+        assert value(exporter, SKIPPED) == 0
+
+
+# What a cleared backward reached
+
+
+def test_a_cleared_backward_that_reached_more() -> None:
+    """With two passes to a step, a layer that only the first one reached has no gradient."""
+    model = Headed()
+    optimizer = sgd(model)
+    with watching(model) as exporter:
+        for step in range(1, 5):  # after four such steps two passes are taken for an accumulation
+            optimizer.zero_grad(set_to_none=step == 1)
+            model.head_only = False
+            loss_of(model).backward()
+            optimizer.zero_grad(set_to_none=step == 1)
+            model.head_only = True
+            loss_of(model).backward()
+            seen = norm(p.grad.double() for p in model.second.parameters())
+            optimizer.step()
+            assert value(exporter, "torch_grad_norm", layer="second") == pytest.approx(seen)
+            assert value(exporter, LAYER_CAPTURES, layer="second") == step
+            assert value(exporter, MISSING, layer="first") == 2
+            assert not value(exporter, LAYER_CAPTURES, layer="first")
+
+
+@clearing
+def test_a_cleared_backward_around_the_root(set_to_none: bool) -> None:
+    """Where submodules are called, a layer that only a skipped backward reached has no gradient either."""
+    model = Perceptron()
+    optimizer = sgd(model)
+
+    def backward(*, head_only: bool = False) -> None:
+        hidden = model.first(batch()).relu()
+        model.second(hidden.detach() if head_only else hidden).square().mean().backward()
+
+    with watching(model) as exporter:
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            backward()
+            optimizer.step()
+        assert value(exporter, MISSING, layer="first") == 0
+        for skipped in range(1, 4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            backward(head_only=True)
+            seen = norm(p.grad.double() for p in model.second.parameters())
+            optimizer.step()
+            assert value(exporter, SKIPPED) == skipped
+            assert value(exporter, MISSING, layer="first") == 2
+            assert value(exporter, "torch_grad_norm", layer="second") == pytest.approx(seen)
+        assert lost(exporter) == {}
