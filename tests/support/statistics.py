@@ -49,17 +49,23 @@ def by_definition(gradient: torch.Tensor, units: UnitLayout | None = None) -> Si
     return SimpleNamespace(elements=len(found.flat), **values)
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """Return what two tensors have in common if one is a view of the other."""
+    storage: int = tensor.untyped_storage()._cdata  # private: tensors on `meta` have no address
+    return storage
+
+
 class Made(TorchDispatchMode):
     """Shows `look` each tensor that an operation has made with memory of its own, not one of `known` or a view."""
 
     def __init__(self, look: Callable[[torch.Tensor], None], *known: torch.Tensor) -> None:
         super().__init__()
         self._look = look
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._known = set(map(identity, known))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in self._known:
+            if isinstance(one, torch.Tensor) and identity(one) not in self._known:
                 self._look(one)
         return result
