@@ -99,6 +99,7 @@ def closing(exporter: Exporter) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_large_answer_under_way_at_the_end(reads: bool) -> None:
     """At `close` a client that reads a large scrape gets all of it, and one that does not read holds nothing up."""
@@ -137,6 +138,7 @@ def hanging_collector(monkeypatch: pytest.MonkeyPatch, exporter: Exporter) -> It
     may_go_on.set()
 
 
+@pytest.mark.slow
 def test_a_scrape_that_hangs_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a collector hangs in a scrape, `close` returns, and the client gets a whole answer or none."""
     exporter = started()
@@ -148,6 +150,7 @@ def test_a_scrape_that_hangs_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(errors(exporter)) <= {"collector_process"}
 
 
+@pytest.mark.slow
 def test_linger_waits_for_a_scrape_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `linger`, a scrape that began before the end does not count; the next one shows the end."""
     exporter = started(linger=FOREVER)
@@ -188,6 +191,7 @@ def fail(exporter: Exporter, error: BaseException | None) -> None:
             raise error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "state", "by"),
     [

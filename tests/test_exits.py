@@ -147,6 +147,7 @@ def check(bare: End, watched: End) -> None:
     assert watched.seconds < 2 * bare.seconds + ADDED_SECONDS
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("way", [pytest.param("with", marks=pytest.mark.full), "left"])
 @pytest.mark.parametrize("ending", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.full) for name in ENDINGS])
 def test_a_program_ends_the_same(starter: Starter, bare: Callable[[str], End], ending: str, way: str) -> None:
@@ -173,6 +174,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1, multip
 """
 
 
+@pytest.mark.process
 def test_a_worker_that_dies(starter: Starter, bare: Callable[[str], End]) -> None:
     """`os._exit` in a fork-started DataLoader's worker raises the same error in the training, from the same place."""
     text = program(before=WORKER_DIES).replace("watched, way", "import torch.utils.data\nwatched, way")
@@ -206,6 +208,7 @@ optimizer.zero_grad()
 """
 
 
+@pytest.mark.process
 def test_what_a_handler_raises_passes(starter: Starter) -> None:
     """Of 100 alarms whose handler raises, many of them within the exporter's hooks, the loop hears all but a few.
 
@@ -250,6 +253,7 @@ def test_failures_that_a_handler_raised() -> None:
     assert not raised_by_handler(failure_of(stop))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "status"), [pytest.param(signal.SIGTERM, 3, marks=pytest.mark.full), (signal.SIGINT, -signal.SIGINT)]
 )
@@ -267,6 +271,7 @@ def test_signals_at_any_moment(starter: Starter, number: int, status: int) -> No
         assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else err == ""
 
 
+@pytest.mark.process
 def test_closing_in_a_handler_during_close(starter: Starter) -> None:
     """A handler may close the exporter while its own thread is closing it; neither waits for the other."""
     before = """
@@ -331,6 +336,7 @@ SCRAPES: dict[str, tuple[str, bytes, int | None]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "here",
     [
@@ -381,6 +387,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
 def test_the_port_is_free_though_workers_live_on(starter: Starter) -> None:
     """With the parent killed by SIGKILL and four orphaned workers alive, the next run has the same port."""
@@ -433,6 +440,7 @@ print("itself", open_of(fds()) >= 4, flush=True)
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc").exists(), reason="there is no /proc")
 def test_no_child_inherits_sockets(starter: Starter, tmp_path: Path) -> None:
     """No child process, spawned or forked, has a socket or a poll of the exporter."""
@@ -469,6 +477,7 @@ go.set()
 """
 
 
+@pytest.mark.process
 def test_a_fork_in_the_middle_of_a_scrape(starter: Starter) -> None:
     """A forked child trains, collects and closes without waiting for locks that it inherited; the client gets a whole answer."""
     one = starter.start(program(before=FORKED), "watched")

@@ -121,6 +121,7 @@ def shown(exporter: Exporter) -> dict[str, object]:
         return found
 
 
+@pytest.mark.slow
 def test_steps_go_on() -> None:
     """Samples, the live page and events count on from the checkpoint's step; the counter counts steps of this process."""
     model = two_layers()

@@ -417,6 +417,7 @@ def recorded(name: str, steps: int = 24) -> tuple[list[Site], list[tuple[float, 
     return sorted(pair.boundary.seen), list(zip(*made, strict=True))[-12:]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize(("name", "share"), [("plain", 4), *(pytest.param(name, 1, marks=pytest.mark.full) for name in SCENES)])
 def test_each_call_into_a_library_fails(name: str, share: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -449,6 +450,7 @@ def test_each_call_into_a_library_fails(name: str, share: int, caplog: pytest.Lo
     assert set(lines_of(caplog).values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("plain", 9), pytest.param("observed", 4, marks=pytest.mark.full)])
 def test_a_library_function_that_always_fails(name: str, share: int, caplog: pytest.LogCaptureFixture) -> None:
     """A function that fails in each step costs training nothing; each source is logged once, and `close` works."""
@@ -471,6 +473,7 @@ class HandlerError(Exception):
     """What a signal handler of the user raises."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [6, pytest.param(1, marks=pytest.mark.full)])
 def test_a_signal_handler_that_raises(share: int, caplog: pytest.LogCaptureFixture) -> None:
     """What a handler raises in the middle of the exporter's work reaches the user's loop and is not counted."""
@@ -509,6 +512,7 @@ def test_a_signal_handler_that_raises(share: int, caplog: pytest.LogCaptureFixtu
 # The start
 
 
+@pytest.mark.slow
 def test_each_call_fails_at_the_start() -> None:
     """A start in which a call fails raises or goes on; neither leaves a hook, a thread or a socket."""
     recorder = Boundary()
@@ -586,6 +590,7 @@ SYSTEM: dict[str, tuple[Any, tuple[str, ...], Exception]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", SYSTEM)
 def test_the_system_fails(broken: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """While processes, files or sockets fail, training is the same; afterwards the exporter serves all of it."""
@@ -675,6 +680,7 @@ USERS: dict[str, Callable[[Exporter], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("users", USERS)
 def test_code_of_the_user_fails(users: str, caplog: pytest.LogCaptureFixture) -> None:
     """What values, loaders, conditions and callbacks of the user raise is counted, logged once, and stops no sample."""

@@ -58,6 +58,7 @@ def no_threads() -> Iterator[None]:
 # Where nothing takes what is measured
 
 
+@pytest.mark.slow
 def test_samples_are_skipped_where_none_is_taken() -> None:
     """Without a background thread samples beyond a limit are skipped and counted; a scrape lets them go on."""
     loop = Loop()
@@ -101,6 +102,7 @@ def test_no_threads_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     assert len([message for message in caplog.messages if "no metrics are served" in message]) == 1
 
 
+@pytest.mark.slow
 def test_blocked_consumers_do_not_hold_up_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a collector and a condition of the user hang, training loses no step and no sample."""
     entered, may_go_on = [threading.Event(), threading.Event()], threading.Event()
@@ -138,6 +140,7 @@ def deep(blocks: int, layers: int) -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers))) for _ in range(blocks)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "layers", "shown"), [(299, 7, 300), pytest.param(2000, 1, 201, marks=pytest.mark.full)], ids=["blocks", "row"]
 )
@@ -225,6 +228,7 @@ def every_line() -> dict[str, float]:
     return counted
 
 
+@pytest.mark.slow
 def test_a_log_that_raises() -> None:
     """Where each line raises, as on a full disk, nothing reaches the user, and no sample and no count is lost."""
     kept, full = Lines(), Lines(OSError(errno.ENOSPC, "No space left on device"))
@@ -243,6 +247,7 @@ def test_an_interrupt_within_a_log_passes() -> None:
         exporter.observe(loss="abc")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_thousands_of_failures_are_few_lines() -> None:
     """A failure that comes 2,000 times is counted each time and logged once, or twice where it is switched off."""
     kept = Lines()

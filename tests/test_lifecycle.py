@@ -113,6 +113,7 @@ def test_close_is_idempotent() -> None:
     assert value(exporter, STEPS, optimizer="SGD") == 1
 
 
+@pytest.mark.slow
 def test_close_from_another_thread_while_training() -> None:
     """Another thread may close in the middle of training, and the training is not affected."""
     model = Perceptron()
@@ -361,6 +362,7 @@ for addr, rank in (("", "0"), ("0.0.0.0", "0"), ("::", "0"), ("127.0.0.1", "0"),
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 def test_an_open_port_is_logged_once(starter: Starter) -> None:
     """One line says that all can read the metrics, if so: with the port, once in a process, on one rank of a host."""
@@ -370,6 +372,7 @@ def test_an_open_port_is_logged_once(starter: Starter) -> None:
     assert program.out.read_text().splitlines() == [f"{line} True" for line in lines]
 
 
+@pytest.mark.slow
 def test_scraping_while_training() -> None:
     """Threads that scrape in several formats during the training lose no step, no sample and no answer."""
     model = Perceptron()
@@ -429,6 +432,7 @@ def test_a_value_arrives_while_the_loop_stands_still() -> None:
         assert re.search(r"^torch_grad_captures_total{.*first.*} 5(\.0)?$", get(exporter.url or ""), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_web_configuration_that_recovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A refused web configuration is counted, and logged as in force again once, at the next good one."""
     file = tmp_path / "web.yml"

@@ -177,6 +177,7 @@ def test_closing_from_a_signal_handler(loop: Callable[..., BackgroundLoop], gate
     assert one.join(PATIENCE)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_in_a_forked_child(loop: Callable[..., BackgroundLoop], gate: Gate) -> None:
@@ -237,6 +238,7 @@ print("closed", flush=True)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("protocol", ["http/protobuf", pytest.param("grpc", marks=pytest.mark.full)])
 def test_no_background_thread_imports_a_module(protocol: str, tmp_path: Path) -> None:
     """No thread of the exporter imports a module, since a fork in the middle of an import leaves the child with half of it."""

@@ -25,6 +25,7 @@ def soaked(request: pytest.FixtureRequest) -> Soaked:
     return soak(STEPS[request.param], request.param, readings=20)
 
 
+@pytest.mark.slow
 def test_nothing_piles_up(soaked: Soaked) -> None:
     """Threads, descriptors, hooks and memory stay the same during the steps and are those of before after `close`."""
     assert complaints("exporter", soaked, RESIDENT) == []

@@ -68,6 +68,7 @@ def trainings() -> dict[str, dict[str, Any]]:
     return reports
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["", *TOLD, "+".join(REPLACED), *EITHER])
 def test_a_training_without_a_private_name(name: str) -> None:
     """Without a private name training ends with the true norm and no failure; what is lost is logged once, by name."""

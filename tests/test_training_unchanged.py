@@ -12,6 +12,8 @@ import torch
 from tests.support.scrape import errors
 from torch_grad_exporter import start_exporter
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 
 Result = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]

@@ -130,6 +130,7 @@ class FiredHooks:
 # PyTorch
 
 
+@pytest.mark.process
 def test_full_backward_hook_wraps_outputs() -> None:
     """A full backward hook breaks an in-place ReLU beside it and fires too early; the exporter registers none."""
 
@@ -279,6 +280,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(TWO_RANKS)]
 
 
+@pytest.mark.process
 def test_ddp_post_accumulate_hook_sees_local_gradient(ranks: list[dict[str, dict[str, object]]]) -> None:
     """A post-accumulate hook and a first callback read before DDP has reduced; the exporter reads after it."""
     found = [rank["of_ddp"] for rank in ranks]
@@ -451,6 +453,7 @@ def test_closures_run_the_backward_within_the_step(rung: str) -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["not stepped", "exception", "hang"])
 def test_nan_and_then_no_step(ending: str) -> None:
     """After a NaN often no step comes, so no optimizer hook fires; it is counted at the backward, its outcome later."""
@@ -476,6 +479,7 @@ def test_nan_and_then_no_step(ending: str) -> None:
     assert sum(value(exporter, NONFINITE, outcome=o) or 0 for o in ("stepped", "skipped", "unknown")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_step_counter_misses_alternating_optimizers(every: int) -> None:
     """Every n-th of all steps always hits the same of two alternating optimizers; scattered rounds sample both."""
@@ -508,6 +512,7 @@ def test_super_step_fires_the_global_hooks_twice() -> None:
         assert value(exporter, "torch_train_steps_total", optimizer="Twice") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unversioned", [False, True])
 def test_duck_typed_optimizer_fires_no_hook(unversioned: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A hand-made optimizer fires no hook: its steps are seen by changed parameters, or a line names `exporter.step()`."""
@@ -613,6 +618,7 @@ def test_float32_norm_of_tiny_and_huge_rows() -> None:
         assert value(exporter, "torch_grad_norm", layer="inner") == pytest.approx(2e-24, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_six_sigma_on_raw_norms_is_a_false_alarm() -> None:
     """Norms vary by factors, so 6 sigma of raw ones are false alarms; on logarithms, with 3 x the median, real spikes count."""
     generator = np.random.default_rng(0)
@@ -637,6 +643,7 @@ def test_six_sigma_on_raw_norms_is_a_false_alarm() -> None:
         assert value(exporter, "torch_grad_norm_spikes_total", layer="inner") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("started", ["before", "after"])
 def test_optimizer_in_backward_leaves_no_gradient(started: str) -> None:
     """An optimizer that steps and clears within the backward leaves later hooks no `.grad`; the exporter reads before it."""
@@ -686,6 +693,7 @@ def test_hook_on_a_frozen_parameter_raises() -> None:
             assert (value(exporter, "torch_grad_norm", layer="first") is None) == (step < 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 4])
 def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
     """`torch.autograd.grad` fires tensor hooks like a backward, and no post-accumulate ones; it does not count as a backward."""
@@ -714,6 +722,7 @@ def test_autograd_grad_fires_tensor_hooks(every: int) -> None:
         assert errors(exporter) == {}
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_create_graph_gives_gradients_with_a_graph() -> None:
     """After `backward(create_graph=True)` gradients carry a graph; what is measured is detached and keeps none of it."""
@@ -871,6 +880,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.process
 def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
     """A hook added after the first compiled call is ignored, one with a side effect breaks the graph; the exporter's do neither."""
 
@@ -908,6 +918,7 @@ def test_module_hooks_and_compile(fresh_dynamo: None) -> None:
             assert errors(exporter) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_queue_callback_raises_under_compiled_autograd(fresh_dynamo: None) -> None:
     """Under compiled autograd a hook that queues a callback raises in the backward; the exporter reads at the step."""
@@ -1117,6 +1128,7 @@ def can_bind(port: int) -> bool:
     return False
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 def test_forked_worker_holds_the_listening_socket() -> None:
     """A forked worker inherits a listening socket and keeps the port taken; the exporter's is closed in the child at once."""
@@ -1179,6 +1191,7 @@ def test_bucket_bounds_from_numpy_float32() -> None:
     assert max(len(repr(bound)) for bound in bounds) <= len("3.16e-05")
 
 
+@pytest.mark.process
 def test_last_value_gauge_misses_spikes() -> None:
     """A last-value gauge that is scraped every 75 steps shows few of 20 spikes; counter, histogram and recent maximum have all."""
     spikes = {30 + 13 * i for i in range(20)}
@@ -1220,6 +1233,7 @@ def test_run_and_rank_become_exported_labels(tmp_path: Path, monkeypatch: pytest
     assert names == {"training": {"run", "rank"}, "without": {"run", "rank", "exported_run", "exported_rank"}}
 
 
+@pytest.mark.process
 def test_gauge_whose_name_ends_in_sum() -> None:
     """`promtool` refuses a gauge whose name ends in `_sum`; no metric of the exporter ends like the parts of a histogram."""
     text = "# HELP torch_grad_sum A gauge.\n# TYPE torch_grad_sum gauge\ntorch_grad_sum 1\n"

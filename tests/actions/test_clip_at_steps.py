@@ -258,6 +258,7 @@ def cases() -> Iterator[tuple[str, str]]:
             yield name, policy
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what compiles steps
 @pytest.mark.parametrize(("name", "policy"), [*cases()])
 def test_each_loop(name: str, policy: str) -> None:
@@ -291,6 +292,7 @@ def trained(make: ByHand | None, steps: int = 100, **options: Any) -> list[torch
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_max_norm_gives_the_bits_of_clip_grad_norm() -> None:
     """After 100 steps with MaxNorm all parameters have the bits of `clip_grad_norm_`."""
     ours = trained(None, clip=MaxNorm(1.0))
@@ -300,6 +302,7 @@ def test_max_norm_gives_the_bits_of_clip_grad_norm() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(ours, unclipped, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_equals_a_clipper_in_the_loop(policy: str) -> None:
     """`clip=` leaves the same bits as a `Clipper` that the loop calls."""
@@ -308,6 +311,7 @@ def test_it_equals_a_clipper_in_the_loop(policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, hands, strict=True))
 
 
+@pytest.mark.slow
 def test_dry_run_changes_nothing() -> None:
     """Candidates leave every bit as it is, with and without a policy that clips."""
     tried = [MaxNorm(0.5), ZClip(), AGC(), AutoClip()]
@@ -395,6 +399,7 @@ def test_a_model_that_changes_is_followed() -> None:
 # What is shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [plain, scaled_and_fused, hooked], ids=lambda one: one.__name__)
 def test_norms_before_and_after(loop: Training) -> None:
     """Norms before and after, coefficients and counts of each sampled step, also by layer, are those of the loop."""
@@ -585,6 +590,7 @@ def test_skip_above(fused: bool) -> None:
 # What is remembered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["AutoClip", "ZClip by layer"])
 def test_save_and_go_on(policy: str) -> None:
     """A run that goes on from a file, read by the loader that runs no code, has the bits of a run without the break."""

@@ -49,6 +49,7 @@ def around(kind: str, model: Perceptron) -> Around:
     return Around(sgd(first), sgd(second)) if kind == "both" else Around(sgd(first), own=second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "twice", "both", "part"])
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_optimizers_around_others(kind: str, with_closure: bool) -> None:
@@ -117,6 +118,7 @@ class FailingCandidate(ZClip):
         raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["continue", "raise"])
 def test_a_candidate_that_fails(on_failure: str, caplog: pytest.LogCaptureFixture) -> None:
     """Clipping and other candidates go on, and failures of a candidate are counted separately without a critical alert."""
@@ -203,6 +205,7 @@ class NoRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "Plateau", "SkipAbove"])
 @pytest.mark.parametrize("loop", [plain, scaled_and_fused])
 def test_no_step_reads_a_value(policy: str, loop: Training) -> None:

@@ -30,6 +30,7 @@ def bits(model: torch.nn.Module) -> list[torch.Tensor]:
 # In place of clip_grad_norm_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_max_norm_gives_the_bits_of_clip_grad_norm(dtype: torch.dtype, foreach: bool | None) -> None:
@@ -83,6 +84,7 @@ def test_max_value_gives_the_bits_of_clip_grad_value() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(model).values(), gradients_of(twin).values(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_looks_at_data(name: str) -> None:
     """On `meta`, where reading a value raises, each policy measures, decides and clips."""
@@ -178,6 +180,7 @@ def test_tied_parameters_count_once() -> None:
 # Saving and loading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_going_on_after_loading(name: str) -> None:
     """Saved to a file and loaded into another clipper in mid-training, all later gradients and thresholds have the same bits."""
@@ -238,6 +241,7 @@ def test_a_state_of_another_kind_is_refused(policy: AutoClip | ZClip, model: tor
 # Candidates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_candidate_decides_as_if_alone(name: str) -> None:
     """Beside another policy a candidate has the thresholds that it has alone, and counts the steps it would change."""

@@ -27,6 +27,8 @@ from tests.support.torch_versions import DTensor, Partial, Replicate, fully_shar
 from torch_grad_exporter import start_exporter
 from torch_grad_exporter.actions import AGC, AutoClip, Clipper, MaxNorm, MaxValue, SkipAbove, ZClip
 
+pytestmark = pytest.mark.process
+
 Build = Callable[[torch.nn.Module], torch.nn.Module]
 
 

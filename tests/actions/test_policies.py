@@ -51,6 +51,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_follows_its_formula(name: str, steps: int) -> None:
@@ -85,6 +86,7 @@ def test_a_policy_follows_its_formula(name: str, steps: int) -> None:
     assert changed > 0  # the formula clipped at times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["MaxNorm by layer", "AutoClip", "ZClip", "ZClip by layer", "AGC", "Plateau"])
 def test_the_formula_holds_in_every_type(name: str, dtype: torch.dtype) -> None:
@@ -114,6 +116,7 @@ def test_float16_norms_do_not_overflow() -> None:
     assert float(parameter.grad.double().norm()) == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", POLICIES)
 def test_nonfinite_norms_change_nothing(name: str, bad: float) -> None:

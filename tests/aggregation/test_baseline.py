@@ -137,6 +137,7 @@ def test_only_spikes_in_a_row_make_a_new_level() -> None:
     assert found[60 + NEW_LEVEL - 1] == quiet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_healthy_series_has_no_false_alarm(seed: int) -> None:
     """Norms of 1,500 healthy steps, log-normal around a level that falls by a factor of ten, have no spike."""
@@ -182,6 +183,7 @@ def series(draw: st.DrawFn, usual: st.SearchStrategy[float], other: st.SearchStr
     return usually + [draw(other)] * draw(st.sampled_from([0, 1, 31, 32, 33, 60]))
 
 
+@pytest.mark.slow
 @given(series(st.floats(0.5, 2), st.floats()))
 def test_any_norms_are_judged_as_defined(norms: list[float]) -> None:
     """After any values verdicts are those of the loop, and no z-score is infinite."""
@@ -192,6 +194,7 @@ def test_any_norms_are_judged_as_defined(norms: list[float]) -> None:
     assert not any(math.isinf(z) for z, _ in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [True, False])
 @given(st.data())
 def test_any_quantity_is_judged_as_defined(log: bool, data: st.DataObject) -> None:
@@ -217,6 +220,7 @@ def test_a_constant_series_has_a_smallest_sigma() -> None:
     assert judged([2.0] * 50 + [2.01])[-1] == (pytest.approx(math.log(1.005) / 0.1), False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ["lognormal", "gamma"])
 def test_losses_of_small_batches_are_not_spikes(draw: str) -> None:
     """Losses that vary by factors leave a healthy run silent, though as they are many of them lie beyond 6 sigmas."""
@@ -234,6 +238,7 @@ def test_a_positive_loss_is_judged_by_its_logarithm() -> None:
     assert spikes(losses.tolist()) == [place for place, (_, spike) in enumerate(expected) if spike] == [20, 100, 301]
 
 
+@pytest.mark.slow
 def test_a_loss_that_may_be_negative_is_judged_as_is() -> None:
     """From a loss that is not positive until 128 more were positive, losses are judged without the logarithm."""
     generator = np.random.default_rng(5)

@@ -47,6 +47,7 @@ def norms(number: int, seed: int = 0) -> list[float]:
 # One factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 1e-20])
 def test_a_limit_is_known_when_it_repeats(size: float) -> None:
     """Clipped samples have a coefficient once two others came out at the same norm; untouched ones have 1 at once."""
@@ -63,6 +64,7 @@ def test_a_limit_is_known_when_it_repeats(size: float) -> None:
     assert short > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisors", ["varying", "constant", "constant with equal gradients"])
 def test_a_division_is_not_clipping(divisors: str) -> None:
     """Gradients divided by a number of tokens have no coefficient; the norm that the optimizer sees is shown all the same."""
@@ -74,6 +76,7 @@ def test_a_division_is_not_clipping(divisors: str) -> None:
             assert edited(training, whole, 1 / divisor) == (pytest.approx(whole), None, pytest.approx(whole / divisor), 0)
 
 
+@pytest.mark.slow
 def test_a_limit_shows_through_rounding() -> None:
     """Clipping of bfloat16 gradients is known after eight that came out alike; a division of them never looks like one."""
     for divide, expected in ((False, [0] * 8 + [1, 2, 3, 4]), (True, [0] * 12)):
@@ -161,6 +164,7 @@ def test_of_two_optimizers_one_is_clipped() -> None:
             assert shown(training, "Adam").coefficient == 1
 
 
+@pytest.mark.slow
 def test_a_late_step_is_clipped_once() -> None:
     """A sample that is counted while its other optimizer may still step counts as clipped once."""
     with Training(optimizers=by_layer) as training:
@@ -229,6 +233,7 @@ def test_a_steady_power_of_two_is_a_loss_scale() -> None:
         assert (training.layer("norm", "a"), found.norm, found.coefficient, found.clipped) == (None, None, None, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisors", [(32, 128, 512), (1, 1, 1, 1, 1, 128)])
 def test_powers_of_two_that_jump_are_not_a_scale(divisors: tuple[int, ...]) -> None:
     """Divisions by powers of two in no order, or one among untouched gradients, are not the unscaling of a loss."""

@@ -25,6 +25,7 @@ def pushing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"otlp_interval": 1.0, "collectors": QUIET}
 
 
+@pytest.mark.slow
 def test_all_readers_see_every_sample(pushing: dict[str, Any], tmp_path: Path) -> None:
     """Beside scrapes at every seventh step, pushed differences add up to the totals, and the history has each sample."""
     norms = np.exp(np.random.default_rng(0).normal(0.0, 1.0, 40)).tolist()

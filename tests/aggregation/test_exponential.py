@@ -59,6 +59,7 @@ def trained(exporter: Exporter, model: torch.nn.Module, optimizer: torch.optim.O
             optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observe", [False, True], ids=["sampled", "observed"])
 def test_both_kinds_of_buckets_count_the_same(monkeypatch: pytest.MonkeyPatch, observe: bool) -> None:
     """For layers and over all, exponential buckets within a classic one count as many; a zero is in the classic one alone."""

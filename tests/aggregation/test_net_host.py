@@ -206,6 +206,7 @@ def only_counted(exporter: Exporter) -> bool:
     return (value(exporter, "torch_grad_exporter_timing_interval_steps") or 0) > 4
 
 
+@pytest.mark.slow
 def test_the_overhead_ratio_includes_counted_rounds() -> None:
     """Below a thousand steps the ratio is all that was spent after the first step over all of their time."""
     model = Perceptron()
@@ -226,6 +227,7 @@ def test_the_overhead_ratio_includes_counted_rounds() -> None:
     assert value(exporter, "torch_grad_exporter_overhead_ratio") == pytest.approx(spent / trained)
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_counted_rounds_shows() -> None:
     """After a second without a step the state is that of an evaluation, and with the next steps that of training."""
     model = Perceptron()

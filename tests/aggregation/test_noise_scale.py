@@ -33,6 +33,7 @@ def gaussian(
     return (mean + deviations * generator.standard_normal((size, len(mean)))).mean(axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.1, 10.0])
 def test_a_known_noise_is_estimated(noise: float) -> None:
     """Over gradients of known mean and covariance the estimate comes to tr(Sigma) / |G|^2, within its own spread."""
@@ -197,6 +198,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(RANKS)]  # noqa: S301 - written above
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["inferred", "accumulated"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_two_ranks_show_what_numpy_computes(name: str, rank: int, found: list[dict[str, dict[str, list[object]]]]) -> None:

@@ -14,7 +14,7 @@ from tests.support.properties import PROFILE, both_formats, no_timeout_in_a_soak
 from tests.support.scrape import Key, errors_in, key, values
 from torch_grad_exporter.metrics.families import REMOVED
 
-pytestmark = no_timeout_in_a_soak
+pytestmark = [no_timeout_in_a_soak, pytest.mark.slow]
 
 NORMS = st.sampled_from([0.0, 1.0, 2.5, 1e-200, 1e150, math.nan, math.inf]) | st.floats(0.1, 10)
 GRADIENTS = st.dictionaries(st.sampled_from(["a", "a_bias", "b"]), NORMS, min_size=1)

@@ -65,6 +65,7 @@ def nans(training: Training) -> float | None:
     return training.layer("nonfinite_elements_total", "a", kind="nan")
 
 
+@pytest.mark.process
 def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
     """A NaN that no step follows shows after a second; the finite layer waits for the end of the round, each counts once."""
     with Training() as training:
@@ -84,6 +85,7 @@ def test_a_nan_before_a_hang_is_counted_after_1_s() -> None:
         assert errors(training.exporter) == {}
 
 
+@pytest.mark.process
 def test_a_finite_sample_waits_for_its_step() -> None:
     """A finite sample enters no sum before its step, however late that is, and each sum once."""
     with Training() as training:
@@ -113,6 +115,7 @@ def test_only_what_was_stepped_on_is_shown() -> None:
         assert [training.whole("global_norm", optimizer=name) for name in ("SGD", "Adam")] == [5.0, 6.0]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_late_counts_once() -> None:
     """A sample shows what was stepped on a second later, and the rest as the other optimizers step."""
 
@@ -153,6 +156,7 @@ def test_a_layer_of_two_optimizers() -> None:
         assert training.whole("global_norm", optimizer="Adam") == pytest.approx(math.sqrt(20))
 
 
+@pytest.mark.process
 def test_a_hang_is_of_the_optimizers_that_usually_step() -> None:
     """A NaN that no step follows counts for the optimizer that has stepped after such backwards before."""
     with Training(optimizers=by_layer) as training:
@@ -168,6 +172,7 @@ def test_a_hang_is_of_the_optimizers_that_usually_step() -> None:
 # Histograms and sums
 
 
+@pytest.mark.slow
 def test_histograms_and_sums_are_exact() -> None:
     """Over samples of every size, also exactly on the bounds, buckets and sums are those of a loop."""
     generator = np.random.default_rng(0)
@@ -270,6 +275,7 @@ def test_the_recent_maximum_is_of_the_last_minute() -> None:
         assert time.monotonic() - start >= 79
 
 
+@pytest.mark.slow
 def test_a_spike_counts_for_its_layer_and_the_whole() -> None:
     """A norm of 1,000 times the usual one is one spike of its layer and one of the whole; 20 samples come before a z-score."""
     generator = np.random.default_rng(2)

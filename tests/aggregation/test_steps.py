@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 
 from tests.aggregation.support import QUIET
@@ -54,6 +55,7 @@ def test_each_scrape_has_all_steps_up_to_it() -> None:
         assert errors(exporter) == {}
 
 
+@pytest.mark.slow
 def test_scrapes_on_threads_beside_a_training() -> None:
     """Scrapes on three threads beside a training never see a total fall, and lose or repeat no step and no sample."""
     loop, over = PlainLoop(), threading.Event()

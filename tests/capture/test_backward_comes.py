@@ -48,6 +48,7 @@ def test_all_backwards_are_seen(calls: bool) -> None:
         assert errors(exporter) == {}
 
 
+@pytest.mark.slow
 def test_announcements_in_counted_rounds() -> None:
     """Very short steps are mostly only counted; announcements do not end that, and counts stay exact."""
     model = network()

@@ -57,6 +57,7 @@ class Adversaries(nn.Module):
 # Around the root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [1, 70])
 def test_a_second_backward_around_the_root(changed: int) -> None:
     """A second backward that begins at submodules, from some step on, is counted and read from its first round on."""
@@ -167,6 +168,7 @@ def test_a_step_ends_an_evaluation_without_the_root() -> None:
 # Heads that join
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("begins", "first"), [(1, False), (40, True)])
 def test_an_auxiliary_head_that_joins_later(begins: int, first: bool) -> None:
     """At defaults each scrape shows the norm of all backwards of the step that the sample is of."""
@@ -226,6 +228,7 @@ def test_a_gradient_from_before_the_start() -> None:
 # Layers that are frozen and thawed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_networks_that_are_frozen_in_turn(every: int) -> None:
     """Both of a GAN's networks are shown, with the norms before clipping, and no series ends while the other one is trained."""
@@ -367,6 +370,7 @@ def test_a_root_that_is_checkpointed_at_times(reentrant: bool, every: int) -> No
         assert value(exporter, SKIPPED) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_root_that_is_checkpointed_twice(reentrant: bool, every: int) -> None:

@@ -76,6 +76,7 @@ def frames_of_ours() -> list[str]:
     return [str(one.co_name) for one in get_compilation_metrics() if "torch_grad_exporter" in (one.co_filename or "")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scene")
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
@@ -96,6 +97,7 @@ def test_sampling_compiles_nothing_more(compiled: Callable[..., Callable[[torch.
         assert value(exporter, "torch_train_steps_total", optimizer="SGD") == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scene")
 @pytest.mark.parametrize("compiled", [root, parent, forward_and_backward])
 def test_exporters_come_and_go(compiled: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
@@ -182,6 +184,7 @@ def around_backward(model: torch.nn.Module, backend: str) -> Callable[[torch.Ten
     return backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "whole", "every"),
     [
@@ -213,6 +216,7 @@ def test_compiled_autograd(backend: str, whole: bool, every: int) -> None:
         assert any(shown == pytest.approx(clipped, rel=1e-6) for _, clipped in found.rows)
 
 
+@pytest.mark.slow
 def test_compiled_autograd_that_compiles_nothing() -> None:
     """Where a backward is traced and then run as it is, training is unchanged and norms are shown."""
     losses = []
@@ -238,6 +242,7 @@ def test_compiled_autograd_that_compiles_nothing() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_backward_that_was_compiled_before() -> None:
     """What compiled autograd did before the start does not matter: a later model's gradients are read after the backward."""
     with dynamo():
@@ -253,6 +258,7 @@ def test_a_backward_that_was_compiled_before() -> None:
             assert reads_after_backward(exporter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["whole", "inner"])
 def test_counted_rounds_compile_nothing_more(part: str) -> None:
     """A compiled model, or one with a compiled part, is compiled once, though rounds are sampled and counted in turn."""

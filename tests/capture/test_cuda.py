@@ -72,6 +72,7 @@ def settled(exporter: Exporter, steps: int) -> bool:
     return eventually(lambda: value(exporter, "torch_grad_exporter_captures_total") == steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_regime(name: str) -> None:
     """The regimes of the matrix hold on a GPU."""

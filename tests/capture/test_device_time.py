@@ -171,6 +171,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 7, 1000])
 def test_phases_have_the_time_of_the_gpu(gpu: FakeGpu, every: int) -> None:
     """Phases are whole rounds of the GPU's own seconds, whether rounds are sampled, followed or only counted."""
@@ -182,6 +183,7 @@ def test_phases_have_the_time_of_the_gpu(gpu: FakeGpu, every: int) -> None:
         assert "timing" not in errors(loop.exporter)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_behind_is_not_waited_for(gpu: FakeGpu) -> None:
     """Rounds that the GPU has not passed are not read, and beyond a bound they make no event and are counted as untimed."""
     with training(gpu) as loop:
@@ -234,6 +236,7 @@ def test_a_device_without_timed_events_has_no_phases(gpu: FakeGpu, monkeypatch: 
         assert set(loop.phases().values()) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["event", "elapsed_time"])
 def test_a_gpu_that_raises_times_nothing(gpu: FakeGpu, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are counted, no time is invented, and the training goes on."""

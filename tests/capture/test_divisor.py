@@ -60,6 +60,7 @@ def test_a_divisor_counts_for_its_own_round() -> None:
         assert not errors(exporter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_a_sample_has_the_divisor_of_its_own_round(early: bool) -> None:
     """Where few rounds are sampled, each norm shown is one after the division of its own round."""
@@ -81,6 +82,7 @@ def test_a_sample_has_the_divisor_of_its_own_round(early: bool) -> None:
         assert not errors(exporter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad",
     [0, -1.0, math.nan, math.inf, "12", torch.zeros(()), torch.ones(3)],
@@ -114,6 +116,7 @@ def test_a_divisor_from_another_thread_is_refused(caplog: pytest.LogCaptureFixtu
         assert value(exporter, NORM) == pytest.approx(loop.whole, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_a_skipped_step_leaves_no_divisor(early: bool) -> None:
     """After a skipped step, with divisors before or after the backward, each norm shown has its own divisor."""

@@ -59,6 +59,7 @@ class TimedLoop(Loop):
         return value(exporter, f"{DURATION}_count") == self.steps - 1 and last[0] - first[1] <= total <= last[1] - first[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [127, 128])
 @pytest.mark.parametrize("regime", ["few", "counted"])
 def test_the_slowest_step_is_one_of_the_last_128(regime: str, after: int) -> None:
@@ -90,6 +91,7 @@ def test_the_slowest_step_outlasts_a_call() -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 def test_many_rounds_that_are_followed() -> None:
     """Where the budget pays for it, the phases of all rounds together are their durations, and all counts are exact."""
     loop = TimedLoop()
@@ -122,6 +124,7 @@ class Slow(float):
         return 1.0
 
 
+@pytest.mark.slow
 @each_regime
 def test_slow_observations_are_overhead_once(regime: str) -> None:
     """Calls of `observe` that take 100 ms each are in the overhead, all of them and each once."""

@@ -36,6 +36,7 @@ def test_reported_steps_and_norms() -> None:
         assert exporter.problems() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budgeted", [False, True])
 def test_an_optimizer_steps_all_the_same(budgeted: bool) -> None:
     """Where an optimizer of the model steps, every step counts and nothing is sampled."""

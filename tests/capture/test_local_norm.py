@@ -426,6 +426,7 @@ SELDOM = (
 loops = pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SELDOM)) for name in LOOPS])
 
 
+@pytest.mark.process
 @loops
 def test_local_norm(name: str, findings: list[dict[tuple[str, bool], Finding]]) -> None:
     """The norm of each rank is that of its own gradient in float64, or absent where that is unknown."""

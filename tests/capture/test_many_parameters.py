@@ -16,6 +16,8 @@ import torch
 from tests.capture.scenes import COUNTED, OFF
 from torch_grad_exporter import Exporter, start_exporter
 
+pytestmark = pytest.mark.slow
+
 SIZES = 50, 250
 """Layers, of two parameters each, of two models: what the second one takes beyond the first is linear in the parameters."""
 

@@ -82,6 +82,7 @@ def phases(exporter: Exporter) -> dict[str, float]:
     return {phase: value(exporter, PHASE, phase=phase) or 0.0 for phase in ("outside", "data", "forward", "backward", "optimizer")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 1000])
 @pytest.mark.parametrize(
     ("place", "phase"),
@@ -109,6 +110,7 @@ def test_slow_code_counts_in_its_phase(place: str, phase: str, every: int) -> No
         assert after[phase] - before[phase] >= 6 * SLOW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 1000])
 @pytest.mark.parametrize("stops_early", [True, False])
 def test_a_checkpointed_root_stays_in_the_backward(every: int, stops_early: bool) -> None:

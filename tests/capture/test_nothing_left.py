@@ -48,6 +48,7 @@ def alive(references: Sequence[weakref.ref[object]]) -> list[object]:
     return [found for reference in references if (found := reference()) is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["stepped", "forward", "backward", "failed backward"])
 def test_the_model_and_its_optimizer_can_go(attached: Attached, moment: str) -> None:
     """What the user drops is freed while the exporter is attached, whatever it was doing, and a scrape still works."""
@@ -186,6 +187,7 @@ def objects_of_ours() -> Counter[str]:
     return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("torch_grad_exporter."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_close_lets_go_of_the_exporter(way: str) -> None:
     """After `close()` nothing of the exporter lives on, though the model, its optimizer and a graph do."""
@@ -201,6 +203,7 @@ def test_close_lets_go_of_the_exporter(way: str) -> None:
     one.optimizer.step()
 
 
+@pytest.mark.slow
 def test_many_starts_and_closes_grow_nothing() -> None:
     """Twenty more starts on one model leave no object, hook, thread or file more."""
     model = build()

@@ -161,6 +161,7 @@ def assert_counts(kinds: list[str], regime: str) -> None:
         assert outcomes(exporter) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @each_regime
 def test_an_odd_round_is_counted_exactly(regime: str, kind: str) -> None:
@@ -168,6 +169,7 @@ def test_an_odd_round_is_counted_exactly(regime: str, kind: str) -> None:
     assert_counts([kind], regime)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @each_regime
 def test_odd_rounds_by_chance(regime: str, seed: int) -> None:
@@ -175,6 +177,7 @@ def test_odd_rounds_by_chance(regime: str, seed: int) -> None:
     assert_counts(random.Random(seed).sample(KINDS, 8), regime)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "regime", ["sampled", pytest.param("few", marks=pytest.mark.xfail(reason="it counts as a backward", strict=False)), "counted"]
 )
@@ -191,6 +194,7 @@ def test_a_gradient_that_is_not_a_backward(regime: str) -> None:
         assert value(exporter, SKIPPED) == 0
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_backward_that_raises_ends_nothing(regime: str) -> None:
     """After a backward that raised in a hook of the user the next steps are counted exactly."""
@@ -211,6 +215,7 @@ def test_a_backward_that_raises_ends_nothing(regime: str) -> None:
         assert value(exporter, SKIPPED) <= 1
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_gradient_that_the_user_replaces_by_zeros(regime: str) -> None:
     """Gradients replaced by zeros before a second backward may be a skipped step; steps and backwards are exact."""

@@ -51,6 +51,7 @@ def saved(model: torch.nn.Module) -> torch.nn.Module:
     return torch.load(buffer, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached", ["root"], indirect=True)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, saved], ids=lambda way: way.__name__)
 def test_a_model_that_has_its_exporter_is_copied(attached: Attached, copied: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
@@ -68,6 +69,7 @@ def test_a_model_that_has_its_exporter_is_copied(attached: Attached, copied: Cal
     attached.goes_on()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("armed", [False, True], ids=["after a step", "after a forward"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved], ids=lambda way: way.__name__)
 def test_a_copy_is_not_watched(attached: Attached, copied: Callable[[torch.nn.Module], torch.nn.Module], armed: bool) -> None:
@@ -94,6 +96,7 @@ def test_a_copy_is_not_watched(attached: Attached, copied: Callable[[torch.nn.Mo
     attached.goes_on()
 
 
+@pytest.mark.slow
 def test_state_dicts(attached: Attached) -> None:
     """State dicts of model and optimizer have the same keys as without an exporter, and load with `weights_only`."""
     plain = build()
@@ -115,6 +118,7 @@ def test_state_dicts(attached: Attached) -> None:
     attached.goes_on()
 
 
+@pytest.mark.process
 def test_loads_where_this_package_is_not(tmp_path: Path) -> None:
     """A model that was pickled or saved loads, runs and trains in a process that cannot import the package."""
     x = batch()
@@ -155,6 +159,7 @@ def test_loads_where_this_package_is_not(tmp_path: Path) -> None:
     assert len(done.stdout.split()) == 2 * 2 * len(WAYS) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_averaged_model(attached: Attached, use_buffers: bool) -> None:
     """An `AveragedModel` averages and is not watched, also where the model has its exporter as an attribute."""
@@ -173,6 +178,7 @@ def test_averaged_model(attached: Attached, use_buffers: bool) -> None:
     attached.goes_on()
 
 
+@pytest.mark.process
 def test_a_saved_model_calls_hooks_as_registered() -> None:
     """A model that was saved with the exporter attached, loaded elsewhere, calls the hooks of others as they were registered."""
     model = build()
@@ -228,6 +234,7 @@ def with_symbols(model: torch.nn.Module) -> str:
     return torch.fx.experimental.proxy_tensor.make_fx(call, tracing_mode="symbolic")(state, torch.ones(5, 6)).code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached", ["root"], indirect=True)
 @pytest.mark.parametrize("form", [exported, exported_strictly, traced, symbolic, with_symbols])
 def test_other_forms_have_nothing_of_us(attached: Attached, form: Callable[[torch.nn.Module], str]) -> None:
@@ -257,6 +264,7 @@ TRANSFORMS: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] =
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached", ["root", "parts"], indirect=True)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_function_transforms(attached: Attached, transform: str) -> None:
@@ -309,6 +317,7 @@ def refrozen(model: torch.nn.Module) -> None:
     model.requires_grad_(False).requires_grad_(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [converted, assigned, refrozen])
 def test_changed_in_place(attached: Attached, change: Callable[[torch.nn.Module], None]) -> None:
     """Training is seen as before after all parameters were changed in place, after a step or after a forward."""
@@ -362,6 +371,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return out.detach().new_ones(6) * index, torch.tensor(facts())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "method", [pytest.param(one, marks=[pytest.mark.full] * (one != "fork")) for one in multiprocessing.get_all_start_methods()]
 )

@@ -43,6 +43,7 @@ not_sampled = pytest.mark.parametrize("regime", ["few", "counted"])
 # Norms that the user observes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", ["this", "the next", "none"])
 @pytest.mark.parametrize("step_first", [True, False])
 @not_sampled
@@ -69,6 +70,7 @@ def test_an_observed_norm_has_its_own_outcome(regime: str, step_first: bool, ski
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", [True, False])
 @not_sampled
 def test_a_single_observed_norm_has_its_outcome(regime: str, skips: bool) -> None:
@@ -89,6 +91,7 @@ def test_a_single_observed_norm_has_its_outcome(regime: str, skips: bool) -> Non
             assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [4096, 128])
 @pytest.mark.parametrize("step_first", [True, False])
 def test_norms_observed_in_each_round_count_once(step_first: bool, every: int) -> None:
@@ -144,6 +147,7 @@ def test_a_nan_after_which_the_loop_raises() -> None:
     assert value(exporter, STATE, state="failed") == 1
 
 
+@pytest.mark.process
 def test_an_unknown_outcome_is_not_counted_again() -> None:
     """A NaN that no step follows for a second is unknown; its late step changes no counter."""
     loop = Loop()
@@ -176,6 +180,7 @@ def test_an_unknown_outcome_is_not_counted_again() -> None:
         assert numbers() == [5, 3, 5, squares, nans]
 
 
+@pytest.mark.process
 def test_a_slow_round_is_shown_whole_and_once() -> None:
     """However long a round takes, norms, histograms and sums are those of whole rounds, each once."""
     loop, squares = Loop(), 0.0

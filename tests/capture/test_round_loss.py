@@ -202,6 +202,7 @@ def test_an_observed_loss_wins(loop: Loop, exporter: Exporter) -> None:
     assert value(exporter, LOSS) == mean(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_losses_shown_are_those_of_whole_rounds(loop: Loop, accumulated: int) -> None:
     """Where few rounds are sampled and most are only counted, each loss shown is that of one whole round."""

@@ -75,6 +75,7 @@ def test_a_gan_that_pauses_after_its_generator() -> None:
         gan.record.check(exporter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critics", [1, 3])
 def test_a_gan_sampled_every_fourth_round(critics: int) -> None:
     """Whatever the pattern of a GAN's rounds, every fourth of each optimizer is sampled."""
@@ -150,6 +151,7 @@ def test_a_new_optimizer_every_epoch() -> None:
 # Which rounds
 
 
+@pytest.mark.slow
 def test_numbered_runs_sample_the_same_steps() -> None:
     """Runs that number their steps alike with `step(number)` sample the same steps, wherever they began: one of each four."""
 
@@ -253,6 +255,7 @@ def test_a_sample_that_is_lost_is_counted_once(edit: Callable[[Perceptron], None
         assert value(exporter, LAYER_CAPTURES, layer="first") == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"moments": True, "weights": True}], ids=["default", "all"])
 def test_no_hook_looks_at_data(options: dict[str, bool]) -> None:
     """A whole loop on `device="meta"`, where looking at data raises, runs without a failure."""

@@ -198,6 +198,7 @@ def test_the_cap_is_reported() -> None:
 # The budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.001, 0.1])
 @pytest.mark.parametrize("ratio", [0.0001, 0.02, 2.5])
 def test_the_overhead_converges_to_the_budget(budget: float, ratio: float) -> None:
@@ -224,6 +225,7 @@ def test_steps_that_become_shorter() -> None:
     assert sum(n > 40_000 for n in sampled) * 0.002 / (25_000 * 0.01) <= 0.0101
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "costs",
     [

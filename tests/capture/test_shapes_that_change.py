@@ -95,6 +95,7 @@ def trained(event: Event, every: int | None, skipped: int = -1) -> list[torch.Te
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 7])
 @pytest.mark.parametrize("skipped", [-1, 9])
 @pytest.mark.parametrize("event", [grows, gathers, freezes_and_widens])

@@ -30,6 +30,7 @@ from tests.support.record import norm
 from tests.support.scrape import lost, value
 
 
+@pytest.mark.slow
 @clearing
 @each_regime
 def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
@@ -46,6 +47,7 @@ def test_skipped_steps_are_counted(regime: str, set_to_none: bool) -> None:
         assert value(exporter, BACKWARDS) == loop.steps + 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [False, True], ids=["root", "submodules"])
 @pytest.mark.parametrize("every", [1, 4])
 def test_skips_among_accumulations(every: int, around: bool) -> None:
@@ -74,6 +76,7 @@ def test_skips_among_accumulations(every: int, around: bool) -> None:
         assert reads_after_backward(exporter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [FEW, COUNTED], ids=["few", "counted"])
 def test_a_skipped_step_is_followed_by_one_sample(options: dict[str, float]) -> None:
     """After a step that was skipped one more round is sampled soon, which shows what is wrong, and only one."""
@@ -152,6 +155,7 @@ def test_clearings_before_the_first_step_wait() -> None:
         assert shown == [0] * 7 + [5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["sampled", "counted"])
 @pytest.mark.parametrize("backwards", [(False, True), (False, False, True, False)], ids=["one backward", "two backwards"])
 def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regime: str) -> None:
@@ -172,6 +176,7 @@ def test_two_passes_to_each_step_skip_nothing(backwards: tuple[bool, ...], regim
         assert value(exporter, BACKWARDS) == steps * len(backwards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [2, 9])
 def test_surgery_on_gradients_of_tasks_skips_nothing(tasks: int) -> None:
     """One backward for each task, whose gradients are taken away and written back together, is one step."""

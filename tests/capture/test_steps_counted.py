@@ -37,6 +37,7 @@ from tests.support.tools import eventually
 from tests.support.torch_hooks import all_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize(
     ("options", "captures"),
@@ -63,6 +64,7 @@ def test_counts_are_exact(options: dict[str, float], captures: int, backwards: i
             assert value(exporter, SAMPLES) == 5 * backwards * loop.steps
 
 
+@pytest.mark.slow
 def test_counts_are_exact_at_every_border() -> None:
     """Each of 200 scrapes shows the steps and backwards so far, wherever rounds begin and end to be only counted."""
     loop = Loop()
@@ -75,6 +77,7 @@ def test_counts_are_exact_at_every_border() -> None:
             assert shown[key(SKIPPED)] == 0
 
 
+@pytest.mark.slow
 def test_examples_of_counted_rounds_are_estimated() -> None:
     """With a short last batch in each epoch the examples of counted rounds are right within 10 %."""
     loop, examples = Loop(), 0
@@ -86,6 +89,7 @@ def test_examples_of_counted_rounds_are_estimated() -> None:
         assert value(exporter, SAMPLES) == pytest.approx(examples, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_budget_does_not_choose_the_rounds() -> None:
     """The same rounds are sampled whether the others are only counted or not, also after skipped steps."""
 
@@ -108,6 +112,7 @@ def test_the_budget_does_not_choose_the_rounds() -> None:
 # Rounds that differ
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_longer_accumulation_skips_nothing(regime: str) -> None:
     """A loop that begins to add up two backwards to a step has skipped no step."""
@@ -124,6 +129,7 @@ def test_a_longer_accumulation_skips_nothing(regime: str) -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_shorter_round_is_counted_as_it_is(regime: str) -> None:
     """An accumulation that ends early, at the end of an epoch, counts the backwards that it had."""
@@ -138,6 +144,7 @@ def test_a_shorter_round_is_counted_as_it_is(regime: str) -> None:
         assert value(exporter, SKIPPED) == 0
 
 
+@pytest.mark.slow
 @clearing
 @each_regime
 def test_one_backward_more_now_and_then_skips_nothing(regime: str, set_to_none: bool) -> None:
@@ -153,6 +160,7 @@ def test_one_backward_more_now_and_then_skips_nothing(regime: str, set_to_none: 
         assert value(exporter, BACKWARDS) == loop.steps + rounds / 20
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_parameter_without_gradient_at_times(regime: str) -> None:
     """Where a layer has no part in some backwards, all backwards and steps are counted."""
@@ -175,6 +183,7 @@ def test_a_parameter_without_gradient_at_times(regime: str) -> None:
         assert value(exporter, SKIPPED) == 0
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_layer_in_two_checkpoints(regime: str) -> None:
     """A layer that two reentrant checkpoints share receives two gradients in each backward; no step is skipped."""
@@ -201,6 +210,7 @@ def test_a_layer_in_two_checkpoints(regime: str) -> None:
 # Other optimizers, numbers, divisors
 
 
+@pytest.mark.slow
 @each_regime
 def test_another_model_steps_within_the_rounds(regime: str) -> None:
     """Steps of another model, before, between and after the two backwards of a round, change nothing."""
@@ -223,6 +233,7 @@ def test_another_model_steps_within_the_rounds(regime: str) -> None:
         assert value(exporter, SKIPPED) == 0
 
 
+@pytest.mark.slow
 @each_regime
 def test_a_step_that_the_user_numbers_counts_once(regime: str) -> None:
     """`exporter.step(number)` after each step counts nothing twice."""
@@ -236,6 +247,7 @@ def test_a_step_that_the_user_numbers_counts_once(regime: str) -> None:
         assert value(exporter, STEPS, optimizer="manual") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 def test_divisors_in_counted_rounds(early: bool) -> None:
     """A divisor given in each round, before its backward or after it, divides the rounds that are sampled."""
@@ -280,6 +292,7 @@ def test_phases_are_timed_again_when_steps_are_slow() -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 def test_a_pause_and_an_evaluation() -> None:
     """When no step has come for a while an evaluation shows, and a step that was skipped before is counted."""
     loop = Loop()
@@ -302,6 +315,7 @@ def test_a_pause_and_an_evaluation() -> None:
         assert value(exporter, STEPS, optimizer="SGD") == loop.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [True, False])
 @each_regime
 def test_close_counts_all_and_leaves_no_hook(elsewhere: bool, regime: str) -> None:
@@ -332,6 +346,7 @@ def test_close_leaves_no_hook_after_any_round() -> None:
         assert all_hooks(loop.model, loop.optimizer) == []
 
 
+@pytest.mark.process
 @each_regime
 def test_a_forked_child_can_train(regime: str) -> None:
     """A child of `fork` trains on, and the parent counts only its own steps."""
@@ -350,6 +365,7 @@ def test_a_forked_child_can_train(regime: str) -> None:
         assert value(exporter, STEPS, optimizer="SGD") == value(exporter, BACKWARDS) == loop.steps
 
 
+@pytest.mark.slow
 @each_regime
 def test_training_is_unchanged(regime: str) -> None:
     """Losses and parameters of many clipped steps are the same in every bit with and without an exporter."""

@@ -136,6 +136,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]  # noqa: S301 - written above
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("alone", "reentrant checkpoint")])
 def test_the_fast_rank_waits(kind: str, found: Ranks) -> None:
     """The fast rank waits while the slow one sleeps, the slow one waits at most its own backward, and each round counts once."""

@@ -127,6 +127,7 @@ def test_random_numbers_are_drawn_as_without_us(exporter: Exporter) -> None:
     assert drawn(exporter.watch_loader(shuffled())) == drawn(shuffled())
 
 
+@pytest.mark.process
 def test_persistent_workers_end_with_the_loader(exporter: Exporter) -> None:
     """Two epochs have the same worker process, which ends when the loader and the watched one are dropped."""
     given: DataLoader[int] = DataLoader(
@@ -341,6 +342,7 @@ def test_what_cannot_be_pickled_says_so_itself(exporter: Exporter) -> None:
             way(watched)
 
 
+@pytest.mark.process
 def test_a_pickle_loads_without_the_package(exporter: Exporter, tmp_path: Path) -> None:
     """A pickled watched loader loads in a process without the package."""
     path = tmp_path / "loader.pickle"

@@ -52,6 +52,7 @@ def run_installed(directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.process
 def test_wheel_writes_the_repository_files(tmp_path: Path) -> None:
     """The command of an unpacked wheel writes the files of the repository, two more for Kubernetes, and three lines."""
     shutil.unpack_archive(build("wheel", tmp_path / "dist"), tmp_path / "installed", "zip")
@@ -67,6 +68,7 @@ def test_wheel_writes_the_repository_files(tmp_path: Path) -> None:
     assert [path for path in written if written[path] != expected[path]] == []
 
 
+@pytest.mark.process
 def test_checkout_writes_the_same_files(tmp_path: Path) -> None:
     """Without a wheel the same function writes the files of the repository."""
     assert cli.main(["assets", "--out", str(tmp_path)]) == 0
@@ -75,6 +77,7 @@ def test_checkout_writes_the_same_files(tmp_path: Path) -> None:
     assert set(written) - set(repository_files()) == {"kubernetes/rules.yaml", "kubernetes/dashboards.yaml"}
 
 
+@pytest.mark.process
 def test_sdist_contains_the_assets(tmp_path: Path) -> None:
     """Each written file is in the sdist under its name in the repository."""
     with tarfile.open(build("sdist", tmp_path / "dist")) as sdist:
@@ -96,6 +99,7 @@ def test_secrets_are_not_copied(tmp_path: Path) -> None:
     assert dict(written) == {"alertmanager/secrets/README.md": "here"}
 
 
+@pytest.mark.process
 def test_user_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that differs stops the command before it writes anything; `--force` replaces it."""
     (tmp_path / "alertmanager").mkdir()
@@ -120,6 +124,7 @@ def test_writing_twice_is_harmless(tmp_path: Path) -> None:
     assert before["notes.txt"] == b"mine"
 
 
+@pytest.mark.slow
 def test_job_name_is_applied(tmp_path: Path) -> None:
     """The job's name is in the scrape configurations, the PodMonitors and the dashboards."""
     assert cli.main(["assets", "--out", str(tmp_path), "--prometheus-job", "gpu-farm/train.1"]) == 0
@@ -138,6 +143,7 @@ def test_job_name_is_applied(tmp_path: Path) -> None:
             assert text == (tmp_path / "grafana" / name).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "a b", "1", "a: b", '"x"', "ä"])
 def test_invalid_job_names_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job name that YAML or JSON would misread is refused."""
@@ -165,6 +171,7 @@ def test_servers_accept_the_written_files(job: str, tmp_path: Path) -> None:
             assert f"{rules} rule files found" in done.stdout
 
 
+@pytest.mark.slow
 def test_runbook_address_is_applied(tmp_path: Path) -> None:
     """The runbook's address is in each alert and the overview; without it nothing links to a runbook."""
     without = assets.collect()

@@ -39,6 +39,7 @@ def checked(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
     return code, printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_healthy_run_exits_with_zero(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A healthy run exits with 0, is named, and shows each rule as passed or as not judged with the reason."""
     code, out = checked(capsys, runs / "healthy.json.gz")
@@ -52,6 +53,7 @@ def test_healthy_run_exits_with_zero(runs: Path, capsys: pytest.CaptureFixture[s
     assert "takes 30 minutes or 144 samples: LayerDead" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -68,6 +70,7 @@ def test_planted_faults_fail_by_their_rules(kind: str, told: str, tmp_path: Path
     assert out.splitlines()[-1].startswith("NOT HEALTHY: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit"), [("nan", "torch_grad_nonfinite_steps_total=0"), ("stall", "torch_train_slowest_step_seconds=1.1")]
 )
@@ -98,6 +101,7 @@ def test_step_on_a_nan_is_critical(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, 'torch_grad_norm{layer="first"} is nan' in out) == (1, True), out
 
 
+@pytest.mark.slow
 def test_ignored_alerts_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An alert below `--fail-on` is shown without failing the run, unless it is named."""
     run = trained(tmp_path / "run.json", "explode", steps=60)
@@ -160,6 +164,7 @@ def test_named_rules_must_be_judged(runs: Path, capsys: pytest.CaptureFixture[st
     assert (code, "FAILED  final_loss" in out, "FAILED  mean_loss" in out) == (1, True, False)
 
 
+@pytest.mark.slow
 def test_worst_of_several_runs_counts(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has its table and suite, and an unreadable one makes the result unusable."""
     healthy, failed = runs / "healthy.json.gz", trained(tmp_path / "failed.json", raises=True)
@@ -196,6 +201,7 @@ def test_password_is_never_printed(tmp_path: Path, capsys: pytest.CaptureFixture
             assert "ET@" not in told
 
 
+@pytest.mark.slow
 def test_oversized_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file larger than any history, before or after decompression, is unusable."""
     size = 2**28 + 1
@@ -263,6 +269,7 @@ def test_values_are_held_against_limits(arguments: list[str], code: int, runs: P
 # Against a baseline
 
 
+@pytest.mark.slow
 def test_other_seed_matches_the_baseline(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another seed passes every comparison except the time of a step."""
     code, out = checked(
@@ -273,6 +280,7 @@ def test_other_seed_matches_the_baseline(runs: Path, tmp_path: Path, capsys: pyt
         assert f"ok      {name}: " in out
 
 
+@pytest.mark.slow
 def test_run_unlike_its_baseline_fails(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers of only one run are named, and a loss beyond its tolerance fails."""
     deeper = trained(tmp_path / "run.json", layers=3, seed=3)
@@ -313,6 +321,7 @@ ALLOWED = {
 """What the schema of Jenkins' xUnit plugin, version 10, has of what is used here."""
 
 
+@pytest.mark.slow
 def test_junit_xml_has_a_case_for_each_row(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each rule, limit and comparison is a test case, whatever a layer is called."""
     run = json.loads(_text(trained(tmp_path / "run.json", "vanish")))

@@ -156,6 +156,7 @@ def thirty_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield demo_
 
 
+@pytest.mark.process
 def test_thirty_steps_are_summed_up(thirty_steps: Running) -> None:
     """A run of 30 steps ends by itself, and its summary says 30 steps."""
     assert thirty_steps.summary("optimizer steps") == "30"
@@ -176,6 +177,7 @@ def test_seed_decides_the_training(start: Start, thirty_steps: Running) -> None:
     assert first != other
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_a_scraped_demo(start: Start) -> None:
     """Without `--steps` the demo trains until Ctrl-C, prints a summary and exits with 0."""
     demo_ = start()
@@ -216,6 +218,7 @@ def test_early_ctrl_c_exits_with_130(start: Start) -> None:
     assert "Traceback" not in demo_.errors
 
 
+@pytest.mark.process
 def test_injected_nan_is_a_skipped_step(start: Start) -> None:
     """A NaN in one layer is counted, its step is skipped, and later steps are finite."""
     demo_ = start("--inject", "nan@5")
@@ -285,6 +288,7 @@ def test_clip_policy_replaces_clipping(start: Start) -> None:
     assert {line.split()[0] for line in said.splitlines()} == others
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("where", ["argument", "environment"])
 def test_wrong_webhook_is_an_error(where: str) -> None:
     """A webhook without a valid scheme exits with 2, and the message does not contain the address."""
@@ -354,6 +358,7 @@ def test_progress_without_tqdm(start: Start) -> None:
     assert demo_.errors == ""
 
 
+@pytest.mark.process
 def test_bad_arguments_exit_with_2() -> None:
     """The process exits with 2 and one message without a traceback."""
     result = subprocess.run(command("--inject", "flood@3"), capture_output=True, text=True, timeout=PATIENCE, check=False)

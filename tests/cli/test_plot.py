@@ -128,6 +128,7 @@ def strips(found: plot.Saved) -> plot.Saved:
     return {key: value for key, value in found.items() if key not in ("status", "judged", "metrics")}
 
 
+@pytest.mark.slow
 def test_address_and_saved_files_plot_the_same(tmp_path: Path) -> None:
     """Every address of a running exporter, its plain file and its compressed file give the same content."""
     with training() as exporter:
@@ -332,6 +333,7 @@ def test_invalid_source_is_one_line_of_error(source: str, says: str, tmp_path: P
     assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_unwritable_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing folder is named, and an unknown file type is refused before the history is read."""
     source = written(tmp_path, saved(made(2)))
@@ -427,6 +429,7 @@ def half_decades(norms: np.ndarray) -> tuple[float, float]:
     return math.floor(2 * logs.min()) / 2, math.ceil(2 * logs.max()) / 2
 
 
+@pytest.mark.slow
 def test_heatmap_colours_show_the_norms(tmp_path: Path) -> None:
     """Each cell has viridis' colour for the logarithm of its norm; magenta is non-finite and grey is absent."""
     values = made(10, 6)
@@ -514,6 +517,7 @@ def pixels(axes: Axes, height: int) -> tuple[slice, slice]:
     return slice(round(height - box.y1), round(height - box.y0)), slice(round(box.x0), round(box.x1))
 
 
+@pytest.mark.slow
 def test_nonfinite_cells_are_marked(tmp_path: Path) -> None:
     """A bin with a non-finite record keeps its colour and is marked at its edge, its column and its row."""
     content = flagged(saved(made(10, 6)), [(3, 1)])
@@ -531,6 +535,7 @@ def test_nonfinite_cells_are_marked(tmp_path: Path) -> None:
     np.testing.assert_allclose([beside.min(), beside.max()], [high, 2 * high], atol=3)
 
 
+@pytest.mark.slow
 def test_nonfinite_points_of_lines_are_marked(tmp_path: Path) -> None:
     """A chart has a magenta tick at its upper edge where its own value was not finite."""
     content = saved(made(11, 2))
@@ -642,6 +647,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "quantity"), [*((name, "norm") for name in ODD), ("nothing known", "zscore"), ("nothing finite", "zero_ratio")]
 )

@@ -152,6 +152,7 @@ ENDS = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ENDS)
 def test_script_ends_as_without_the_exporter(starter: Starter, tmp_path: Path, name: str) -> None:
     """Status, output and traceback are the same, and an orderly end writes the history."""
@@ -205,6 +206,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.process
 def test_run_behaves_like_the_interpreter(tmp_path: Path) -> None:
     """`run train.py` agrees with `python train.py` on arguments, path, main module, pickles, children and traceback."""
     (tmp_path / "real").mkdir()
@@ -217,6 +219,7 @@ def test_run_behaves_like_the_interpreter(tmp_path: Path) -> None:
     assert output(command, "run", *QUIET, link, "--lr", "1") == output(sys.executable, link, "--lr", "1")
 
 
+@pytest.mark.process
 def test_run_module_behaves_like_python_m(tmp_path: Path) -> None:
     """`run -m package.train` agrees with `python -m package.train`."""
     package = tmp_path / "package"
@@ -240,6 +243,7 @@ def said(text: str) -> list[str]:
     return [line.removeprefix("torch_grad_exporter: ") for line in text.splitlines() if line.startswith("torch_grad_exporter: ")]
 
 
+@pytest.mark.process
 def test_script_without_training_is_reported(starter: Starter) -> None:
     """A script that trains nothing keeps its status, and a line says why nothing was watched."""
     ran = starter.start_file(SCRIPTS / "untrained.py", run=QUIET)
@@ -247,6 +251,7 @@ def test_script_without_training_is_reported(starter: Starter) -> None:
     assert said(ran.err.read_text())[0].startswith("nothing was watched: this process never trained")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("at", [0, 4])
 def test_script_keeps_its_own_exporter(starter: Starter, tmp_path: Path, at: int) -> None:
     """A script's own exporter gets the port and the models, and its numbers are right and saved."""
@@ -279,6 +284,7 @@ print("over")
 """
 
 
+@pytest.mark.process
 def test_training_in_a_forked_child_is_reported(starter: Starter, tmp_path: Path) -> None:
     """Training in a forked process goes on unwatched, which is logged once."""
     script = tmp_path / "train.py"
@@ -302,6 +308,7 @@ print(*map(len, kinds))
 """
 
 
+@pytest.mark.process
 def test_waiting_hooks_are_removed_at_the_first_step(starter: Starter, tmp_path: Path) -> None:
     """After the first step only the exporter's own hooks around optimizer steps are left."""
     script = tmp_path / "train.py"
@@ -332,6 +339,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.process
 def test_torchrun_watches_each_rank(tmp_path: Path) -> None:
     """`torchrun -m torch_grad_exporter run` shows the reduced norm once and writes a history for each rank."""
     script = tmp_path / "train.py"
@@ -354,6 +362,7 @@ def test_torchrun_watches_each_rank(tmp_path: Path) -> None:
     assert saved[0]["status"]["global_norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in rounds[-1].values())), rel=1e-5)
 
 
+@pytest.mark.process
 def test_run_keeps_training_bit_identical(starter: Starter) -> None:
     """Every printed digit of a training is the same with and without `run`."""
     variables = {"TORCH_GRAD_EXPORTER_ADDR": "127.0.0.1"}
@@ -367,6 +376,7 @@ def test_run_keeps_training_bit_identical(starter: Starter) -> None:
 # What is saved
 
 
+@pytest.mark.process
 def test_saved_file_of_an_earlier_run_is_removed(starter: Starter, tmp_path: Path) -> None:
     """A script that never trains leaves no history for a gate to judge."""
     script, saved = tmp_path / "idle.py", tmp_path / "run.json"
@@ -376,6 +386,7 @@ def test_saved_file_of_an_earlier_run_is_removed(starter: Starter, tmp_path: Pat
     assert not saved.exists()
 
 
+@pytest.mark.process
 def test_last_training_has_the_name_of_the_file(starter: Starter, tmp_path: Path) -> None:
     """Earlier trainings of one script are saved with numbers in their names."""
     script, saved = tmp_path / "folds.py", tmp_path / "run.json"

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.programs import Starter
 
+pytestmark = pytest.mark.process
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 OPTIONS = ["--port", "off", "--every", "1"]

@@ -42,6 +42,7 @@ class Scene:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_every_counter_is_there_from_the_start() -> None:
     """A run adds no counter to those at the start, and none vanishes or gets other labels."""
     scene = Scene()

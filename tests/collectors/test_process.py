@@ -365,6 +365,7 @@ class Kernel:
         return total(waited_for, children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_no_time_is_lost_or_counted_twice(seed: int, losses: bool) -> None:
@@ -413,6 +414,7 @@ class Work(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
+@pytest.mark.process
 @linux
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
 def test_workers_of_a_loader_are_children() -> None:

@@ -114,6 +114,7 @@ def test_ambiguous_samples_are_absent() -> None:
         assert value(exporter, "torch_train_samples_total") is None
 
 
+@pytest.mark.slow
 def test_phases_sum_up_to_wall_time() -> None:
     """The phases sum up to the time since the start, and the loader's time is in `data`."""
     model = Perceptron(64, 256, 8)
@@ -214,6 +215,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["with", "end"])
 @pytest.mark.parametrize(("error", "state"), ENDS, ids=repr)
 def test_state_at_the_end(error: BaseException | None, state: str, way: str) -> None:

@@ -93,6 +93,7 @@ def test_the_fixture_sees_an_exporter() -> None:
     assert registered() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "kind"), WRONG, ids=repr)
 def test_a_wrong_argument_leaves_nothing_behind(name: str, value: object, kind: type[Exception]) -> None:
     """A wrong argument raises, with its name, its value and what to pass instead, before anything is registered."""
@@ -103,6 +104,7 @@ def test_a_wrong_argument_leaves_nothing_behind(name: str, value: object, kind: 
     assert any(repr(one) in str(caught.value) for one in named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), WRONG_TEXT, ids=repr)
 def test_a_wrong_variable_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     """A wrong variable raises, with its name, its text and what to set instead, before anything is registered."""

@@ -234,6 +234,7 @@ def test_an_argument_hides_a_wrong_variable() -> None:
     assert resolve({"port": 1}, {PREFIX + "PORT": "nonsense"}).port == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [f.name for f in fields(Settings)])
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_empty_variable_is_not_set(name: str, text: str) -> None:

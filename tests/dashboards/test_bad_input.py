@@ -106,12 +106,14 @@ def sentence(panel: Json) -> str:
     return str(panel["fieldConfig"]["defaults"].get("noValue", ""))
 
 
+@pytest.mark.process
 @PARAMETERS
 def test_nothing_is_shown_of_nothing(nothing: Prometheus, panel: Json) -> None:
     """Without data, and so without a run of any name, no query fails, and none makes up a number."""
     assert shown(nothing, panel) == []
 
 
+@pytest.mark.process
 @PARAMETERS
 def test_an_unknown_run_shows_nothing(prometheus: Prometheus, panel: Json) -> None:
     """Beside others too."""
@@ -122,6 +124,7 @@ KNOWN_ZEROS = {"Stalled for", "Layers in trouble", "Longest without activity"}
 """Numbers that may be 0 after one scrape: what a run does and what its layers are is known at once."""
 
 
+@pytest.mark.slow
 @PARAMETERS
 def test_one_scrape_makes_no_zero(prometheus: Prometheus, panel: Json) -> None:
     """No query fails; what takes two scrapes is not 0 but absent."""
@@ -139,6 +142,7 @@ def by_rules(expression: str) -> bool:
     return bool(names) and all(":" in name or name.startswith("ALERTS") for name in names)
 
 
+@pytest.mark.slow
 @PARAMETERS
 def test_a_sentence_says_what_is_missing(prometheus: Prometheus, panel: Json) -> None:
     """The panel has one; it is true of a run that is there, and names the rules or the device where only these are missing."""

@@ -14,6 +14,8 @@ import yaml
 from tests.support.grafana import ALL, dashboards, interpolated, panels
 from tests.support.tools import PATIENCE, REPOSITORY, find
 
+pytestmark = pytest.mark.process
+
 PROMETHEUS = REPOSITORY / "dashboards" / "prometheus"
 QUERIES = {(query.dashboard, query.panel, query.ref): query.expr for board in dashboards().values() for query in panels(board)}
 ALERTS = {

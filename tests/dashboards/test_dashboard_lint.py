@@ -35,6 +35,7 @@ def test_there_are_five_dashboards() -> None:
     }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_shipped_dashboard_passes_every_rule(path: Any) -> None:  # noqa: ANN401
     """No rule finds a fault in a shipped dashboard."""
@@ -42,6 +43,7 @@ def test_shipped_dashboard_passes_every_rule(path: Any) -> None:  # noqa: ANN401
     assert not left, "\n".join(f"{found.rule}: {found.panel!r}: {found.text}" for found in left)
 
 
+@pytest.mark.process
 def test_sound_dashboard_has_no_findings() -> None:
     """The dashboard that the faults are planted in has none."""
     assert found_in(sound()) == []
@@ -169,6 +171,7 @@ def _named() -> Iterator[Any]:
         yield pytest.param(rule, text, fault, id=f"{rule}-{seen[rule]}")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("rule", "text", "fault"), list(_named()))
 def test_rule_finds_the_fault(rule: str, text: str, fault: Fault) -> None:
     """A planted fault is reported by its rule."""

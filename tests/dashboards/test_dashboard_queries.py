@@ -93,12 +93,14 @@ def test_there_are_dashboards() -> None:
     assert {query.dashboard for query in QUERIES} == {json.loads(file.read_text())["title"] for file in DASHBOARDS}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}: {query.panel}: {query.expression[:40]}")
 def test_query_yields_data(prometheus: Prometheus, query: Query) -> None:
     """A query yields data with all variables at All."""
     assert eventually(lambda: found(prometheus, query) > 0)
 
 
+@pytest.mark.slow
 def test_panels_that_need_hardware_are_documented(prometheus: Prometheus) -> None:
     """Only the panels that docs/dashboards.md names are empty without a GPU and a container's limits."""
     asked: dict[tuple[str, str], list[Query]] = {}
@@ -141,6 +143,7 @@ def test_variables_have_values(prometheus: Prometheus, file: Path) -> None:
     assert {"job", "run"} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
 def test_legends_have_their_labels(prometheus: Prometheus, file: Path) -> None:
     """Each `{{label}}` of a legend is a label of a series that the query yields."""

@@ -60,6 +60,7 @@ def test_files_are_what_the_generator_makes() -> None:
     assert differing() == []
 
 
+@pytest.mark.slow
 def test_check_reports_changed_and_extra_files(tmp_path: Path) -> None:
     """`--check` reports one changed byte, one missing file and one extra file."""
     for path in rendered():
@@ -139,6 +140,7 @@ def test_variables_stand_for_what_grafana_writes() -> None:
     )
 
 
+@pytest.mark.process
 def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
     """Prometheus selects only the layer whose name was escaped."""
     expression = interpolated('x{layer=~"$layer"}', {"layer": ["a.b(1)"]}, "1m")
@@ -151,6 +153,7 @@ def test_prometheus_reads_an_escaped_name_as_it_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_layers_are_in_natural_order(tmp_path: Path) -> None:
     """Block 2 comes before block 10, also in a run with numbers in its name."""
     layers = {"blocks.2.fc.1": "blocks.002.fc.001", "blocks.10.fc.1": "blocks.010.fc.001", "blocks.113.fc": "blocks.113.fc"}

@@ -57,6 +57,7 @@ def on_host(service: Tree, path: str) -> Path:
     pytest.fail(f"nothing is mounted at {path}")
 
 
+@pytest.mark.process
 def test_images_have_exact_versions(services: Tree) -> None:
     """Each is the project's own image, of one version to the last number."""
     for name, image in (("prometheus", "prom/prometheus"), ("alertmanager", "prom/alertmanager"), ("grafana", "grafana/grafana")):
@@ -108,6 +109,7 @@ def test_everything_that_is_mounted_or_named_is_there(services: Tree) -> None:
     assert "training.json" in found
 
 
+@pytest.mark.process
 def test_sd_dir_is_mounted_into_prometheus(written: Path, tmp_path: Path) -> None:
     """With TORCH_GRAD_EXPORTER_SD_DIR, the exporter's own variable, that folder is mounted in the place of the fixed target."""
     for environment, folder in (
@@ -177,6 +179,7 @@ def manifests(path: Path) -> list[Tree]:
     return found
 
 
+@pytest.mark.slow
 def test_names_in_kubernetes_are_allowed_and_differ(written: Path) -> None:
     """Each object has a name that Kubernetes takes, of its own within its kind."""
     objects = [each for path in sorted((written / "kubernetes").iterdir()) for each in manifests(path)]
@@ -187,6 +190,7 @@ def test_names_in_kubernetes_are_allowed_and_differ(written: Path) -> None:
         assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
 
 
+@pytest.mark.slow
 def test_custom_resources_match_the_operator(written: Path) -> None:
     """Models of the operator's definitions accept each PodMonitor and PrometheusRule."""
     from cloudcoil.models.prometheus_operator import v1  # noqa: PLC0415 - takes seconds
@@ -201,6 +205,7 @@ def test_custom_resources_match_the_operator(written: Path) -> None:
             assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
 
 
+@pytest.mark.process
 def test_rules_in_kubernetes_are_those_of_prometheus(written: Path, tmp_path: Path) -> None:
     """Each PrometheusRule has the groups of one file, and promtool takes them."""
     documents = manifests(written / "kubernetes" / "rules.yaml")
@@ -212,6 +217,7 @@ def test_rules_in_kubernetes_are_those_of_prometheus(written: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_dashboards_in_kubernetes_are_those_of_grafana(written: Path) -> None:
     """Each dashboard is a ConfigMap that Grafana's sidecar takes, unchanged and below the limit of 1 MiB."""
     documents = manifests(written / "kubernetes" / "dashboards.yaml")

@@ -221,6 +221,7 @@ def _named(fault: str) -> str:
     return "fault-" + fault.replace(" ", "-")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_dashboard_is_what_grafana_reads(path: Path, complaints: list[Complaint]) -> None:
     """Each key and value of a shipped dashboard is one of Grafana's."""
@@ -259,6 +260,7 @@ def test_units_are_grafanas_own() -> None:
     assert own == sorted({json.loads(re.sub(r"\\x(..)", r"\\u00\1", unit)) for unit in found})
 
 
+@pytest.mark.process
 def test_defaults_are_grafanas_own() -> None:
     """The defaults used by the lint rules are those of this Grafana version."""
     installed()

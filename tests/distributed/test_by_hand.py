@@ -169,6 +169,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(RANKS)]  # noqa: S301 - our own
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
     """The first rank shows the layers of each step, with the norm that the optimizers of both ranks see; nothing is lost."""

@@ -285,6 +285,7 @@ def test_a_failure_costs_only_itself(tmp_path: Path) -> None:
     assert [type(error) for error in errors] == [NotADirectoryError]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child(tmp_path: Path) -> None:
     """A child that closes its copy leaves the parent's entries alone."""

@@ -103,6 +103,7 @@ def test_a_wrong_variable_is_named() -> None:
         identity(TORCHRUN | {"LOCAL_RANK": "first"}, group=lambda: None)
 
 
+@pytest.mark.process
 def test_without_torch_distributed() -> None:
     """On a build of torch without `torch.distributed` a process is rank 0 of 1, and there is no store."""
     script = """

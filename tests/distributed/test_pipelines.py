@@ -19,6 +19,8 @@ from tests.support.scrape import errors, lost, value
 from tests.support.torch_versions import fully_shard, need
 from torch_grad_exporter import start_exporter
 
+pytestmark = pytest.mark.process
+
 RANKS, STEPS, MICRO_BATCHES = 2, 6, 4
 OTHERS = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 

@@ -236,6 +236,7 @@ def showing(found: Found, layout: str, name: str, **labels: str) -> list[int]:
     return [rank for rank, ranks in enumerate(found) if key(name, **labels) in ranks[layout][-1]]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str, layer: str) -> None:
@@ -246,6 +247,7 @@ def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str, l
         assert summed(found, layout, step + 1, "torch_grad_norm_squared", layer=layer) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rule_for_the_root_mean_square(found: Found, layout: str, layer: str) -> None:

@@ -135,6 +135,7 @@ def test_nothing_waits_behind_the_training(*, libuv: bool) -> None:
     assert found == [b"1"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("libuv", [True, False])
 @pytest.mark.parametrize("met", [True, False], ids=["connected", "not yet connected"])
 def test_a_stopped_host(*, libuv: bool, met: bool, host: Host) -> None:
@@ -184,6 +185,7 @@ def named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
+@pytest.mark.process
 def test_a_killed_host(capfd: pytest.CaptureFixture[str]) -> None:
     """Every question fails with its cause, and torch writes nothing into the training's log."""
     with hosting() as host:
@@ -250,6 +252,7 @@ def test_closing() -> None:
         client.publish("x", b"", seconds=PATIENCE)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child(tmp_path: Path) -> None:
     """A forked child cannot use the connection and does not count as a rank that ended; the parent's goes on."""
@@ -330,6 +333,7 @@ def said(folder: Path) -> dict[str, dict[str, object]]:
     return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
+@pytest.mark.process
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """Under torchrun the ranks agree before there is a process group, and a restart of all of them keeps the name."""
     script, folder = tmp_path / "rank.py", tmp_path / "said"

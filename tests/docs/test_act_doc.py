@@ -38,6 +38,7 @@ def example(number: int, changes: Mapping[str, str] = MappingProxyType({}), **na
     return names
 
 
+@pytest.mark.slow
 def test_the_first_example_stops_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of the first example ends once its norms grow."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")
@@ -98,6 +99,7 @@ def test_the_learning_rate_of_a_loss_spike() -> None:
     assert eventually(lambda: world.count("ScaleLearningRate", "done") == 2)
 
 
+@pytest.mark.slow
 def test_a_layer_is_frozen_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the page's loop the faint layer of a model is frozen for the steps of the example, here for 30, and no other one."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")

@@ -120,6 +120,7 @@ def test_every_example_is_run() -> None:
 # What clips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", CLIPS, ids=range(len(CLIPS)))
 def test_an_example_clips(text: str, tmp_path: Path) -> None:
     """An example of clipping runs; after three steps the weights are finite and have moved, without an error."""
@@ -193,6 +194,7 @@ def watched(model: torch.nn.Module) -> Exporter:
     return torch_grad_exporter.start_exporter(model)
 
 
+@pytest.mark.slow
 def test_a_broken_loss_stops_the_run() -> None:
     """The loop of the page ends some time after the loss is NaN, and not before."""
     names, drawn, until = training(Path()), list[int](), time.monotonic() + PATIENCE
@@ -235,6 +237,7 @@ def test_restless_norms_halve_the_learning_rate(norm: float) -> None:
     world.act.close()
 
 
+@pytest.mark.slow
 def test_the_faint_layer_is_frozen() -> None:
     """The faint layer of a model is frozen after a hundred steps, and no other one."""
     model = faint()
@@ -253,6 +256,7 @@ def test_the_faint_layer_is_frozen() -> None:
         assert frozen() == ["faint"]
 
 
+@pytest.mark.slow
 def test_the_stem_is_frozen_at_a_low_loss() -> None:
     """At a loss above 0.5 all layers are trained; below it the stem is frozen, and the head is trained on."""
     names = training(Path())
@@ -275,6 +279,7 @@ def test_the_stem_is_frozen_at_a_low_loss() -> None:
 # What tells people
 
 
+@pytest.mark.slow
 def test_a_line_and_a_message(caplog: pytest.LogCaptureFixture) -> None:
     """A NaN loss is in the log and at the webhook, with its severity."""
     with receiver() as there:

@@ -50,6 +50,7 @@ def test_the_page_says_what_the_picture_shows(script: dict[str, Any]) -> None:
     assert rows["ZClip()"] < 20
 
 
+@pytest.mark.slow
 def test_a_short_run(script: dict[str, Any], tmp_path: Path) -> None:
     """Thresholds and counts of a short run of the script are those of the policies' formulas."""
     seen = script["train"](STEPS)

@@ -85,6 +85,7 @@ def test_every_verdict_is_on_the_page() -> None:
     assert listed == [str(verdict) for verdict in Verdict]
 
 
+@pytest.mark.slow
 def test_the_walk_through_a_loss_prints_its_output() -> None:
     """The cells of docs/loss-does-not-fall.md print what the page shows, one after the other in one program."""
     names: dict[str, Any] = {}

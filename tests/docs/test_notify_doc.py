@@ -40,6 +40,7 @@ def sent(number: int, name: str, tmp_path: Path) -> tuple[bytes, str]:
     return asked.body, asked.headers["Content-Type"]
 
 
+@pytest.mark.slow
 def test_the_first_example_notifies(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN loss is in the log and at both receivers of the first example."""
     monkeypatch.setenv("TORCH_GRAD_EXPORTER_PORT", "off")

@@ -109,6 +109,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *batches: torch.Te
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rel"), [(None, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_every_number_is_that_of_float64(dtype: torch.dtype | None, rel: float, micro_batches: int) -> None:

@@ -50,6 +50,7 @@ def trained(*, inspected: bool, act: Callable[[str], object] | None = None) -> t
     return [parameter.detach().clone() for parameter in model.parameters()], failures
 
 
+@pytest.mark.slow
 def test_an_operation_that_fails() -> None:
     """Whichever operation of the exporter fails, training ends in the same bits and something is counted."""
     own: set[str] = set()
@@ -66,6 +67,7 @@ def test_an_operation_that_fails() -> None:
         assert failures, failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seam",
     [

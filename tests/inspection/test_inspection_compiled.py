@@ -73,6 +73,7 @@ def train(step: Step, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("compiled", WAYS)
 def test_nothing_is_compiled_again(compiled: Callable[[Two], Step], every: int) -> None:
@@ -96,6 +97,7 @@ def test_nothing_is_compiled_again(compiled: Callable[[Two], Step], every: int) 
         assert layers == (set() if compiled in (whole, a_function_around) else {"head"})
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     """A metric counts the modules that are left out, and the log names each option once."""
     model = Two()

@@ -34,6 +34,7 @@ def results() -> dict[str, tuple[Times, Times, str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", SCENES)
 def test_times_are_exact(name: str, results: dict[str, tuple[Times, Times, str]]) -> None:
     """Each scene of `layer_times_scenes` shows exactly the seconds that its layers took."""

@@ -61,6 +61,7 @@ def test_numbers_are_those_of_the_gradient() -> None:
         assert errors(exporter) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("every", [1, 1000])
 def test_a_gradient_is_clipped_in_every_backward(every: int, dtype: torch.dtype) -> None:

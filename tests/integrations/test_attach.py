@@ -19,6 +19,8 @@ from tests.support.torch_hooks import global_step_hooks
 from torch_grad_exporter import Exporter
 from torch_grad_exporter.integrations.attach import Attachment
 
+pytestmark = pytest.mark.process
+
 
 class Told:
     """The lines of an attachment, and the exporters that it has had."""

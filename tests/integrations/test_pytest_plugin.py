@@ -9,6 +9,8 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.support.tools import REPOSITORY
 
 PLUGIN = "torch_grad_exporter.integrations.pytest_plugin"
@@ -53,6 +55,7 @@ def outcome(tmp_path: Path, text: str, *arguments: str) -> tuple[int, str]:
     return found.returncode, found.stdout + found.stderr
 
 
+@pytest.mark.process
 def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
     """A healthy training passes, and a NaN, a limit, no samples, an exception and wrong options each fail their test."""
     text = HEAD + textwrap.dedent(
@@ -110,6 +113,7 @@ def test_healthy_trainings_pass_and_others_fail(tmp_path: Path) -> None:
     assert "never reached" not in results["test_wrong"]
 
 
+@pytest.mark.process
 def test_nothing_is_imported_before_a_test_uses_it(tmp_path: Path) -> None:
     """A test without the fixture runs without PyTorch and NumPy."""
     code, out = outcome(

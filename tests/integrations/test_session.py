@@ -88,6 +88,7 @@ class Trainer:
     """A stand-in for a framework's trainer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("users", [False, True])
 @pytest.mark.parametrize("gone", [False, True], ids=["another trainer", "session gone"])
 def test_an_interrupted_training_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture, users: bool, gone: bool) -> None:

@@ -172,6 +172,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Findings({one: [mine.get(one, lost) or began for mine in found] for one in itertools.product(names, ways)})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "way",
     [Way.EVERYTHING, *(pytest.param(way, marks=pytest.mark.full) for way in (Way.DEFAULTS, Way.INSIDE, Way.ORIGIN))],

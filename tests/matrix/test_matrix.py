@@ -43,6 +43,7 @@ def without_exporter(name: str) -> Run:
     return REGIMES[name].run(Way.PLAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [Way.EVERYTHING, pytest.param(Way.DEFAULTS, marks=pytest.mark.full)], ids=lambda way: way.name.lower()
 )

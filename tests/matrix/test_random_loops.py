@@ -21,6 +21,7 @@ def chunks(first: int, most: int, size: int) -> list[object]:
     return [range(first), *(pytest.param(range(start, min(start + size, most)), marks=pytest.mark.full) for start in starts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", chunks(10, LOOPS, 55))
 def test_random_loop_is_shown_right(seeds: range) -> None:
     """No scrape of a loop shows a number that its own record does not have, and hardly a sample is lost."""
@@ -30,6 +31,7 @@ def test_random_loop_is_shown_right(seeds: range) -> None:
     assert sum(each.shown for each in verdicts.values()) >= SHOWN * sum(each.due for each in verdicts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", chunks(5, 200, 20))
 def test_random_loop_trains_the_same(seeds: range) -> None:
     """The models hold the same in the end as without an exporter, to the last bit."""

@@ -93,6 +93,7 @@ def text() -> str:
     return scrape()
 
 
+@pytest.mark.slow
 def test_scrape_is_the_golden_one(text: str) -> None:
     """Names, labels, order, help texts and all countable values of a known run are those in the golden file."""
     if REWRITE:
@@ -119,6 +120,7 @@ def made_up() -> str:
     return Renderer({"run": "golden", "rank": "0"}).render(families, Format.TEXT).decode()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("made", [scrape, made_up])
 def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
     """`promtool check metrics` accepts the scrape, and all declared metrics, without a remark."""

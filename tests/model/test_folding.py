@@ -43,6 +43,7 @@ def rows(names: Sequence[str], most: int = 300) -> list[str]:
     return list(dict.fromkeys(labels))
 
 
+@pytest.mark.slow
 def test_thousands_of_siblings_are_shown_in_ranges() -> None:
     """3,000 linear layers have 300 rows of ten neighbours each, with every parameter in one of them."""
     with torch.device("meta"):
@@ -53,6 +54,7 @@ def test_thousands_of_siblings_are_shown_in_ranges() -> None:
     assert table.folded == 3000
 
 
+@pytest.mark.slow
 def test_freezing_renames_no_other_layer() -> None:
     """An unchanged model keeps its labels, and freezing a layer renames no other."""
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(1000)])
@@ -89,6 +91,7 @@ def test_the_number_that_varies_most_makes_the_range() -> None:
     assert rows([f"layer_{n:04}" for n in range(600)])[1] == "layer_2-3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("siblings", [301, 600, 601, 1499, 3001, 20_000])
 def test_a_flat_model_has_a_third_of_the_rows(siblings: int) -> None:
     """Any number of siblings, numbered from 0 or 1, has from 100 to 300 rows."""
@@ -114,6 +117,7 @@ PARTS = st.one_of(
 NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=5).map(".".join), min_size=1, max_size=200, unique=True)
 
 
+@pytest.mark.slow
 @no_timeout_in_a_soak
 @given(names=NAMES, most=st.integers(1, 60))
 def test_random_trees_are_bounded_and_complete(names: list[str], most: int) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
@@ -93,6 +94,7 @@ def test_optimizers_are_held_weakly() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.slow
 def test_two_trainings_in_two_threads() -> None:
     """Two models trained in two threads with their own exporters count only their own steps."""
     steps = {"first": 300, "second": 190}

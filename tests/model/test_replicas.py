@@ -152,6 +152,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[str]]]
 LAYERS = {"first", "second"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", ["wrapped_later", "alone_at_the_end", "parts_called", "composed"])
 def test_a_copy_is_shown_by_rank_0_only(shown: list[dict[str, set[str]]], case: str) -> None:
     """Rank 0 shows a replicated model, and rank 1 does not."""

@@ -62,6 +62,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "chosen"), LAYOUTS, ids=str)
 def test_of_all_copies_one_counts(names: tuple[str, ...], chosen: tuple[str, ...]) -> None:
     """For every way to cut and copy, each part counts on one rank, or on one in each stage of a pipeline."""

@@ -62,6 +62,7 @@ def test_the_file_is_there_as_long_as_the_run(tmp_path: Path) -> None:
     assert eventually(lambda: entries(tmp_path / "sd") == [])
 
 
+@pytest.mark.slow
 def test_a_hanging_name_service_delays_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start does not wait for a name service that hangs, and the host is known by its name."""
     over, known = threading.Event(), socket.getaddrinfo
@@ -108,6 +109,7 @@ while not any(name.endswith(".json") for name in os.listdir(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "stays"),
     [("sys.exit(3)", False), ("raise ValueError", True), ("os.kill(os.getpid(), signal.SIGKILL)", True)],
@@ -119,6 +121,7 @@ def test_what_is_left_when_the_process_ends(starter: Starter, ending: str, stays
     assert len(entries(tmp_path)) == stays
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_one_more_scrape(tmp_path: Path) -> None:
     """With `linger` the end writes the text file and waits for a scrape that has its state; then the port is free at once."""
     exporter = started(linger=FOREVER, textfile_dir=tmp_path)
@@ -159,6 +162,7 @@ def test_the_text_file_has_the_last_values(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.slow
 def test_a_hanging_file_system_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end does not wait for a text file on a file server that hangs."""
     inside, over, replace = threading.Event(), threading.Event(), os.replace

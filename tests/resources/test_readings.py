@@ -63,6 +63,7 @@ def test_a_bounded_number_of_counters_is_remembered() -> None:
     assert total({0: 10.0, 2: 10.0, KEPT: 11.0}) == 10 * (KEPT + 1) + 11
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(0, 10**12))))
 def test_a_rising_sum_is_what_the_counters_gained(readings: list[dict[str, int]]) -> None:
     """The sum never falls, and gains as much as each counter on its own."""

@@ -107,6 +107,7 @@ ASKED_FOR = ("activations", "watched", "nan_origin", "layer_times")
 """Collectors that yield only their success until an option enables them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON)
 def test_a_collector_that_is_disabled_is_absent(name: str) -> None:
     """A disabled collector yields nothing, and all others are as before."""
@@ -130,6 +131,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
+@pytest.mark.slow
 def test_devices_are_read_in_the_loop_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and evaluation read the allocators' numbers about once a second, and no other thread does."""
     readers: set[threading.Thread] = set()
@@ -174,12 +176,14 @@ def test_a_device_that_cannot_be_read_harms_nothing(monkeypatch: pytest.MonkeyPa
         assert errors(exporter).keys() == {"devices"}
 
 
+@pytest.mark.process
 def test_the_machine_is_left_alone_at_import() -> None:
     """Neither YAML nor bcrypt is imported with the package, since they may not be installed."""
     script = "import sys, torch_grad_exporter; print({'yaml', 'bcrypt'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_a_web_configuration_that_is_refused_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A web configuration that is refused is logged once with its file and counted, and so is the recovery."""
     file = tmp_path / "web.yml"

@@ -79,6 +79,7 @@ def test_flapping_in_keep_firing_for_is_one_problem() -> None:
     assert changes == [(60, True), (last_held + 30, False)]
 
 
+@pytest.mark.slow
 def test_any_history_is_judged_as_by_a_naive_loop() -> None:
     """For random histories, begins and ends are those of a loop over the whole past as Prometheus describes it."""
     for seed in range(200):

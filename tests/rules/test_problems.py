@@ -617,6 +617,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_rule_fires_beyond_its_limits_only(case: Case) -> None:
     """A rule finds its problem just beyond its limits, and none just at them."""
@@ -705,6 +706,7 @@ def told(found: Iterable[tuple[str, str, str | None]], alert: str, severity: str
     return {layer for name, bad, layer in found if name == alert and SEVERITIES.index(bad) <= SEVERITIES.index(severity)}
 
 
+@pytest.mark.process
 def test_promtool_says_the_same(tmp_path: Path) -> None:
     """In each of the runs above, promtool finds each alert for the same layers as the process."""
     stories = {
@@ -857,6 +859,7 @@ def test_a_gpu_is_underused_only_after_five_minutes() -> None:
     assert run(age=300, **idle).found == [("GpuUnderused", "info", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metrics", "minutes", "alert"),
     [
@@ -888,6 +891,7 @@ def test_a_counter_is_forgotten_after_its_window(metrics: dict[str, Any], minute
     }
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_time() -> None:
     """Two hours of a thousand layers take 1 kB a layer, and four hours no more."""
     watch, count = Watch(), 1000

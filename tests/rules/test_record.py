@@ -208,6 +208,7 @@ def test_the_number_of_problems_is_bounded() -> None:
     assert len(record.wrong) == MOST
 
 
+@pytest.mark.slow
 def test_a_failed_judgement_leaves_the_next_ones() -> None:
     """A rule that raises, or a judgement that another thread holds up, leaves the next judgement unharmed."""
 

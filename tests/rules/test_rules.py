@@ -68,6 +68,7 @@ def exported() -> dict[str, set[str]]:
     return known
 
 
+@pytest.mark.slow
 def test_all_rules_are_tested() -> None:
     """Each file of rules is loaded by a file of unit tests, which load only shipped rules."""
     loaded = {(path.parent / name).resolve() for path in TESTS for name in yaml.safe_load(path.read_text())["rule_files"]}
@@ -76,12 +77,14 @@ def test_all_rules_are_tested() -> None:
     assert loaded == {*RULES, *ALERTS}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", [*RULES, *ALERTS], ids=lambda path: path.name)
 def test_promtool_takes_the_rules(path: Path) -> None:
     """Promtool and its linter accept the rules."""
     promtool("check", "rules", "--lint=all", "--lint-fatal", path)
 
 
+@pytest.mark.process
 def test_promtool_takes_the_configuration() -> None:
     """Promtool accepts the sample configuration, which loads all rules and keeps the labels of series."""
     path = PROMETHEUS / "prometheus.yml"
@@ -92,6 +95,7 @@ def test_promtool_takes_the_configuration() -> None:
     assert training["honor_labels"] is True
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
 def test_promtool_unit_tests(path: Path) -> None:
     """Promtool runs the unit tests of rules and alerts."""

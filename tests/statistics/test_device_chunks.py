@@ -83,6 +83,7 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_large_gradient_is_measured_in_chunks(kind: str) -> None:
     """No operation makes a tensor of more than 64 MiB for any type or strides, and the numbers are those of numpy."""
@@ -102,6 +103,7 @@ def test_a_large_gradient_is_measured_in_chunks(kind: str) -> None:
     assert np.array_equal(by_position(again)[0], row[:1], equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "make", "side"),
     [
@@ -130,6 +132,7 @@ def test_temporaries_of_a_gradient_of_gigabytes(dtype: torch.dtype, make: Callab
 LAYERS = [torch.nn.ConvTranspose2d(256, 96, 11, groups=2, bias=False), torch.nn.Conv2d(96, 64, 21), Conv1D(1900, 1600)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
 def test_units_keep_their_own_in_chunks(layer: torch.nn.Module) -> None:
     """Output units of large convolutions are those of the definition in any memory order, also where a chunk ends inside one."""
@@ -219,6 +222,7 @@ def test_numbers_are_right_without_float64(kind: str) -> None:
     assert np.array_equal(by_position(again)[0], by_position(measured)[0][:1], equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_device_without_float64_is_asked_for_none() -> None:
     """Gradients of every kind and size, also sparse ones and sums, make no float64 tensor on a device without float64."""
     shapes = [(8, 6), (8, 6), (), (5,), (700, 333), (100_000,), (6, 3, 2, 2), (3, 100_000)]

@@ -92,6 +92,7 @@ def ordinary() -> torch.Tensor:
     return values.where(values.abs() > 1e-6, torch.ones(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [None, -0.0, NAN, -INF, 1e-7], ids=str)
 def test_one_unusual_element_in_one_block(value: float | None, dtype: torch.dtype) -> None:
@@ -130,6 +131,7 @@ def test_a_unit_of_zeros_in_one_block_alone() -> None:
 # Sums of squares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sums_over_many_blocks(dtype: type) -> None:
     """With many blocks no piece is lost or counted twice, and the sum of a tensor does not depend on the others."""

@@ -120,6 +120,7 @@ def test_nothing_waits_for_the_verdict() -> None:
     assert len(scene.programs.launches) == launches + 2  # its norms as well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", [Column.NORM, Column.ZEROS, Column.NANS, Column.SUM])
 def test_a_wrong_number_decides_against_them(column: Column, caplog: pytest.LogCaptureFixture) -> None:
     """One wrong column, of the probe or of a sample, is logged once, and torch measures from then on."""
@@ -217,6 +218,7 @@ def test_nothing_is_launched_while_a_graph_is_captured() -> None:
     assert scene.sample() == 0
 
 
+@pytest.mark.process
 def test_triton_is_imported_for_a_gpu_only() -> None:
     """The package and a run on the CPU import neither Triton nor the programs."""
     code = (

@@ -58,6 +58,7 @@ def measured(tensors: Sequence[torch.Tensor], accumulate: torch.dtype = torch.fl
     return Magnitudes().of(Batch(tuple(range(len(batch))), batch, None), accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 100, 3 * SMALL, 700_000])
 def test_the_counts_are_those_of_float64(dtype: torch.dtype, size: int) -> None:

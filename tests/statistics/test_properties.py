@@ -41,7 +41,7 @@ from torch_grad_exporter.statistics import Column
 from torch_grad_exporter.statistics.eager import EagerStatistics
 from torch_grad_exporter.statistics.layout import ORDINARY, Layout
 
-pytestmark = no_timeout_in_a_soak
+pytestmark = [no_timeout_in_a_soak, pytest.mark.slow]
 
 
 class OnDevice(EagerStatistics):

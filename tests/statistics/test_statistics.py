@@ -180,6 +180,7 @@ def test_a_large_transposed_convolution() -> None:
     assert_measured(layer, [gradient.contiguous(memory_format=torch.channels_last)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
 @pytest.mark.parametrize("sizes", [(4, 3), (700, 900), (3, 400_000)], ids=str)
 @pytest.mark.parametrize("experts", [0, 2])
@@ -247,6 +248,7 @@ def test_a_forgotten_sample_changes_no_count(foreign: list[int]) -> None:
     assert [int(rows[position][Column.DEAD_UNITS]) for position in (0, 1)] == [0 if p in foreign else 1 for p in (0, 1)]
 
 
+@pytest.mark.slow
 def test_statistics_read_no_value_on_a_device() -> None:
     """All statistics run on a device whose tensors have no data, where reading a value raises."""
     with pytest.raises(RuntimeError):

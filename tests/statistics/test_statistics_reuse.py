@@ -35,6 +35,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """What may happen to a gradient between two samples."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 6), (300, 400)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_may_change_its_kind(change: str, shape: tuple[int, int]) -> None:
@@ -93,6 +94,7 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LARGE)
 def test_memory_does_not_grow_with_the_gradient(kind: str) -> None:
     """Measuring 4 million elements makes no tensor and no array larger than a few blocks."""

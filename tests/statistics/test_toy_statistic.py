@@ -249,6 +249,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statistics", "rel"),
     [(EagerStatistics(1, EVERYTHING), 1e-6), (ON_DEVICE(1, EVERYTHING), 1e-6), (NARROW(1, EVERYTHING), 1e-5)],

@@ -85,6 +85,7 @@ def test_any_number_arrives(exporter: Exporter) -> None:
         assert value(exporter, NONFINITE) == count
 
 
+@pytest.mark.slow
 def test_a_reused_buffer_does_not_show_its_last_value(exporter: Exporter) -> None:
     """A value that is under way is never taken for the one that was copied before it."""
     for count in range(1, 10):

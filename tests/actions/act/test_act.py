@@ -62,6 +62,7 @@ TIMES: list[tuple[int, Callable[[int], bool], dict[str, int], list[int]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "holds", "options", "expected"), TIMES)
 def test_times_of_actions(seconds: int, holds: Any, options: dict[str, float], expected: list[int]) -> None:  # noqa: ANN401
     """A condition acts after it held for `for_` seconds without a break, and again when the cooldown is over and it holds."""
@@ -277,6 +278,7 @@ def test_closing_within_on_leaves_nothing() -> None:
     assert world.judged == 0
 
 
+@pytest.mark.slow
 def test_waiting_actions_are_bounded() -> None:
     """Behind an action that hangs a hundred events wait; the others are dropped, and all are counted."""
     world, going, hangs = World(), threading.Event(), threading.Event()
@@ -363,6 +365,7 @@ class Named(BetweenSteps):
         self.named.append(tuple(named))
 
 
+@pytest.mark.slow
 def test_a_rule_names_layers_to_its_action() -> None:
     """An action between steps gets the layers that the problems of its rule name, also those of a summary."""
     world, action = World(), Named()

@@ -76,6 +76,7 @@ def test_marks_are_bounded() -> None:
     assert found.last_done == {f"action {number % 3}": float(number) for number in range(10 * MOST - 3, 10 * MOST)}
 
 
+@pytest.mark.slow
 def test_a_run_shows_when_it_was_last_done() -> None:
     """The time of the last action is a metric once it was done, and the run has the problem TrainingStoppedItself."""
     torch.manual_seed(0)
@@ -105,6 +106,7 @@ def test_a_run_shows_when_it_was_last_done() -> None:
         assert [one.alert for one in exporter.problems()] == ["TrainingStoppedItself"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [None, ValueError("a loop that ends so")])
 def test_a_stopped_run_is_notified_at_its_end(ended: Exception | None) -> None:
     """The webhook hears of the stop once, also where the loop ends by an exception after it."""

@@ -73,6 +73,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
+@pytest.mark.process
 def test_all_ranks_act_after_the_same_step(records: list[Record]) -> None:
     """Each action has a cause on one rank alone, and rates, frozen layers, parameters and the last step are the same on all."""
     (history, parameters, *_), *others = records

@@ -57,6 +57,7 @@ def threads() -> set[str]:
     return {name for name in lasting_threads() if name.removeprefix("torch-grad-exporter-") in ("act", "action")}
 
 
+@pytest.mark.slow
 def test_an_exploding_gradient_stops_the_run() -> None:
     """A gradient that grows to a million times its usual norm raises GradientExploding, and `should_stop` turns true."""
     net = model()
@@ -85,6 +86,7 @@ def test_should_stop_changes_at_the_end_of_a_step() -> None:
     assert exporter.should_stop
 
 
+@pytest.mark.slow
 def test_actions_run_in_the_background() -> None:
     """A callable gets its event in a thread of its own, while the training goes on."""
     net = model()
@@ -116,6 +118,7 @@ def test_no_thread_and_no_hook_without_actions() -> None:
     assert global_step_hooks() == before
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 def test_a_forked_child_is_not_stopped() -> None:
     """A due action runs in the parent after its next step; the child's steps run nothing, and it takes no new action."""
@@ -140,6 +143,7 @@ def test_a_forked_child_is_not_stopped() -> None:
         assert exporter.should_stop
 
 
+@pytest.mark.slow
 def test_hanging_user_code_does_not_delay_the_end() -> None:
     """The `with` block ends while a condition and an action hang."""
     net = model()
@@ -178,6 +182,7 @@ def test_a_closed_exporter_frees_user_functions() -> None:
         exporter.on("LossSpike", Stop())
 
 
+@pytest.mark.slow
 def test_conditions_may_take_a_twentieth_of_the_time() -> None:
     """A condition that takes 0.1 s is evaluated again after 2 s, not after the usual one."""
     begun: list[float] = []
@@ -211,6 +216,7 @@ def parameters(options: Callable[[Exporter], object] | None) -> list[torch.Tenso
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
+@pytest.mark.slow
 def test_a_condition_that_never_holds_changes_nothing() -> None:
     """With built-in actions whose conditions never hold, parameters after 100 steps are the same bits as without."""
 
@@ -274,6 +280,7 @@ def rates(scheduler: str, *, half_from: int | None, tensor: bool = False) -> lis
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [False, True], ids=["numbers", "a tensor"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_learning_rates_are_halved(scheduler: str, tensor: bool) -> None:

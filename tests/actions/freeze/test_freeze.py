@@ -141,6 +141,7 @@ class Loop:
 CASES = [("plain", name) for name in OPTIMIZERS] + [(kind, "AdamW") for kind in ("zeros", "accumulation", "closures", "scaler")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "optimizer"), CASES, ids=[", ".join(case) for case in CASES])
 def test_freezing_equals_the_users_own(kind: str, optimizer: str) -> None:
     """Parameters and optimizer states are the same bits as where the user freezes the layer and thaws it six steps later."""
@@ -283,6 +284,7 @@ def test_a_layer_that_only_shares_follows_its_owner() -> None:
 # By norms
 
 
+@pytest.mark.process
 def test_a_layer_below_the_threshold_is_frozen() -> None:
     """A layer is frozen after a full window of ten samples, trained again `revive` steps later, and frozen again."""
     net = faint()
@@ -307,6 +309,7 @@ def test_a_layer_below_the_threshold_is_frozen() -> None:
     assert again - thawed >= 20
 
 
+@pytest.mark.process
 def test_layers_without_finite_norms_are_never_frozen() -> None:
     """A layer with a NaN in each window and one without any gradient stay trained, where another one is frozen."""
     net = faint()
@@ -331,6 +334,7 @@ def test_layers_without_finite_norms_are_never_frozen() -> None:
         assert "action" not in errors(exporter)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layers", [None, "^2$"])
 def test_one_layer_always_stays(layers: str | None) -> None:
     """Where all norms are small, the layer with the largest of each optimizer stays; `layers` restricts what is frozen."""
@@ -350,6 +354,7 @@ def test_one_layer_always_stays(layers: str | None) -> None:
         assert "action" not in errors(exporter)
 
 
+@pytest.mark.process
 def test_windows_hold_all_norms() -> None:
     """The windows of a state have the sum and the number of the norms of all steps, against a float64 loop."""
     net = model()
@@ -412,6 +417,7 @@ def test_it_is_refused_where_the_backward_would_fail() -> None:
 # States
 
 
+@pytest.mark.process
 def test_a_state_goes_on() -> None:
     """A state as JSON freezes the layer of a new run at once, which is thawed when that of the first run would be."""
     net = faint()
@@ -524,6 +530,7 @@ def test_lbfgs_and_a_freeze_in_use_are_refused() -> None:
 # Beside others
 
 
+@pytest.mark.process
 def test_a_compiled_model_compiles_once_a_state() -> None:
     """A compiled model compiles again when the layer is frozen and not when it is thawed."""
     net, compiled = model(), list[int]()

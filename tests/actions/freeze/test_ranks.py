@@ -68,6 +68,7 @@ def _refused(rank: int, folder: str) -> None:
     _leave()
 
 
+@pytest.mark.process
 def test_unsafe_wrappers_are_refused(tmp_path: Path) -> None:
     """DistributedDataParallel without unused parameters or with a static graph, and the older FSDP, are refused."""
     run_ranks(_refused, str(tmp_path))
@@ -159,6 +160,7 @@ def _gathered(rank: int, folder: str) -> None:
     Path(folder, "done").touch()
 
 
+@pytest.mark.process
 def test_a_gathered_layer_is_known(tmp_path: Path) -> None:
     """Under FSDP2 a layer is frozen and given back also within its forward, where its parameters are elsewhere."""
     run_ranks(_gathered, str(tmp_path), ranks=1)

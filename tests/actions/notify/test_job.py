@@ -171,6 +171,7 @@ def _rank(rank: int, folder: str, url: str) -> None:
         dist.barrier()
 
 
+@pytest.mark.process
 def test_two_processes_send_once(tmp_path: Path) -> None:
     """Two ranks with the same fault send its beginning once and its end once."""
     with receiver() as there:

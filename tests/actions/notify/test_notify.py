@@ -79,6 +79,7 @@ def alerts(there: Receiver) -> list[tuple[str, str]]:
     return [(asked.json["alert"], asked.json["status"]) for asked in there.asked]
 
 
+@pytest.mark.slow
 def test_a_fault_reaches_log_and_webhook(caplog: pytest.LogCaptureFixture) -> None:
     """A loss that is NaN is sent once with its details, and again as resolved when the run has ended."""
     with receiver() as there:
@@ -135,6 +136,7 @@ def test_without_alerts_there_is_nothing() -> None:
     assert lasting_threads() == before
 
 
+@pytest.mark.slow
 def test_the_training_is_the_same_bits() -> None:
     """With receivers that fail the parameters after 100 steps have the bits of a run without notifiers."""
 
@@ -151,6 +153,7 @@ def test_the_training_is_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(some, parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_notifiers_run_in_their_own_thread() -> None:
     """A sender is called in the notifier's thread alone, so that no receiver can make a step longer."""
     seen: set[str] = set()
@@ -166,6 +169,7 @@ def test_notifiers_run_in_their_own_thread() -> None:
     assert seen == {"torch-grad-exporter-notify-log"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [Answer(hangs=True), Answer(drips=True), Answer(503)], ids=["hangs", "drips", "503"])
 def test_a_dead_receiver_does_not_delay_the_end(answer: Answer) -> None:
     """`close` returns long before the request's timeout, and drops and counts what a dead receiver does not take."""
@@ -183,6 +187,7 @@ def test_a_dead_receiver_does_not_delay_the_end(answer: Answer) -> None:
         assert counts == [0, 2]
 
 
+@pytest.mark.slow
 def test_no_secret_anywhere(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     """With all loggers at DEBUG and failing receivers no secret is in logs, output, metrics, page or `repr`."""
     caplog.set_level(logging.DEBUG)
@@ -239,6 +244,7 @@ exporter.close()
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 def test_a_forked_child_sends_nothing() -> None:
     """A forked child can scrape, close and end, and all notifications come from the parent."""

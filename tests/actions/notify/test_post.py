@@ -90,6 +90,7 @@ def test_a_receiver_that_refuses() -> None:
     assert str(error) == "no connection, or none that lasted (ConnectionRefusedError)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [Answer(hangs=True), Answer(drips=True)], ids=["hangs", "drips"])
 def test_endless_answers_time_out(answer: Answer) -> None:
     """A request ends with its timeout, and the number of hanging ones is bounded."""

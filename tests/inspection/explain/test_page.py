@@ -66,6 +66,7 @@ def test_only_bad_nodes_are_red(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [True, False])
 def test_large_graphs_are_bounded(tmp_path: Path, grouped: bool) -> None:
     """Of a large graph the page draws at most 200 boxes and 201 apart."""
@@ -87,6 +88,7 @@ def test_large_graphs_are_bounded(tmp_path: Path, grouped: bool) -> None:
         assert "m.599 … " in text
 
 
+@pytest.mark.slow
 def test_the_table_leaves_out_what_is_ok() -> None:
     """Many parameters without a remark are only counted, and at most 200 rows are printed."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(150)))

@@ -18,6 +18,7 @@ def expected_of(planted: Planted, name: str) -> str:
     return planted.expected[max(fitting, key=len)] if fitting else "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_planted_cause_is_named(name: str) -> None:
     """Each parameter has its verdict, a cut has its line and module, and nothing of the model changes."""
@@ -46,6 +47,7 @@ def test_each_planted_cause_is_named(name: str) -> None:
     assert all(map(torch.equal, before.buffers(), planted.model.buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_verdicts_agree_with_a_real_backward(name: str) -> None:
     """Exactly the parameters with such a verdict get a gradient; a loss alone gives the same verdicts but for the cuts."""
@@ -71,6 +73,7 @@ def test_verdicts_agree_with_a_real_backward(name: str) -> None:
             assert gradient is None or not gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_step_is_judged_alike(name: str) -> None:
     """A function with backward and step gives the same verdicts and places as one that returns the loss."""

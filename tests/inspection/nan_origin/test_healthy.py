@@ -95,6 +95,7 @@ def healthy(seed: int, rounds: int, judge: Callable[[bool], None] = lambda _: No
         return len(found(exporter))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_of_minus_infinity_are_no_origin(seed: int) -> None:
     """Twenty rounds of each model have no origin."""

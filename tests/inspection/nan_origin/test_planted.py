@@ -10,6 +10,8 @@ from tests.matrix.harness import OTHERS
 from tests.support.scrape import errors, values
 from torch_grad_exporter import Exporter, start_exporter
 
+pytestmark = pytest.mark.slow
+
 Place = tuple[str, str, str]
 
 

@@ -18,6 +18,8 @@ from tests.support.ranks import run_ranks
 from tests.support.scrape import errors
 from torch_grad_exporter import start_exporter
 
+pytestmark = pytest.mark.process
+
 WRAPPERS = ("ddp", "fsdp2")
 
 

@@ -122,6 +122,7 @@ def test_the_inside_of_a_compiled_module(caplog: pytest.LogCaptureFixture) -> No
     assert any("it is compiled, so its inside is not seen" in line.getMessage() for line in caplog.records)
 
 
+@pytest.mark.slow
 def test_without_an_alarm_nothing_is_inspected() -> None:
     """Without an alarm modules have no hooks, and a round runs no more operations than without the option."""
     model = around()
@@ -137,6 +138,7 @@ def test_without_an_alarm_nothing_is_inspected() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_an_alarm_arms_a_bounded_number_of_rounds() -> None:
     """After an alarm modules have hooks in some rounds, and then in none until the next alarm."""
     hooks: list[int] = []

@@ -47,6 +47,7 @@ def test_the_same_seed_makes_the_same_requests() -> None:
     assert mutated(Random(3)) == next(requests(1, seed=3))
 
 
+@pytest.mark.process
 def test_3000_mutated_requests_do_no_harm(victim: Victim) -> None:
     """Of 3,000 mutated requests, some of them broken off, each has an answer that HTTP has for it, and nothing is left behind.
 
@@ -60,6 +61,7 @@ def test_3000_mutated_requests_do_no_harm(victim: Victim) -> None:
     assert storm.after.steps > storm.before.steps
 
 
+@pytest.mark.slow
 def test_heads_of_a_megabyte_are_refused(victim: Victim) -> None:
     """Each of 20 clients that send a megabyte is refused, and the process does not grow."""
     storm = abuse_storm.large(victim, 20)
@@ -68,6 +70,7 @@ def test_heads_of_a_megabyte_are_refused(victim: Victim) -> None:
     assert storm.after.resident - storm.before.resident < 8 * 2**20
 
 
+@pytest.mark.process
 def test_clients_that_hang_up_leave_nothing() -> None:
     """Ten clients reset the connection while an answer that no buffer holds is on its way, and nothing of ours is left."""
     with Victim(label=abuse_storm.LONG_LABEL, pace=PACE) as victim:
@@ -146,6 +149,7 @@ def test_a_wrong_answer_is_seen() -> None:
         assert complaint(method + b" / HTTP/1.1\r\n\r\n", answer) == wrong
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_process_are_complaints() -> None:
     """One thread, descriptor or failure more than before, or more clients than threads, is a complaint each."""
     before = State(steps=1, errors=0, threads=7, ours=6, descriptors=8, connections=1, resident=0)

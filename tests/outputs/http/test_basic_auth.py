@@ -70,6 +70,7 @@ def test_an_unknown_user_costs_a_check_too() -> None:
 # What guessing costs
 
 
+@pytest.mark.slow
 def test_guessing_takes_a_tenth_of_a_core() -> None:
     """Of 100 s with a guess every 10 ms, checks of 70 ms take no more than 10 s, and a check more; who is known passes."""
     checks = Checks(seconds=0.07)

@@ -71,6 +71,7 @@ def drip(client: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.slow
 @with_and_without_tls
 def test_half_open_clients_are_closed_at_the_timeout(training: Training, site: Site, tls: bool) -> None:
     """A client that says nothing, stops in its handshake or head, or drips a byte now and then is closed without an error."""
@@ -85,6 +86,7 @@ def test_half_open_clients_are_closed_at_the_timeout(training: Training, site: S
     assert training.errors == []
 
 
+@pytest.mark.slow
 @with_and_without_tls
 def test_clients_that_do_not_read_delay_no_other(training: Training, site: Site, tls: bool) -> None:
     """8 clients that ask for megabytes and read nothing or reset leave the next scrape whole."""
@@ -101,6 +103,7 @@ def test_clients_that_do_not_read_delay_no_other(training: Training, site: Site,
     assert training.errors == []
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_read_are_dropped(training: Training) -> None:
     """A client that asks for megabytes and reads nothing is dropped at the timeout."""
     training.rows = BIG_ROWS

@@ -129,6 +129,7 @@ def test_a_hanging_scrape_delays_no_other_answer(server: MetricsServer, training
     assert (len(bodies), training.scrapes, training.errors) == (1, 1, [])
 
 
+@pytest.mark.slow
 def test_a_scrape_without_an_end_is_a_503(training: Training) -> None:
     """Each client of a scrape that hangs gets a 503 at the timeout, and the next scrape works when it is over."""
     training.may_go_on.clear()
@@ -266,6 +267,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_keeps_out_of_the_way(site: Site) -> None:
     """The parent's TLS connection goes on beside a forked child, and the port is free when only the child lives."""

@@ -38,6 +38,7 @@ def speaking(minimum: ssl.TLSVersion, maximum: ssl.TLSVersion | None = None) -> 
     return context
 
 
+@pytest.mark.slow
 def test_metrics_are_the_same_over_tls(training: Training, site: Site) -> None:
     """A client that verifies the certificate gets over TLS 1.3 megabytes that equal those of plain HTTP, and its headers."""
     training.rows = BIG_ROWS

@@ -130,6 +130,7 @@ def test_good_files_are_taken(directory: Path) -> None:
         load(directory, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_refused(directory: Path, name: str) -> None:
     """A bad file is a ValueError of one line that names the file and the fault, and shows no secret."""
@@ -198,6 +199,7 @@ for name in ("yaml", "bcrypt"):
 """
 
 
+@pytest.mark.process
 def test_only_a_web_configuration_needs_packages() -> None:
     """A server without one imports neither PyYAML nor bcrypt; with one and without them the error says what to install."""
     done = subprocess.run([sys.executable, "-c", ABSENT], cwd=REPOSITORY, capture_output=True, text=True, check=True)

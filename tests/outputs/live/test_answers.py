@@ -133,6 +133,7 @@ def test_the_other_ranks_are_linked() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_incremental_answers_make_the_whole() -> None:
     """A page that asks for new records only has the same in the end as one that asks once."""
     made, have, since, stride = Made(names=["x"]), {"recent": [], "whole": []}, 0, 0
@@ -155,6 +156,7 @@ def test_incremental_answers_make_the_whole() -> None:
 ANY = st.one_of(st.sampled_from([math.nan, math.inf, 0.0, 1e-38, 3e38]), st.floats(2.0**-126, 2.0**127, width=32))
 
 
+@pytest.mark.slow
 @given(rows=st.integers(1, 4).flatmap(lambda wide: st.lists(st.lists(ANY, min_size=wide, max_size=wide), min_size=1, max_size=5)))
 def test_codes_are_right_within_half_a_code(rows: list[list[float]]) -> None:
     """NaN, infinity and zero have codes of their own; every other value is right within half a code, log or linear."""
@@ -195,6 +197,7 @@ def test_viewers_share_a_scrape_for_a_second() -> None:
     assert made.scrapes == 3
 
 
+@pytest.mark.slow
 def test_a_hanging_scrape_shows_the_one_before() -> None:
     """While a scrape hangs, viewers get the values before; without any they are refused, and records are still served."""
     made = Made(families=[family(TRAIN_LOSS, 7.0)]).record()

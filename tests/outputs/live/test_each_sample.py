@@ -66,6 +66,7 @@ def known(lines: dict[str, Any], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+@pytest.mark.slow
 def test_a_fast_run_records_each_sample(tmp_path: Path) -> None:
     """100 steps in a moment have a column and a point each, in the saved file and when it is read again."""
     run, every = Sampled(inside=True), list(range(1, 101))
@@ -90,6 +91,7 @@ def test_a_fast_run_records_each_sample(tmp_path: Path) -> None:
         assert reading.lines(again, view).values["norm"] == pytest.approx(run.norms, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["before the backward", "after the step"])
 def test_a_loss_is_at_its_step(told: Told, tmp_path: Path) -> None:
     """The loss of each step is at that step, also between samples."""
@@ -110,6 +112,7 @@ def test_an_observed_norm_is_at_its_step(tmp_path: Path) -> None:
     assert known(lines, "norm") == (list(range(1, 201)), pytest.approx(run.norms, rel=1e-5))
 
 
+@pytest.mark.slow
 def test_samples_share_records_in_a_full_history(tmp_path: Path) -> None:
     """After the first `RECENT` samples, a record has the mean loss and the largest norm since the record before."""
     run = Sampled()

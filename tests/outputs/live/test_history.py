@@ -76,6 +76,7 @@ def same(found: np.ndarray, expected: Sequence[Row]) -> None:
     np.testing.assert_array_equal(found[exact], wanted[exact])
 
 
+@pytest.mark.slow
 @given(records=RECORDS, since=st.integers(0, 90), **SIZES)
 def test_the_recent_part_has_the_last_records(records: list[Row], since: int, recent: int, whole: int) -> None:
     """The recent part has the last records from the requested one on, with both infinities as one."""
@@ -89,6 +90,7 @@ def test_the_recent_part_has_the_last_records(records: list[Row], since: int, re
     assert part.first == first or not numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", Together)
 @given(records=RECORDS, **SIZES)
 def test_bins_equal_a_naive_computation(together: Together, records: list[Row], recent: int, whole: int) -> None:
@@ -171,6 +173,7 @@ def test_a_record_needs_a_step_or_a_sample() -> None:
     assert (run_records(history), layer_records(history)) == ([1, 2], [1])
 
 
+@pytest.mark.slow
 def test_removed_layers_are_forgotten_in_the_end() -> None:
     """Of layers that come one after another a bounded number stays, and a reader gets all columns again."""
     made, together = Made(), 250
@@ -248,6 +251,7 @@ def allocated(layers: int, records: int) -> tuple[int, History]:
     return peak, history
 
 
+@pytest.mark.slow
 def test_the_memory_has_a_limit() -> None:
     """300 layers take at most 9 MiB over 700 records, also while bins are merged, and 20,000 have fewer records."""
     peak, history = allocated(300, 700)

@@ -94,6 +94,7 @@ def trained() -> Iterator[Trained]:
         yield made
 
 
+@pytest.mark.slow
 def test_status_agrees_with_metrics(trained: Trained) -> None:
     """Each number of the status is that of the metric."""
     status, metrics, exporter = trained.json("status"), trained.scrapes[50], trained.exporter
@@ -333,6 +334,7 @@ def layer_norm(layer: torch.nn.Module) -> float:
     return math.sqrt(sum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None))
 
 
+@pytest.mark.slow
 def test_a_failing_recorder_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Failures of the thread that records are counted, and it records again once they are over."""
     failing, clock = threading.Event(), time.time

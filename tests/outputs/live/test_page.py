@@ -214,6 +214,7 @@ def show_layer(page: Page, name: str, row: int, rows: int) -> None:
 # What it shows of a run
 
 
+@pytest.mark.process
 def test_the_banner_agrees_with_metrics(settled: Run, window: Visit) -> None:
     """The banner has the values of `/metrics`, and the page's policy refuses an inline script."""
     run, page = settled, window.page
@@ -253,6 +254,7 @@ def charts_are_as_answered(page: Page, run: Run) -> bool:
     return right and known["loss"][-1:] == pytest.approx(run.losses[-1:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_layer(settled: Run, window: Visit) -> None:
     """A click on a row opens its layer, with the numbers, the distribution and the moments of `/metrics`."""
     run, page = settled, window.page
@@ -290,6 +292,7 @@ def buckets(run: Run, layer: str) -> list[int]:
     return [int(after - before) for before, after in zip([0, *counts], counts, strict=False)]
 
 
+@pytest.mark.slow
 def test_quantities(settled: Run, window: Visit) -> None:
     """Each quantity has a button and stands in the address, and its last cell agrees with `/metrics`."""
     run, page = settled, window.page
@@ -322,6 +325,7 @@ def last_cell(page: Page) -> str:
     return page.get_by_test_id("announcer").inner_text().replace("\u00a0", " ")
 
 
+@pytest.mark.slow
 def test_keys_alone(window: Visit) -> None:
     """By keys alone a user gets to the heatmap, to a cell, into its layer, and back."""
     page = window.page
@@ -348,6 +352,7 @@ def test_keys_alone(window: Visit) -> None:
     assert focus() == "heatmap-overlay"
 
 
+@pytest.mark.slow
 def test_a_saved_page(settled: Run, open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """A saved page is one file that shows the same as the live one and sends no request."""
     url = settled.saved(tmp_path)
@@ -365,6 +370,7 @@ def test_a_saved_page(settled: Run, open_page: Callable[..., Visit], tmp_path: P
     assert [request.url for request in seen.requests] == [url]
 
 
+@pytest.mark.slow
 def test_an_open_page_shows_what_happens(open_page: Callable[..., Visit]) -> None:
     """An open page comes to show a NaN as a critical problem and in the heatmap, then a layer with dead units, then the end.
 
@@ -462,6 +468,7 @@ def drawn(open_page: Callable[..., Visit], tmp_path: Path) -> Page:
     return open_page(as_page(drawn_run(), tmp_path)).page
 
 
+@pytest.mark.slow
 def test_parts_and_axes(drawn: Page) -> None:
     """The buttons choose records or bins and steps or times for all pictures, and the address keeps the choice."""
 
@@ -483,6 +490,7 @@ def test_parts_and_axes(drawn: Page) -> None:
     assert drawn.locator("#chart-norm .value").all_inner_texts() == ["2.00", "0.500"]
 
 
+@pytest.mark.slow
 def test_a_nonfinite_record_has_marks(drawn: Page) -> None:
     """A bin with a record that is not finite keeps its value and has a mark, and its tooltip says so."""
     assert nonfinite_pixels(drawn) > 0
@@ -494,6 +502,7 @@ def test_a_nonfinite_record_has_marks(drawn: Page) -> None:
         assert drawn.locator("#tooltip .bad").all_inner_texts() == marks
 
 
+@pytest.mark.slow
 def test_parts_of_ranks(drawn: Page) -> None:
     """The page says which norms are those of this rank's part, and claims no state where none is known."""
     expect(drawn.locator("#heatmap-title")).to_have_text("Gradient norm by layer (1 of 3: this rank's part)")
@@ -510,6 +519,7 @@ def test_parts_of_ranks(drawn: Page) -> None:
     assert drawn.get_by_test_id("layer-note").inner_text() == ""
 
 
+@pytest.mark.slow
 def test_what_was_last_known(open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """A saved run without activity is stalled; norms are of one sample; the other ranks are linked."""
     saved = drawn_run()
@@ -548,6 +558,7 @@ ACTS = [
 """What actions did in that run, the first of them on a rule with a hostile name."""
 
 
+@pytest.mark.slow
 def test_what_actions_did(open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """A failed run says by what exception; actions are a list in words, whose buttons move the cursor to their step."""
     saved = drawn_run()
@@ -600,6 +611,7 @@ def hostile() -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.slow
 def test_hostile_names(hostile: Run, open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """Names that would be markup, script or address are text wherever they are shown, live and saved."""
     with urllib.request.urlopen(f"{hostile.page}api/v1/layers") as answer:
@@ -620,6 +632,7 @@ def test_hostile_names(hostile: Run, open_page: Callable[..., Visit], tmp_path: 
         assert page.evaluate("[document.querySelectorAll('body img, body iframe').length, window.x]") == [0, None]
 
 
+@pytest.mark.slow
 def test_a_phone(hostile: Run, open_page: Callable[..., Visit]) -> None:
     """On a phone nothing is wider than the window, in the colours of the system or of a button."""
     page = open_page(hostile.page, width=360, height=780, dark=False, has_touch=True, device_scale_factor=2).page
@@ -637,6 +650,7 @@ def test_a_phone(hostile: Run, open_page: Callable[..., Visit]) -> None:
     assert chosen == [("light", False), ("light", False), ("dark", True)]
 
 
+@pytest.mark.slow
 def test_two_thousand_layers(open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """2,000 layers are one picture, from which a filter picks one layer; the keys go beyond what is in sight."""
     names = [f"layer_{place}" for place in range(2000)]
@@ -661,6 +675,7 @@ def test_two_thousand_layers(open_page: Callable[..., Visit], tmp_path: Path) ->
     assert wide(page) <= 0
 
 
+@pytest.mark.slow
 def test_tls_and_a_password(open_page: Callable[..., Visit], tmp_path: Path) -> None:
     """Behind TLS and basic authentication the page works, and without the password its data are refused."""
     authority().issue("ip:127.0.0.1").write(tmp_path, "server")

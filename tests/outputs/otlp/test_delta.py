@@ -126,6 +126,7 @@ class Model:
         ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "remove", "lost", "arrives"])), max_size=60))
 def test_what_removed_layers_counted_arrives_once(actions: list[tuple[str, str]]) -> None:
     """Whatever layers come, count, go and come back, and whatever is lost, the sum of what arrives is all that was counted."""

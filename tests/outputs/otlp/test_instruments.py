@@ -192,6 +192,7 @@ def test_a_collection_survives_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch
     provider.shutdown()
 
 
+@pytest.mark.process
 def test_a_forked_child_shows_nothing() -> None:
     """A forked child, which has a copy of the provider, does not export the parent's values again."""
     reader = InMemoryMetricReader()

@@ -43,6 +43,7 @@ def points(metric: Any) -> Any:  # noqa: ANN401 - of whichever form it has
     return getattr(metric, metric.WhichOneof("data")).data_points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preference", ["cumulative", "delta"])
 def test_every_declared_metric_arrives(preference: str) -> None:
     """The official library reads each metric of the catalogue with its declaration, temporality and exact numbers."""
@@ -127,6 +128,7 @@ def test_times_say_since_when_a_number_counts() -> None:
     assert (delta["steps_total"].as_double, delta["sent_bytes_total"].as_double) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_ten_thousand_layers_arrive_once() -> None:
     """Requests are no larger than a receiver takes over gRPC, and no point is lost or doubled."""
     layers = rows(*(f"model.blocks.{number}.attention.weight" for number in range(10_000)))

@@ -46,6 +46,7 @@ def failure(endpoint: str, protocol: str = "http/protobuf", **options: str) -> s
 # What arrives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protocol", "compression"),
     [("http/protobuf", "gzip"), ("http/protobuf", "deflate"), ("grpc", "gzip")],
@@ -82,6 +83,7 @@ ANSWERS: dict[str, tuple[str, Answer, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_refusals_are_named(name: str) -> None:
     """A refusal is reported with its number or code in one line, and is not tried again at once; the next export may succeed."""
@@ -106,6 +108,7 @@ LIARS: dict[str, Callable[[Liar, socket.socket], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "protocol"), [*((name, "http/protobuf") for name in LIARS), ("deaf", "grpc"), ("cut body", "grpc")]
 )
@@ -156,6 +159,7 @@ def tls_receiver(protocol: str, files: Path, name: str = "server", *, asks: bool
     return GrpcReceiver(credentials=grpc.ssl_server_credentials([pair], roots, require_client_auth=asks))
 
 
+@pytest.mark.slow
 @every_protocol
 def test_certificates_of_the_environment_are_used(protocol: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver is verified with the given authority, and gets the client's certificate where it asks for it."""
@@ -172,6 +176,7 @@ def test_certificates_of_the_environment_are_used(protocol: str, files: Path, mo
     assert len(receiver.received) == len(asking.received) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "trusted"), [("server", "other"), ("elsewhere", "ca")])
 @every_protocol
 def test_wrong_certificates_get_nothing(

@@ -96,6 +96,7 @@ def test_the_end_is_pushed_before_lingering() -> None:
         assert not ending.is_alive()
 
 
+@pytest.mark.process
 @every_protocol
 def test_the_end_is_not_held_up(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of an export that has a minute `close()` takes at most two seconds, whatever the receiver does."""
@@ -131,6 +132,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_failures_are_counted_and_logged_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each export that fails counts one, and the log has a single line of it, ours; later ones are pushed as ever."""
@@ -155,6 +157,7 @@ def test_failures_are_counted_and_logged_once(name: str, caplog: pytest.LogCaptu
     assert all(record.name == "torch_grad_exporter" and record.exc_info is None for record in caplog.records)
 
 
+@pytest.mark.process
 def test_a_wrong_address_is_logged_soon(caplog: pytest.LogCaptureFixture) -> None:
     """The first export does not wait for the interval; a refusal is logged with the address and without the password."""
     with HttpReceiver() as receiver:
@@ -169,6 +172,7 @@ def test_a_wrong_address_is_logged_soon(caplog: pytest.LogCaptureFixture) -> Non
     assert "s3cret" not in line
 
 
+@pytest.mark.process
 def test_exports_that_hang_are_few_and_end() -> None:
     """Three exports at most hang at a time, those not tried count as failures, and when they end there are new ones."""
     spec = Spec("a_total", Kind.COUNTER, "Counted.")
@@ -182,6 +186,7 @@ def test_exports_that_hang_are_few_and_end() -> None:
                 assert eventually(lambda: bool(receiver.received))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("protocol", "temporality"), [("http/protobuf", "delta"), ("grpc", "cumulative")])
 def test_a_receiver_that_comes_back(protocol: str, temporality: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time without it, and one in which it refuses all, it has every step; the sum of differences is the total, too."""
@@ -205,6 +210,7 @@ def test_a_receiver_that_comes_back(protocol: str, temporality: str, monkeypatch
         assert eventually(lambda: total(temporality, CAPTURES, first, second) == captures)
 
 
+@pytest.mark.process
 def test_a_busy_receiver_is_tried_again() -> None:
     """A request that a receiver refuses for a moment is sent again, not before the moment is over."""
     soon = Answer(503, {"Retry-After": "1"}, code=grpc.StatusCode.RESOURCE_EXHAUSTED, trailers=liars.retry_info(1))
@@ -225,6 +231,7 @@ COUNTERS = [Spec(f"{name}_total", Kind.COUNTER, "Counted.", ("layer",)) for name
 MANY = LabelRows(tuple((f"model.blocks.{number}.attention.weight" * 40,) for number in range(2000)))
 
 
+@pytest.mark.slow
 def test_an_export_may_arrive_in_part() -> None:
     """Of an export of several requests the second is refused: no difference is sent twice, or lost."""
     scrapes = 0
@@ -307,6 +314,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.parametrize("kinds", [(HttpReceiver,), pytest.param((HttpReceiver, GrpcReceiver), marks=pytest.mark.full)])
 def test_forked_children_send_nothing(kinds: tuple[type[HttpReceiver | GrpcReceiver], ...]) -> None:

@@ -62,6 +62,7 @@ def expected(family: Family) -> Iterator[tuple[tuple[str, frozenset[tuple[str, s
         yield (f"{spec.name}_count", frozenset(labels.items())), repr(count)
 
 
+@pytest.mark.slow
 @both_formats
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_parser_reads_every_declared_metric(form: Format, masked: bool) -> None:
@@ -72,6 +73,7 @@ def test_the_parser_reads_every_declared_metric(form: Format, masked: bool) -> N
     assert parsed(render(families, form), form) == reference
 
 
+@pytest.mark.process
 def test_promtool_finds_nothing_to_complain_about() -> None:
     """`promtool check metrics` accepts a scrape of the whole catalogue without a remark."""
     text = render(catalogue_families(3))
