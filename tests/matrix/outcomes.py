@@ -342,13 +342,18 @@ class Fails(Perceptron):
 def a_forward_that_raises(run: Run) -> None:
     """A forward that raises half way and is caught leaves nothing behind."""
     model = Fails()
-    for step in run.rounds(model, 8):
-        model.fails = step in (0, 3, 4)
-        try:
-            loss = model(batch()).square().mean()
-        except Failure:
-            continue
-        run.backward(loss)
+    optimizer = sgd(model)
+    with run.watching(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad()
+            model.fails = step in (0, 3, 4)
+            try:
+                loss = model(batch()).square().mean()
+            except Failure:
+                continue
+            run.backward(loss)
+            run.step(optimizer)
+            run.check()
 
 
 def inspect(step: int) -> None:
