@@ -122,6 +122,7 @@ def made_up() -> str:
 
 @pytest.mark.process
 @pytest.mark.parametrize("made", [scrape, made_up])
+@pytest.mark.server
 def test_promtool_finds_nothing_to_complain_about(made: Callable[[], str]) -> None:
     """`promtool check metrics` accepts the scrape, and all declared metrics, without a remark."""
     result = subprocess.run([find("promtool"), "check", "metrics"], input=made(), capture_output=True, text=True, check=False)
