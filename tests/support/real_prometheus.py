@@ -31,9 +31,10 @@ class Prometheus:
         self._base = f"http://127.0.0.1:{port}"
 
     def value(self, expression: str) -> float:
-        """The value of an expression that yields one series."""
-        ((_, value),) = self.query(expression)
-        return float(value)
+        """The value of an expression that yields one series; NaN while there is none, so that a test can wait for it."""
+        values = [float(value) for _, value in self.query(expression)]
+        assert len(values) <= 1, f"{expression} has {len(values)} series"
+        return values[0] if values else math.nan
 
     def get(self, path: str, **parameters: str) -> object:
         with urllib.request.urlopen(f"{self._base}{path}?{urllib.parse.urlencode(parameters)}", timeout=PATIENCE) as response:
