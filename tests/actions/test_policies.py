@@ -23,18 +23,18 @@ POLICIES: dict[str, tuple[Any, Callable[[], Any]]] = {
         LayerScale({"^linear$": 0.1, "^conv$": 3, "gpt": 0.0}),
         lambda: references.LayerScale({"linear": 0.1, "conv": 3, "gpt": 0}),
     ),
-    "AutoClip": (AutoClip(history_size=100), lambda: references.AutoClip(10, 100)),
-    "AutoClip, all": (AutoClip(37.5, history_size=5000), lambda: references.AutoClip(37.5, 5000)),
-    "AutoClip by layer": (AutoClip(20, history_size=64, scope="layer"), lambda: references.AutoClip(20, 64, "layer")),
-    "ZClip": (ZClip(), lambda: references.ZClip(0.97, 2.5, 25)),
-    "ZClip, limited": (ZClip(0.9, 2.0, 7, max_norm=4.0), lambda: references.ZClip(0.9, 2.0, 7, 4.0)),
+    "AutoClip": (AutoClip(history_size=50), lambda: references.AutoClip(10, 50)),
+    "AutoClip by layer": (AutoClip(37.5, history_size=40, scope="layer"), lambda: references.AutoClip(37.5, 40, "layer")),
+    "ZClip": (ZClip(0.9, 2.0, 7, max_norm=4.0), lambda: references.ZClip(0.9, 2.0, 7, 4.0)),
     "ZClip by layer": (ZClip(scope="layer"), lambda: references.ZClip(0.97, 2.5, 25, scope="layer")),
-    "AGC": (AGC(clip_factor=0.5), lambda: references.AGC(0.5, 1e-3)),
-    "AGC, small weights": (AGC(0.5, eps=0.9), lambda: references.AGC(0.5, 0.9)),
+    "AGC": (AGC(0.5, eps=0.9), lambda: references.AGC(0.5, 0.9)),
     "AGC by layer": (AGC(0.5, scope="layer"), lambda: references.AGC(0.5, 1e-3, "layer")),
-    "Plateau": (Plateau(4.0), lambda: references.Plateau(4.0, 0.5, 10)),
     "Plateau by layer": (Plateau(2.0, 0.7, 3, 0.1, "layer"), lambda: references.Plateau(2.0, 0.7, 3, 0.1, "layer")),
 }  # fmt: skip
+
+
+BAD = {3: math.nan, 30: math.inf, 31: math.nan}
+"""By step: what a gradient contains."""
 
 
 def gradients(model: torch.nn.Module, step: int, random: torch.Generator) -> None:
@@ -51,14 +51,11 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_follows_its_formula(name: str, steps: int) -> None:
-    """Norm, thresholds and clipped gradients are those of the published formula in float64, to 1e-5."""
+def follow(name: str, dtype: torch.dtype, steps: int, rtol: float, atol: float = 0.0) -> None:
+    """Clip this many steps with the policy and its formula: `rtol` of a parameter's largest gradient may be between them."""
     policy, make = POLICIES[name]
     torch.manual_seed(0)
-    model, random, reference = Zoo(), torch.Generator().manual_seed(1), make()
+    model, random, reference = Zoo().to(dtype), torch.Generator().manual_seed(1), make()
     with torch.no_grad():
         model.norm.weight[:] *= 0.0  # of a weight of 0 AGC takes `eps`
     clipper = Clipper(model, policy)
@@ -81,30 +78,24 @@ def test_a_policy_follows_its_formula(name: str, steps: int) -> None:
         )
         for one, gradient in arrays(gradients_of(model)).items():
             error = np.abs(gradient - expected[one]).max(initial=0)
-            assert error <= 1e-5 * np.abs(expected[one]).max(initial=0), f"{one} in step {step}"
+            assert error <= rtol * np.abs(expected[one]).max(initial=0) + atol, f"{one} in step {step}"
             changed += not np.array_equal(gradient, before[one])
     assert changed > 0  # the formula clipped at times
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_follows_its_formula(name: str) -> None:
+    """Norm, thresholds and clipped gradients are those of the published formula in float64, to 1e-5."""
+    follow(name, torch.float32, steps=120, rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["MaxNorm by layer", "AutoClip", "ZClip", "ZClip by layer", "AGC", "Plateau"])
+@pytest.mark.parametrize("name", ["ZClip by layer", "AGC"])
 def test_the_formula_holds_in_every_type(name: str, dtype: torch.dtype) -> None:
     """Thresholds are right to 1e-5, and gradients to the last bit of their type, in float64 and in both half types."""
-    policy, make = POLICIES[name]
-    torch.manual_seed(0)
-    model, random, reference = Zoo().to(dtype), torch.Generator().manual_seed(1), make()
-    clipper = Clipper(model, policy)
-    for step in range(60):
-        gradients(model, step, random)
-        before = arrays(gradients_of(model))
-        norm = clipper()
-        expected, thresholds = reference.step(before, arrays(dict(model.named_parameters())))
-        assert float(norm) == pytest.approx(references.whole(before), rel=1e-5)
-        assert clipper.threshold is not None
-        np.testing.assert_allclose(clipper.threshold.double().numpy().reshape(-1), thresholds, rtol=1e-5)
-        for one, gradient in arrays(gradients_of(model)).items():
-            np.testing.assert_allclose(gradient, expected[one], rtol=1e-5 + torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    follow(name, dtype, steps=40, rtol=1e-5 + torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
 
 
 def test_float16_norms_do_not_overflow() -> None:
@@ -117,27 +108,24 @@ def test_float16_norms_do_not_overflow() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", POLICIES)
-def test_nonfinite_norms_change_nothing(name: str, bad: float) -> None:
+def test_nonfinite_norms_change_nothing(name: str) -> None:
     """A step with a NaN or an infinity keeps its gradients, and later steps are clipped as without it."""
     policy, _ = POLICIES[name]
     torch.manual_seed(0)
     model = Zoo()
     disturbed, calm = Clipper(model, policy), Clipper(model, policy)
     random = torch.Generator().manual_seed(1)
-    for step in range(60):
-        if step in (3, 30, 31):
+    for step in range(40):
+        if step in BAD:
             for parameter in model.parameters():
                 parameter.grad = torch.randn(parameter.shape)
-            model.linear.weight.grad[1, 2] = bad
+            model.linear.weight.grad[1, 2] = BAD[step]
             before = {one: gradient.clone() for one, gradient in gradients_of(model).items()}
             assert not math.isfinite(disturbed())
-            untouched = [one for one in before if policy.scope == "model" or one == "linear.weight"]
-            for one in untouched:
-                rows = before[one] if policy.scope != "unit" else before[one][1]
-                after = gradients_of(model)[one] if policy.scope != "unit" else gradients_of(model)[one][1]
-                assert torch.equal(torch.nan_to_num(rows, 7.0), torch.nan_to_num(after, 7.0))
+            for one in before if policy.scope == "model" else ["linear.weight"]:
+                rows = 1 if policy.scope == "unit" else slice(None)
+                assert torch.equal(before[one][rows].nan_to_num(7.0), gradients_of(model)[one][rows].nan_to_num(7.0))
         gradients(model, step, random)
         kept = {one: gradient.clone() for one, gradient in gradients_of(model).items()}
         disturbed()
