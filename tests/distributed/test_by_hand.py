@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import Perceptron
 from tests.support.ranks import PATIENCE, run_ranks
 from tests.support.record import norm
-from tests.support.scrape import errors, lost, value
+from tests.support.scrape import errors, lost, mode, value
 from torch_grad_exporter import start_exporter
 
 RANKS, STEPS = 2, 5
@@ -85,10 +85,9 @@ def within(parameter: torch.Tensor) -> None:
 
 
 LOOPS: dict[str, Callable[[torch.nn.Module], None]] = {
-    "in place": in_place, "flat": flat, "clipped": clipped, "in the step": nothing, "in the backward": nothing, "wrapped": nothing,
-    "two optimizers": in_place, "accumulated": in_place, "scaled": in_place,
+    "flat": flat, "clipped": clipped, "in the step": nothing, "in the backward": nothing, "wrapped": nothing, "two optimizers": in_place,
 }  # fmt: skip
-AT_THE_STEP = {"scaled", "in place", "flat", "clipped", "in the step", "two optimizers", "accumulated"}
+AT_THE_STEP = {"flat", "clipped", "in the step", "two optimizers"}
 """Where gradients are written after the backward, so that they are read at the step."""
 
 
@@ -116,21 +115,23 @@ def optimizers_of(loop: str, model: Perceptron) -> list[torch.optim.Optimizer]:
     return [(Synchronizing if loop == "in the step" else torch.optim.SGD)(model.parameters(), lr=0.05)]
 
 
-def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
-    """Return what was shown after each step, and the truth: the norms that the optimizer saw, and this rank's own."""
+def train(loop: str, rank: int) -> dict[str, Any]:
+    """Return what was shown after each step, and the norms that the optimizer saw."""
     model = made()
     if loop == "in the backward":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(within)
     wrapped = DistributedDataParallel(model) if loop == "wrapped" else model
-    optimizers, scaler = optimizers_of(loop, model), torch.amp.GradScaler("cpu", enabled=loop == "scaled")
+    optimizers, scaler = optimizers_of(loop, model), torch.amp.GradScaler("cpu", enabled=loop == "clipped")
     found: dict[str, Any] = {"seen": [], "layers": []}
-    with told() as said, start_exporter(wrapped, port=None, every=1, ranks=ranks, collectors=OTHERS) as exporter:
+    with told() as said, start_exporter(wrapped, port=None, every=1, ranks="first", collectors=OTHERS) as exporter:
         for step in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            for part in range(2 if loop == "accumulated" else 1):
+            for part in range(2 if loop == "two optimizers" else 1):
                 scaler.scale(wrapped(data(2 * step + part, rank)).square().mean()).backward()
+            if scaler.is_enabled():
+                scaler.unscale_(optimizers[0])
             LOOPS[loop](model)
             for optimizer in optimizers:
                 scaler.step(optimizer)
@@ -138,9 +139,7 @@ def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
             found["layers"].append([value(exporter, "torch_grad_norm", layer=layer) for layer in ("first", "second")])
             found["seen"].append([float(norm([p.grad.double() for p in layer.parameters()])) for layer in model.children()])
         found["skipped"] = sum(lost(exporter).values())
-        found["mode"] = next(
-            m for m in ("output", "parameter", "optimizer") if value(exporter, "torch_grad_exporter_capture_mode", mode=m)
-        )
+        found["mode"] = mode(exporter)
         found["errors"] = errors(exporter)
     found["said"] = said
     return found
@@ -148,13 +147,11 @@ def train(loop: str, rank: int, ranks: str) -> dict[str, Any]:
 
 def rank_main(rank: int, folder: str) -> None:
     """Run one of the ranks, all loops one after the other."""
-    found = {}
-    for number, loop in enumerate(LOOPS):
-        store, patience = f"file://{folder}/store-{number}", dt.timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=patience)
-        found[loop] = train(loop, rank, "first")
-        dist.barrier()
-        dist.destroy_process_group()
+    store, patience = f"file://{folder}/store", dt.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=patience)
+    found = {loop: train(loop, rank) for loop in LOOPS}
+    dist.barrier()
+    dist.destroy_process_group()
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
 
 
@@ -172,21 +169,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.process
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_shown_is_equal_on_all_ranks(found: Found, loop: str) -> None:
-    """The first rank shows the layers of each step, with the norm that the optimizers of both ranks see; nothing is lost."""
+    """The first rank shows the norm that the optimizers of both ranks see; the log says where gradients are read at the step."""
     first, second = (ranks[loop] for ranks in found)
     assert first["seen"] == second["seen"]
     for shown, seen in zip(first["layers"], first["seen"], strict=True):
         assert shown == pytest.approx(seen, rel=1e-5)
     assert second["layers"] == [[None, None]] * STEPS
     assert (first["skipped"], first["errors"], second["errors"]) == (0, {}, {})
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_where_gradients_are_read_is_said(found: Found, loop: str) -> None:
-    """A loop that writes gradients after the backward is read at the step, and the log says why; others stay as they were."""
-    for ranks in found:
-        assert ranks[loop]["mode"] == ("optimizer" if loop in AT_THE_STEP else "output")
-        assert any("written after the backward" in line for line in ranks[loop]["said"]) == (loop in AT_THE_STEP)
+    for mine in (first, second):
+        assert mine["mode"] == ("optimizer" if loop in AT_THE_STEP else "output")
+        assert any("written after the backward" in line for line in mine["said"]) == (loop in AT_THE_STEP)
 
 
 def test_clearing_between_two_steps_is_not_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:

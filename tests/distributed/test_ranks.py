@@ -75,15 +75,8 @@ def ddp(rank: int) -> tuple[torch.nn.Module, int]:
     return DistributedDataParallel(made()), rank
 
 
-def fsdp(rank: int) -> tuple[torch.nn.Module, int]:
-    """Eight rows over four ranks; three are 1, 1, 1 and 0."""
-    model = made()
-    fully_shard(model)
-    return model, rank
-
-
 def fsdp_uneven(rank: int) -> tuple[torch.nn.Module, int]:
-    """Five rows over four ranks are 2, 2, 1 and 0."""
+    """Five rows over four ranks are 2, 2, 1 and 0, three are 1, 1, 1 and 0."""
     model = made(hidden=5)
     for layer in (model.first, model.second, model):
         fully_shard(layer)
@@ -143,16 +136,16 @@ def fsdp1_whole(rank: int) -> tuple[torch.nn.Module, int]:
 LAYOUTS: dict[str, Callable[[int], tuple[torch.nn.Module, int]]] = {
     one.__name__: one
     for one in (
-        ddp, fsdp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data, fsdp1_flat, fsdp1_original, hsdp1, fsdp1_whole,
+        ddp, fsdp_uneven, hsdp, tensor_parallel, tensor_and_data, fsdp1_flat, fsdp1_original, hsdp1, fsdp1_whole,
     )
 }  # fmt: skip
-COMBINED = "fsdp"
+COMBINED = "fsdp_uneven"
 """The layout in which rank 0 shows what the ranks report."""
 OFF = dict.fromkeys(("process", "host", "container", "gpu", "cuda_memory"), False)
 FLAT = ("fsdp1_flat", "fsdp1_original", "hsdp1")
 """The layouts in which a rank has a piece of all elements one behind the other, which shows no units."""
 COPIES = ("ddp", "fsdp1_whole")
-FSDP = ("fsdp", "fsdp_uneven", "hsdp", "tensor_and_data", *FLAT, "fsdp1_whole")
+FSDP = ("fsdp_uneven", "hsdp", "tensor_and_data", *FLAT, "fsdp1_whole")
 HERE = [name for name in LAYOUTS if VERSION >= (2, 7) or name not in FSDP]
 """The layouts that this version of PyTorch has on a CPU."""
 SIZES: dict[str, dict[str, int]] = {
@@ -237,49 +230,37 @@ def showing(found: Found, layout: str, name: str, **labels: str) -> list[int]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str, layer: str) -> None:
-    """However a layer is cut or copied, the sum over ranks is the square of the norm of the whole, to 1e-5."""
-    for step in (0, 2):
-        expected = sum(float(gradient.square().sum()) for gradient in reference(layout, step)[layer])
-        assert expected > 0
-        assert summed(found, layout, step + 1, "torch_grad_norm_squared", layer=layer) == pytest.approx(expected, rel=2e-5)
+def test_squares_of_all_ranks_add_up_to_one_process(found: Found, layout: str) -> None:
+    """However a layer is cut or copied, the sum over ranks is the square of the norm of the whole, and so are the totals."""
+    references = [reference(layout, step) for step in (0, 2)]
+    for layer in LAYERS:
+        squares = [sum(float(gradient.square().sum()) for gradient in one[layer]) for one in references]
+        for step, expected in zip((0, 2), squares, strict=True):
+            assert expected > 0
+            assert summed(found, layout, step + 1, "torch_grad_norm_squared", layer=layer) == pytest.approx(expected, rel=2e-5)
+        total = summed(found, layout, -1, "torch_grad_norm_squared_accumulated_total", layer=layer)
+        assert total == pytest.approx(sum(squares), rel=2e-5)
+        captures = max(ranks[layout][-1].get(key("torch_grad_captures_total", layer=layer), 0.0) for ranks in found)
+        assert captures == STEPS  # the one that was not finite is a sample, too
+        kinds = ("nan", "inf")
+        bad = sum(summed(found, layout, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind) for kind in kinds)
+        assert 0 < bad <= sum(gradient.numel() for gradient in references[0][layer])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_rule_for_the_root_mean_square(found: Found, layout: str, layer: str) -> None:
-    """The sum of the squared totals over the captures of any rank is the mean square of the two finite samples."""
-    squares = [sum(float(gradient.square().sum()) for gradient in reference(layout, step)[layer]) for step in (0, 2)]
-    total = summed(found, layout, -1, "torch_grad_norm_squared_accumulated_total", layer=layer)
-    captures = max(ranks[layout][-1].get(key("torch_grad_captures_total", layer=layer), 0.0) for ranks in found)
-    assert captures == STEPS  # the one that was not finite is a sample, too
-    assert total == pytest.approx(sum(squares), rel=2e-5)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_elements_that_are_not_finite_count_once(found: Found, layout: str, layer: str) -> None:
-    """Over all ranks at most as many elements are not finite as the whole gradient has."""
-    shown = sum(summed(found, layout, -1, "torch_grad_nonfinite_elements_total", layer=layer, kind=kind) for kind in ("nan", "inf"))
-    elements = sum(gradient.numel() for gradient in reference(layout, 0)[layer])
-    assert 0 < shown <= elements
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_distributions_of_weights_add_up(found: Found, layout: str, layer: str) -> None:
+def test_distributions_of_weights_add_up(found: Found, layout: str) -> None:
     """However a layer is cut or copied, over all ranks each element is in its bucket once for each of the two steps."""
-    parameters = made(**SIZES.get(layout, {})).get_submodule(layer).parameters()
-    magnitudes = np.abs(np.concatenate([p.detach().double().numpy().reshape(-1) for p in parameters]))
-    name = "torch_weight_distribution"
-    for bound in (1e-5, 0.1, 0.316, 1.0, 10.0):
-        expected = 2 * np.count_nonzero(magnitudes <= bound)
-        assert summed(found, layout, -1, f"{name}_bucket", layer=layer, le=repr(bound)) == expected
-    assert summed(found, layout, -1, f"{name}_count", layer=layer) == 2 * magnitudes.size
-    assert summed(found, layout, -1, f"{name}_sum", layer=layer) == pytest.approx(2 * magnitudes.sum(), rel=1e-6)
+    model, name = made(**SIZES.get(layout, {})), "torch_weight_distribution"
+    for layer in LAYERS:
+        parameters = model.get_submodule(layer).parameters()
+        magnitudes = np.abs(np.concatenate([p.detach().double().numpy().reshape(-1) for p in parameters]))
+        for bound in (1e-5, 0.1, 0.316, 1.0, 10.0):
+            expected = 2 * np.count_nonzero(magnitudes <= bound)
+            assert summed(found, layout, -1, f"{name}_bucket", layer=layer, le=repr(bound)) == expected
+        assert summed(found, layout, -1, f"{name}_count", layer=layer) == 2 * magnitudes.size
+        assert summed(found, layout, -1, f"{name}_sum", layer=layer) == pytest.approx(2 * magnitudes.sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("tensor_parallel", "tensor_and_data", *FLAT)])
