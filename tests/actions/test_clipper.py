@@ -16,9 +16,7 @@ from tests.actions.references import Zoo
 from tests.actions.test_policies import POLICIES, gradients, gradients_of
 from tests.support.models import Perceptron, batch, sgd
 from tests.support.torch_hooks import optimizer_hooks
-from torch_grad_exporter.actions import AGC, AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, Plateau, SkipAbove, ZClip
-
-ALL = {**{name: policy for name, (policy, _) in POLICIES.items()}, "SkipAbove": SkipAbove(5.0)}
+from torch_grad_exporter.actions import AutoClip, Clipper, LayerScale, MaxNorm, MaxValue, Plateau, SkipAbove, ZClip
 
 
 def bits(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -30,18 +28,18 @@ def bits(model: torch.nn.Module) -> list[torch.Tensor]:
 # In place of clip_grad_norm_
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "foreach"), [(torch.float32, None), (torch.float32, False), (torch.float64, True), (torch.bfloat16, None)], ids=str
+)
 def test_max_norm_gives_the_bits_of_clip_grad_norm(dtype: torch.dtype, foreach: bool | None) -> None:
-    """After 40 steps of training all parameters, and in each step the norm, have the same bits as with clip_grad_norm_."""
+    """After 20 steps of training all parameters, and in each step the norm, have the same bits as with clip_grad_norm_."""
     torch.manual_seed(0)
     model = Perceptron().to(dtype)
     twin = copy.deepcopy(model)
     clipper = Clipper(model, MaxNorm(1.0), foreach=foreach)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05, foreach=foreach) for one in (model, twin)]
     clipped = 0
-    for _ in range(40):
+    for _ in range(20):
         inputs = batch().to(dtype)
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
@@ -52,16 +50,15 @@ def test_max_norm_gives_the_bits_of_clip_grad_norm(dtype: torch.dtype, foreach: 
         clipped += bool(expected > 1.0)
         for optimizer in optimizers:
             optimizer.step()
-    assert 0 < clipped < 40
+    assert 0 < clipped < 20
     assert all(torch.equal(a, b) for a, b in zip(bits(model), bits(twin), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["float32 and bfloat16", "complex"])
-def test_other_types_have_the_bits_of_clip_grad_norm(kind: str) -> None:
-    """Gradients of two types in one model, and complex ones, have the bits of clip_grad_norm_."""
-    types = (torch.float32, torch.bfloat16) if kind.startswith("float") else (torch.complex64, torch.complex64)
+def test_other_types_have_the_bits_of_clip_grad_norm() -> None:
+    """Gradients of several types in one model have the bits of clip_grad_norm_, and conjugate ones are clipped as well."""
+    types = (torch.float32, torch.bfloat16, torch.complex64)
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.zeros(3, 4, dtype=types[place % 2])) for place in range(6)]
+    ours = [torch.nn.Parameter(torch.zeros(3, 4, dtype=types[place % 3])) for place in range(6)]
     for parameter in ours:
         parameter.grad = torch.randn(3, 4, dtype=parameter.dtype)
     theirs = copy.deepcopy(ours)
@@ -69,6 +66,12 @@ def test_other_types_have_the_bits_of_clip_grad_norm(kind: str) -> None:
         other.grad = one.grad.clone()
     assert torch.equal(Clipper(ours, MaxNorm(1.0))(), torch.nn.utils.clip_grad_norm_(theirs, 1.0))
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+    conjugate = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2)]
+    for parameter in conjugate:  # which PyTorch cannot multiply together
+        parameter.grad = torch.tensor([3 + 4j, 0, 0]).conj()
+    assert float(Clipper(conjugate, MaxNorm(1.0))()) == pytest.approx(50**0.5)
+    for parameter in conjugate:
+        torch.testing.assert_close(parameter.grad.resolve_conj(), torch.tensor([3 - 4j, 0, 0]) / 50**0.5)
 
 
 def test_max_value_gives_the_bits_of_clip_grad_value() -> None:
@@ -84,14 +87,13 @@ def test_max_value_gives_the_bits_of_clip_grad_value() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(model).values(), gradients_of(twin).values(), strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_looks_at_data(name: str) -> None:
     """On `meta`, where reading a value raises, each policy measures, decides and clips."""
     with torch.device("meta"):
         model = Zoo()
         clipper = Clipper(model, POLICIES[name][0])
-        for step in range(4):
+        for step in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter)
             clipper.observe(torch.zeros(()), epoch=step)
@@ -181,16 +183,16 @@ def test_tied_parameters_count_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["AutoClip", "ZClip by layer", "Plateau by layer"])
 def test_going_on_after_loading(name: str) -> None:
     """Saved to a file and loaded into another clipper in mid-training, all later gradients and thresholds have the same bits."""
-    policy = ALL[name]
+    policy, _ = POLICIES[name]
     torch.manual_seed(0)
     straight, broken = Zoo(), Zoo()
     straight.load_state_dict(broken.state_dict())
     clippers = [Clipper(straight, policy), Clipper(broken, policy)]
     random = torch.Generator().manual_seed(1)
-    for step in range(60):
+    for step in range(50):
         if step == 31:
             file = io.BytesIO()
             torch.save(clippers[1].state_dict(), file)
@@ -242,7 +244,7 @@ def test_a_state_of_another_kind_is_refused(policy: AutoClip | ZClip, model: tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["MaxNorm by unit", "MaxValue", "AutoClip", "ZClip by layer"])
 def test_a_candidate_decides_as_if_alone(name: str) -> None:
     """Beside another policy a candidate has the thresholds that it has alone, and counts the steps it would change."""
     torch.manual_seed(0)
@@ -251,7 +253,7 @@ def test_a_candidate_decides_as_if_alone(name: str) -> None:
     with_candidate = Clipper(model, MaxNorm(1.0), dry_run=[POLICIES[name][0], AutoClip()])
     plain, single = Clipper(alone, MaxNorm(1.0)), Clipper(alone, POLICIES[name][0])
     random, clipped = torch.Generator().manual_seed(1), 0
-    for step in range(60):
+    for step in range(40):
         gradients(model, step, random)
         kept = [parameter.grad.clone() for parameter in model.parameters()]
         for clipper in (with_candidate, single):
@@ -292,27 +294,16 @@ def test_a_plateau_counts_epochs() -> None:
 # Skipping steps
 
 
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-}
-
-
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("told", [False, True], ids=["removed", "told"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_above_the_limit_changes_nothing(name: str, told: bool, scaled: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_above_the_limit_changes_nothing(fused: bool, scaled: bool) -> None:
     """After a skipped step weights and state have the bits of before, and later steps those without it."""
-    if told and not name.startswith("fused"):
-        pytest.skip("only fused optimizers can be told")
     torch.manual_seed(0)
     model, twin = Perceptron(), Perceptron()
     twin.load_state_dict(model.state_dict())
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused) for one in (model, twin))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-    clipper = Clipper(model, SkipAbove(10.0), optimizers=[optimizer] if told else [])
+    clipper = Clipper(model, SkipAbove(10.0), optimizers=[optimizer] if fused else [])
     for step in range(8):
         inputs = batch()
         size = 1e4 if step in (2, 5, 6) else 1.0
@@ -343,28 +334,16 @@ def test_a_step_above_the_limit_changes_nothing(name: str, told: bool, scaled: b
         (lambda: MaxNorm(1.0, scope="row"), r"""MaxNorm\(scope='row'\): expected "model" or "layer" or "unit\""""),
         (lambda: AutoClip(percentile=101), r"AutoClip\(percentile=101\): .*at least 0 and at most 100"),
         (lambda: AutoClip(history_size=0), r"AutoClip\(history_size=0\): expected a whole number of at least 1, such as 1000"),
-        (lambda: ZClip(alpha=1), r"ZClip\(alpha=1\): expected a number below 1"),
-        (lambda: ZClip(warmup_steps=1), r"ZClip\(warmup_steps=1\): expected a whole number of at least 2"),
-        (lambda: AGC(clip_factor=0), r"AGC\(clip_factor=0\)"),
-        (lambda: AGC(scope="model"), r"AGC\(scope='model'\)"),
-        (lambda: Plateau(factor=2), r"Plateau\(factor=2\): .*at most 1"),
         (lambda: LayerScale({}), r"LayerScale\(factors=\{\}\): expected a mapping"),
         (lambda: LayerScale({"(": 1.0}), r"LayerScale\(factors=\{'\(': \.\.\.\}\): expected a regular expression"),
         (lambda: Clipper(Perceptron(), LayerScale({"third": 1.0})), r"'third': .*no layer matches; layers: first, second"),
-        (lambda: SkipAbove(1, synchronize=1), r"SkipAbove\(synchronize=1\): expected True or False"),
         (lambda: Clipper(Perceptron(), 1.0), r"Clipper\(policy=1.0\): expected a policy, such as MaxNorm\(1.0\)"),
-        (lambda: Clipper(Perceptron(), MaxNorm), r"Clipper\(policy=<class .*MaxNorm'>\): expected a policy"),
         (lambda: Clipper(torch.nn.ReLU(), MaxNorm(1.0)), "it has no parameters; expected a module, its parameters, or pairs"),
         (lambda: Clipper(Perceptron(), MaxNorm(1.0), optimizers=[sgd(Perceptron())]), "MaxNorm needs none"),
-        (lambda: Clipper(Perceptron(), SkipAbove(1.0), optimizers=sgd(Perceptron())), r"optimizers=SGD.*expected a list"),
         (lambda: Clipper([("w", torch.nn.Parameter(torch.ones(2))) for _ in "ab"], MaxNorm(1.0)), "two parameters are called 'w'"),
         (
             lambda: Clipper(Perceptron(), SkipAbove(1.0), optimizers=[sgd(Perceptron())]),
             r"expected fused optimizers.*synchronize=True",
-        ),
-        (
-            lambda: Clipper(Perceptron(), MaxNorm(1.0), dry_run=ZClip()),
-            r"Clipper\(dry_run=ZClip\(.*\): expected a list of policies",
         ),
         (lambda: Clipper(Perceptron(), Plateau()).observe("1"), r"observe\(loss='1'\): expected a number or a tensor"),
     ],
@@ -395,7 +374,7 @@ def test_impossible_gradients_are_refused(device: str, dtype: Any, policy: Any, 
 # What a training may meet
 
 
-@pytest.mark.parametrize("policy", [ZClip(scope="layer"), AutoClip(scope="layer")], ids=str)
+@pytest.mark.parametrize("policy", [ZClip(scope="layer"), AutoClip(scope="layer")], ids=["ZClip", "AutoClip"])
 def test_a_layer_that_was_silent_is_trained_again(policy: ZClip | AutoClip) -> None:
     """Gradients of exactly 0 enter no history, since the threshold would stay 0."""
     model = torch.nn.ModuleDict({"expert": torch.nn.Linear(4, 4)})
@@ -406,21 +385,6 @@ def test_a_layer_that_was_silent_is_trained_again(policy: ZClip | AutoClip) -> N
         clipper()
         if step >= 40 and step % 6:
             assert all(bool((p.grad > 0.5).all()) for p in model.parameters() if p.grad is not None)
-
-
-def test_infinity_beside_a_threshold_of_zero() -> None:
-    """An infinite gradient is left alone where the threshold is 0."""
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    clipper = Clipper([parameter], AutoClip(percentile=0, history_size=4))
-    state = clipper.state_dict()
-    state["memory"] = {
-        "history": torch.zeros_like(state["memory"]["history"]),
-        "count": torch.full_like(state["memory"]["count"], 4),
-    }
-    clipper.load_state_dict(state)
-    parameter.grad = torch.tensor([1.0, math.inf, 2.0])
-    clipper()
-    assert parameter.grad.tolist() == [1.0, math.inf, 2.0]
 
 
 def test_a_step_that_never_came_is_forgotten() -> None:
@@ -435,14 +399,3 @@ def test_a_step_that_never_came_is_forgotten() -> None:
     parameter.grad = torch.full((3,), 0.1)
     optimizer.step()
     assert bool((parameter < 1).all())
-
-
-def test_conjugate_gradients_are_clipped() -> None:
-    """Conjugate gradients, which PyTorch cannot multiply together, are clipped one by one."""
-    parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.grad = torch.tensor([3 + 4j, 0, 0]).conj()
-        assert parameter.grad.is_conj()
-    assert float(Clipper(parameters, MaxNorm(1.0))()) == pytest.approx(50**0.5)
-    for parameter in parameters:
-        torch.testing.assert_close(parameter.grad.resolve_conj(), torch.tensor([3 - 4j, 0, 0]) / 50**0.5)
