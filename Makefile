@@ -71,6 +71,8 @@ QUICK = not full and not server and not process and not slow
 quick: venv ## check style, types, and all that one process can test, in a minute
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target type quick-tests lint
 
+# None of these waits for anything, so that one worker for each core is enough.
+quick-tests: WORKERS = $(shell nproc 2>/dev/null || echo 2)
 quick-tests: venv
 	$(PYTEST) -m '$(QUICK)' $(ARGS)
 
